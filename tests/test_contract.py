@@ -18,7 +18,7 @@ from transformers import (
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PrefixAdapter
-from mmattn.adapters.composed.prompt import AugmentedPrompt
+from mmattn.adapters.composed.text import AugmentedPrompt
 from mmattn.adapters.decoupled.adapter import DecoupledLayout
 from mmattn.adapters.decoupled.timed_resampler import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks

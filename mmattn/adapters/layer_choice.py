@@ -59,6 +59,17 @@ def check_other_layers(others: Sequence[int] | None, layers: Sequence[int] | Non
     return tuple(other for _, other in sorted(zip(layers, selected, strict=True)))
 
 
+def augmenting_layers_of(others: Sequence[int] | None, layers: Sequence[int]) -> dict[int, int]:
+    """Return the layer of an augmenting model for each host layer; by default that of the same number."""
+    others = layers if others is None else others
+    if len(others) != len(layers):
+        raise AttachError(
+            f"the adapter is put at layers {list(layers)} of the host and augmenting_layers names {list(others)}: name "
+            "one for each"
+        )
+    return dict(zip(layers, others, strict=True))
+
+
 def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[int] | None) -> list[Site]:
     """The sites that `layers` or `every` names.
 

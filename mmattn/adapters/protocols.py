@@ -63,6 +63,12 @@ class Site:
     heads: HeadSizes | None = None
     part: str | None = None
 
+    @property
+    def sizes(self) -> HeadSizes:
+        """Sizes of the attention of a site that is "inside" or "joined"."""
+        assert self.heads is not None
+        return self.heads
+
 
 class Host(Protocol):
     """The part of an adapted model that the settings of an adapter may use."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.adapters.joined.joint_softmax import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of
 from mmattn.adapters.passages.adapter import PassageLayers, Passages
 from mmattn.adapters.protocols import Site

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn.adapters.gated import adapter as gated
-from mmattn.adapters.joined.joint_softmax import JoinedView
+from mmattn.adapters.joined.slots import JoinedView
 from mmattn.core import key_value_projection as projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import stir
@@ -302,12 +302,12 @@ class TestSickness:
 @contextmanager
 def early(model: Any) -> Iterator[None]:
     """Inside the block tokens read the neighbours of their own chunk: as if the text were a chunk longer."""
-    from mmattn.adapters.chunked.neighbours import GivenNeighbours
+    from mmattn.adapters.chunked.neighbours import MemoryNeighbours
 
-    places = GivenNeighbours.places
+    places = MemoryNeighbours.places
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            GivenNeighbours,
+            MemoryNeighbours,
             "places",
             lambda self, wanted, *rest: places(self, [(row, min(chunk + 1, 2)) for row, chunk in wanted], *rest),
         )

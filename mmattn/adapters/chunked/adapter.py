@@ -25,8 +25,13 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter
-from mmattn.adapters.chunked.chunks import by_chunk
-from mmattn.adapters.chunked.neighbours import GivenNeighbours, Neighbours, NeighbourSource, RetrievedNeighbours
+from mmattn.adapters.chunked.neighbours import (
+    ChunkMemory,
+    MemoryNeighbours,
+    Neighbours,
+    RetrievedNeighbours,
+    by_chunk,
+)
 from mmattn.adapters.gated.adapter import first_reaching
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import Site
@@ -63,11 +68,11 @@ class ChunkedAdapter(SlotAdapter):
         check_int("chunk_size", self.chunk_size, at_most=65536)
 
     def build(self, sites: Sequence[Site]) -> ChunkedLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return ChunkedLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory of the neighbours of two chunks."""
+        """Return a random memory of the neighbours of two chunks."""
         return random_memory(generator, rows, self.memory_dim, segments=2, scores=self.score_bias)
 
 
@@ -77,27 +82,23 @@ class ChunkedLayers(BlockLayers):
     reads_whole_text = True
 
     def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it, a row for each chunk (`by_chunk`), normalised and resampled."""
+        """Return the memory as every block attends to it, a row for each chunk, normalised and resampled."""
         return super().read(memory if memory.segments is None else by_chunk(memory))
 
-    def bind_memory(self, memory: object, host: nn.Module) -> NeighbourSource:
-        """Bind neighbours of chunks: a memory with segments, or a function that finds them.
-
-        Raises:
-            ShapeError: a memory without segments.
-        """
+    def bind_memory(self, memory: object, host: nn.Module) -> ChunkMemory:
+        """Bind neighbours of chunks: a memory with segments, or a function that finds them."""
         if isinstance(memory, Neighbours):
-            return NeighbourSource(memory, self)
+            return ChunkMemory(memory, self)
         if callable(memory) and not isinstance(memory, (Memory, PreparedMemory, Tensor)):
-            return NeighbourSource(RetrievedNeighbours(memory), self)
-        return NeighbourSource(GivenNeighbours(self.prepare(memory), self.name), self)
+            return ChunkMemory(RetrievedNeighbours(memory), self)
+        return ChunkMemory(MemoryNeighbours(self.prepare(memory), self.name), self)
 
     def why_whole(self) -> str | None:
         """Return why a memory cannot come in parts: its slots belong to chunks."""
         return "kind 'chunked'"
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
-        """The first token that may see each slot (b, m): the last one of the slot's chunk."""
+        """Return the first token that may attend to each slot (b, m): the last one of the slot's chunk."""
         ids, padding = batch.get("input_ids"), batch.get("attention_mask")
         shape = (batch["inputs_embeds"] if ids is None else ids).shape[:2]
         real = torch.ones(shape, dtype=torch.bool) if padding is None else padding.cpu().bool()

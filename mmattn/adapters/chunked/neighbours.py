@@ -1,22 +1,21 @@
-"""The neighbours of the chunks of a text: which there are, which must be retrieved, and which tokens attend to them.
+"""The neighbours of the chunks of a text: from a memory or retrieved, and the tokens that attend to them.
 
-The keys and values of every chunk are projected once, in the batch that its neighbours came in; a forward gathers those
-it needs.
+Keys and values of every chunk are projected once, in the batch that its neighbours came in; a forward gathers those of
+its chunks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.chunked.chunks import chunk_slots, grouped
-from mmattn.adapters.prepared_memory import PreparedMemory, check_projected
+from mmattn.adapters.block_adapter import BlockLayers
+from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layer
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import visible_rows
@@ -26,160 +25,46 @@ from mmattn.errors import ConditionError, ConfigError, ShapeError
 from mmattn.memory import Memory
 
 Retrieve = Callable[[Tensor], "Memory | Tensor"]
-# A batch of neighbours, and which row of it, as the adapter reads it, a chunk has.
+#: A row of the text and a chunk of it, counted from 0.
+Chunk = tuple[int, int]
+#: A batch of neighbours, and the row of a chunk in it, as the adapter reads it.
 Place = tuple[PreparedMemory, int]
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Tokens (k, q) that attend to the same neighbours, as indices into all (b·l) of a forward; -1 where there are
-    fewer.
+class Neighbours(ABC):
+    """The neighbours of the chunks of texts, for one call or many.
 
-    Args:
-        tokens: the indices.
-        places: where the neighbours of each of the k blocks are.
+    Attributes:
+        rows: of the text; None for any.
+        prepared: the memory that they are in, if it is one.
     """
 
-    tokens: Tensor
-    places: list[Place]
-
-
-class Neighbours(ABC):
-    """What the chunks of a text attend to, in one call or in many."""
+    rows: int | None = None
+    prepared: PreparedMemory | None = None
 
     def __init__(self) -> None:
         self._gathered: dict[tuple[str, int], tuple[list[tuple[KeyValue, int]], KeyValue]] = {}
 
-    @property
     @abstractmethod
-    def batch(self) -> int | None:
-        """Number of text rows b, or None for any."""
-
-    @abstractmethod
-    def places(self, chunks: list[tuple[int, int]], text: TextState, adapter: Any) -> list[Place | None]:
-        """Where the neighbours of each (row of the text, chunk) are, None where it has none."""
+    def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
+        """Return where the neighbours of each chunk are, None for a chunk without any."""
 
     @abstractmethod
-    def as_memory(self, text: TextState, adapter: Any) -> Memory:
-        """The neighbours of all complete chunks of a text as one memory with segments.
-
-        Raises:
-            ConfigError: the text has no complete chunk.
-        """
-
-    def blocks(self, text: TextState, adapter: Any) -> Blocks:
-        """Which tokens of a forward attend to which neighbours: those of the last chunk that has ended."""
-        real = text.whole[0].cpu()
-        latest = (real.cumsum(1) // adapter.config.chunk_size - 1).masked_fill(~real, -1)[:, -text.length :]
-        count = int(latest.max()) + 1 if latest.numel() else 0
-        rows = torch.arange(len(latest))[:, None]
-        labels, tokens = grouped(torch.where(latest < 0, -1, latest + rows * count).flatten())
-        places = self.places([divmod(label, count) for label in labels], text, adapter)
-        known = [number for number, place in enumerate(places) if place is not None]
-        return Blocks(tokens[known], [place for place in places if place is not None])
+    def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
+        """Return the neighbours of all complete chunks of a text as one memory with segments."""
 
     def gather(self, key: tuple[str, int], rows: list[tuple[KeyValue, int]]) -> KeyValue:
-        """The rows as one, gathered anew only when they are others than the last time."""
+        """Return rows of keys and values as one, gathered again if they are not those of the last forward."""
         before, gathered = self._gathered.get(key, ([], None))
         if gathered is None or [(id(one), row) for one, row in before] != [(id(one), row) for one, row in rows]:
-            # What is cached must serve calls outside inference mode, too.
+            # A cached value must serve calls outside inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
                 gathered = KeyValue.gather(rows)
             self._gathered[key] = (rows, gathered)
         return gathered
 
 
-class NeighbourSource(BoundMemory):
-    """The neighbours of a text's chunks, bound to the adapter that reads them.
-
-    Args:
-        neighbours: given or retrieved.
-        adapter: the trainable part of a chunked adapter.
-    """
-
-    follows_text = True
-
-    def __init__(self, neighbours: Neighbours, adapter: Any) -> None:
-        self.neighbours, self.adapter = neighbours, adapter
-        self.name, self.rows = adapter.name, neighbours.batch
-        self.shared: object = neighbours
-        if isinstance(neighbours, GivenNeighbours):
-            self.shared, memory = neighbours.prepared, neighbours.prepared.memory
-            self.unchecked = None if memory.finite_checked else memory
-
-    def step(self, text: TextState) -> NeighbourView:
-        """What this forward sees; new chunks get their neighbours here.
-
-        Raises:
-            ShapeError: the rows do not fit, or something else than neighbours was retrieved.
-            ConditionError: the text is not known.
-        """
-        self.check_rows(text)
-        return NeighbourView(self.neighbours, self.adapter, self.neighbours.blocks(text, self.adapter))
-
-    def shareable(self) -> object:
-        """Return the neighbours: those that were retrieved may serve many calls, too."""
-        return self.shared
-
-    def as_memory(self, text: TextState) -> Memory:
-        """The neighbours of a whole text as one memory with segments."""
-        return self.neighbours.as_memory(text, self.adapter)
-
-
-class NeighbourView(View):
-    """What the tokens of one forward see of the neighbours of their chunks.
-
-    Args:
-        neighbours: given or retrieved.
-        adapter: the trainable part of a chunked adapter.
-        blocks: which tokens attend to which neighbours.
-    """
-
-    def __init__(self, neighbours: Neighbours, adapter: Any, blocks: Blocks) -> None:
-        self.neighbours, self.adapter, self.blocks = neighbours, adapter, blocks
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """What a block gives for hidden states x (b, l, d); tokens in no block stay bit for bit."""
-        if not self.blocks.places:
-            return x
-        memory = self._memory(layer)
-        tokens = self.blocks.tokens.to(x.device)
-        there = tokens >= 0
-        flat = x.flatten(0, 1)
-        # What fills up a shorter block is dropped again; a token of its own row is as finite as the row.
-        own = flat[torch.where(there, tokens, tokens[:, :1])]
-        allowed = None if memory.mask is None else memory.mask[:, None, None]
-        seen = visible_rows(allowed, len(own), memory.slots, device=x.device)
-        out = block(own, memory, seen=seen, adapter_scale=adapter_scale)
-        return flat.index_copy(0, tokens[there], out[there]).view_as(x)
-
-    def _memory(self, layer: int) -> KeyValue:
-        """Keys and values that the blocks attend to at a host layer, a row for each."""
-        adapter, places, queries = self.adapter, self.blocks.places, self.blocks.tokens.shape[1]
-        batches = list({id(batch): batch for batch, _ in places}.values())
-        read = [batch.read(adapter) for batch in batches]
-        if not any(batch.is_uncached(adapter) for batch in batches):
-            projected = {
-                id(batch): batch.project(adapter, layer, memory, queries)
-                for batch, memory in zip(batches, read, strict=True)
-            }
-            if len({one.absorbed for one in projected.values()}) == 1:
-                return self.neighbours.gather(
-                    (adapter.name, layer), [(projected[id(batch)], row) for batch, row in places]
-                )
-        begins = accumulate((memory.batch for memory in read), initial=0)
-        begin = {id(batch): start for batch, start in zip(batches, begins, strict=False)}
-        memory = Memory.stack(read)[[begin[id(batch)] + row for batch, row in places]]
-        scores = memory.scores if adapter.score_bias else None
-        found: KeyValue = adapter.attention(layer).project(
-            memory.tokens, mask=memory.mask, scores=scores, queries=queries
-        )
-        for batch in batches:
-            check_projected(adapter, layer, batch.memory, found)
-        return found
-
-
-class GivenNeighbours(Neighbours):
+class MemoryNeighbours(Neighbours):
     """A memory whose segments name the chunk of each slot.
 
     Args:
@@ -197,65 +82,55 @@ class GivenNeighbours(Neighbours):
                 f"adapter {name!r} reads neighbours of chunks and the memory has no segments: give segments (b, m), "
                 "the chunk of the text that each slot belongs to, from 0"
             )
-        self.prepared = prepared
-        self._rows = TensorCache()
+        self.prepared, self.rows = prepared, prepared.batch
+        self._numbers = TensorCache()
 
-    @property
-    def batch(self) -> int:
-        """Number of text rows b."""
-        return self.prepared.batch
-
-    def places(self, chunks: list[tuple[int, int]], text: TextState, adapter: Any) -> list[Place | None]:
-        """Where the neighbours of each (row of the text, chunk) are, None where the memory has none."""
+    def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
+        """Return where the neighbours of each chunk are."""
+        assert self.prepared is not None
         memory = self.prepared.memory
-        rows: dict[tuple[int, int], int] = self._rows.get(
-            None, memory.tensors()[1:], lambda: {chunk: row for row, chunk in enumerate(chunk_slots(memory)[0])}
+        numbers: dict[Chunk, int] = self._numbers.get(
+            None, memory.tensors()[1:], lambda: {chunk: row for row, chunk in enumerate(_chunk_slots(memory)[0])}
         )
         beams = text.rows // max(memory.batch, 1)
-        found = [rows.get((row // beams, chunk)) for row, chunk in chunks]
-        return [None if row is None else (self.prepared, row) for row in found]
+        rows = [numbers.get((row // beams, chunk)) for row, chunk in chunks]
+        return [None if row is None else (self.prepared, row) for row in rows]
 
-    def as_memory(self, text: TextState, adapter: Any) -> Memory:
-        """The memory itself."""
+    def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
+        """Return the memory itself."""
+        assert self.prepared is not None
         return self.prepared.memory.detach()
 
 
 class RetrievedNeighbours(Neighbours):
-    """Neighbours that a function retrieves for ids (k, s) of complete chunks, asked once for each chunk.
+    """Neighbours that a function retrieves for complete chunks, called once for each chunk.
 
     Args:
         retrieve: from ids (k, s) to a `Memory` (k, n·r, e), a row for each chunk.
     """
-
-    batch = None
 
     def __init__(self, retrieve: Retrieve) -> None:
         super().__init__()
         self.retrieve = retrieve
         self._known: dict[tuple[int, ...], Place] = {}
 
-    def places(self, chunks: list[tuple[int, int]], text: TextState, adapter: Any) -> list[Place | None]:
-        """Where the neighbours of each (row of the text, chunk) are, retrieved now unless they are known by their ids.
-
-        Raises:
-            ConditionError: the ids are not known.
-            ShapeError: the function gave something that does not fit.
-        """
+    def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
+        """Return where the neighbours of each chunk are; those of new ids are retrieved."""
         if not chunks:
             return []
-        real, known_ids = text.whole
-        if known_ids is None:
+        real, text_ids = text.whole
+        if text_ids is None:
             raise ConditionError(
                 f"adapter {adapter.name!r} was given a function that finds neighbours for the ids of chunks, and this "
                 "call does not tell the ids of the whole text: give input_ids from the first token on, use generate, "
                 "or a Memory with segments"
             )
         size = adapter.config.chunk_size
-        ids = {row: known_ids[row][real[row].to(known_ids.device)].tolist() for row, _ in chunks}
+        ids = {row: text_ids[row][real[row].to(text_ids.device)].tolist() for row, _ in chunks}
         keys = [tuple(ids[row][chunk * size : (chunk + 1) * size]) for row, chunk in chunks]
         new = list(dict.fromkeys(key for key in keys if key not in self._known))
         if new:
-            batch = PreparedMemory(self._retrieve(torch.tensor(new, device=known_ids.device), adapter.name))
+            batch = PreparedMemory(self._retrieve(torch.tensor(new, device=text_ids.device), adapter.name))
             self._known.update((key, (batch, row)) for row, key in enumerate(new))
         places = [self._known[key] for key in keys]
         for batch in {id(batch): batch for batch, _ in places}.values():
@@ -263,10 +138,10 @@ class RetrievedNeighbours(Neighbours):
         return list(places)
 
     def _retrieve(self, ids: Tensor, name: str) -> Memory:
-        found = self.retrieve(ids)
-        memory = Memory(found) if isinstance(found, Tensor) else found
+        neighbours = self.retrieve(ids)
+        memory = Memory(neighbours) if isinstance(neighbours, Tensor) else neighbours
         if not isinstance(memory, Memory):
-            raise ShapeError(f"neighbours for adapter {name!r} must come as a Memory, got {type(found).__name__}")
+            raise ShapeError(f"neighbours for adapter {name!r} must come as a Memory, got {type(memory).__name__}")
         if memory.batch != len(ids):
             raise ShapeError(
                 f"neighbours of {len(ids)} chunks were asked for adapter {name!r} and a memory of {memory.batch} rows "
@@ -275,12 +150,8 @@ class RetrievedNeighbours(Neighbours):
         # Segments may tell neighbours apart here; to the adapter they would name chunks.
         return Memory(memory.tokens, memory.mask, scores=memory.scores, check_finite=memory.finite_checked)
 
-    def as_memory(self, text: TextState, adapter: Any) -> Memory:
-        """What the function retrieves for the complete chunks of a text, as one memory with segments.
-
-        Raises:
-            ConfigError: there is no complete chunk.
-        """
+    def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
+        """Return the neighbours of all complete chunks; ConfigError if there is none."""
         size = adapter.config.chunk_size
         real, ids = text.whole
         assert ids is not None
@@ -288,16 +159,140 @@ class RetrievedNeighbours(Neighbours):
             row[keep].unfold(0, size, size) if keep.sum() >= size else row.new_empty(0, size)
             for row, keep in zip(ids, real, strict=True)
         ]
-        counts = torch.tensor([len(one) for one in texts])
-        if not counts.any():
+        if not any(map(len, texts)):
             raise ConfigError(f"no row has a chunk of {size} tokens to find neighbours for: give a longer text")
         memory = self._retrieve(torch.cat(texts), adapter.name)
-        chunk = torch.arange(int(counts.max()))
-        there = (chunk < counts[:, None]).to(memory.device)
-        index = (counts.cumsum(0) - counts)[:, None] + chunk
-        index = index.to(memory.device).where(there, 0)
-        slots = torch.ones(memory.tokens.shape[:2], dtype=torch.bool) if memory.mask is None else memory.mask
-        mask = (slots.to(memory.device)[index] & there[..., None]).flatten(1)
-        segments = chunk.repeat_interleave(memory.length).expand(len(ids), -1).to(memory.device)
-        scores = None if memory.scores is None else memory.scores[index].flatten(1)
-        return Memory(memory.tokens[index].flatten(1, 2), mask, segments, scores)
+        begins = [0, *accumulate(map(len, texts))]
+        rows = (memory[begin : begin + len(one)] for begin, one in zip(begins, texts, strict=False))
+        return Memory.stack([_as_row(row) for row in rows])
+
+
+class ChunkMemory(BoundMemory):
+    """The neighbours of a text's chunks, bound to the adapter that reads them."""
+
+    follows_text = True
+
+    def __init__(self, neighbours: Neighbours, adapter: BlockLayers) -> None:
+        self.neighbours, self.adapter = neighbours, adapter
+        self.name, self.rows, self.shared = adapter.name, neighbours.rows, neighbours
+        if neighbours.prepared is not None:
+            self.shared, memory = neighbours.prepared, neighbours.prepared.memory
+            self.unchecked = None if memory.finite_checked else memory
+
+    def step(self, text: TextState) -> ChunkView:
+        """Return what this forward attends to: each token the neighbours of the last chunk that has ended."""
+        self.check_rows(text)
+        real = text.whole[0].cpu()
+        latest = (real.cumsum(1) // self.adapter.config.chunk_size - 1).masked_fill(~real, -1)[:, -text.length :]
+        count = int(latest.max()) + 1 if latest.numel() else 0
+        rows = torch.arange(len(latest))[:, None]
+        labels, tokens = grouped(torch.where(latest < 0, -1, latest + rows * count).flatten())
+        places = self.neighbours.places([divmod(label, count) for label in labels], text, self.adapter)
+        found = [number for number, place in enumerate(places) if place is not None]
+        return ChunkView(self, tokens[found], [place for place in places if place is not None])
+
+    def shareable(self) -> object:
+        """Return the memory, or the neighbours that were retrieved: they may serve many calls, too."""
+        return self.shared
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Return the neighbours of a whole text as one memory with segments."""
+        return self.neighbours.as_memory(text, self.adapter)
+
+
+class ChunkView(View):
+    """The neighbours of chunks as the tokens of one forward attend to them.
+
+    Args:
+        memory: of the call.
+        tokens: (k, q), the tokens that attend to the neighbours of each of k chunks, as indices into all (b·l) of the
+            forward; -1 where there are fewer.
+        places: where the neighbours of each of the k chunks are.
+    """
+
+    def __init__(self, memory: ChunkMemory, tokens: Tensor, places: list[Place]) -> None:
+        self.memory, self.tokens, self.places = memory, tokens, places
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Return the output of a block for x (b, l, d); tokens without neighbours stay as they are, bit for bit."""
+        if not self.places:
+            return x
+        memory = self._project(layer)
+        tokens = self.tokens.to(x.device)
+        real = tokens >= 0
+        flat = x.flatten(0, 1)
+        # Shorter rows are filled with a token of their own, which is as finite as the row, and dropped again.
+        queries = flat[torch.where(real, tokens, tokens[:, :1])]
+        allowed = None if memory.mask is None else memory.mask[:, None, None]
+        seen = visible_rows(allowed, len(queries), memory.slots, device=x.device)
+        out = block(queries, memory, seen=seen, adapter_scale=adapter_scale)
+        return flat.index_copy(0, tokens[real], out[real]).view_as(x)
+
+    def _project(self, layer: int) -> KeyValue:
+        """Return keys and values at a host layer, a row for each chunk."""
+        adapter, queries = self.memory.adapter, self.tokens.shape[1]
+        batches = {id(batch): batch for batch, _ in self.places}
+        read = {key: batch.read(adapter) for key, batch in batches.items()}
+        if not any(batch.is_uncached(adapter) for batch in batches.values()):
+            projected = {key: batch.project(adapter, layer, read[key], queries) for key, batch in batches.items()}
+            if len({one.absorbed for one in projected.values()}) == 1:
+                rows = [(projected[id(batch)], row) for batch, row in self.places]
+                return self.memory.neighbours.gather((adapter.name, layer), rows)
+        begins = dict(zip(read, accumulate((one.batch for one in read.values()), initial=0), strict=False))
+        together = Memory.stack(list(read.values()))[[begins[id(batch)] + row for batch, row in self.places]]
+        keys_values = project_layer(adapter, layer, together, queries=queries)
+        for batch in batches.values():
+            check_projected(adapter, layer, batch.memory, keys_values)
+        return keys_values
+
+
+def grouped(labels: Tensor) -> tuple[list[int], Tensor]:
+    """Group equal labels (n,): k labels in rising order, and their places (k, most), -1 after those of a rarer one.
+
+    Negative labels belong to no group.
+
+    >>> grouped(torch.tensor([7, -1, 2, 7, 7]))
+    ([2, 7], tensor([[ 2, -1, -1],
+            [ 0,  3,  4]]))
+    """
+    places = (labels >= 0).nonzero()[:, 0]
+    if not len(places):
+        return [], places.new_empty(0, 0)
+    places = places[labels[places].argsort(stable=True)]
+    names, counts = labels[places].unique_consecutive(return_counts=True)
+    rows = places.split(counts.tolist())
+    return names.tolist(), torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def _chunk_slots(memory: Memory) -> tuple[list[Chunk], Tensor]:
+    """Return the chunks that a memory with segments has neighbours for, and their slots among all b·m, as `grouped`."""
+    assert memory.segments is not None
+    segments = memory.segments if memory.mask is None else memory.segments.masked_fill(~memory.mask, -1)
+    count = int(segments.max()) + 1 if segments.numel() else 0
+    rows = torch.arange(memory.batch, device=segments.device)[:, None]
+    labels, slots = grouped(torch.where(segments < 0, -1, segments + rows * count).flatten())
+    return [divmod(label, count) for label in labels], slots
+
+
+def by_chunk(memory: Memory) -> Memory:
+    """Return the neighbours of each chunk as a row: (b, m, e) with segments to (k, longest, e).
+
+    >>> memory = Memory(torch.arange(6.0).view(2, 3, 1), segments=torch.tensor([[0, 2, 2], [-1, 0, -1]]))
+    >>> by_chunk(memory).tokens[..., 0], by_chunk(memory).lengths
+    (tensor([[0., 0.],
+            [1., 2.],
+            [4., 0.]]), [1, 2, 1])
+    """
+    _, slots = _chunk_slots(memory)
+    mask = slots >= 0
+    index = slots.clamp(min=0)
+    tokens = memory.tokens.flatten(0, 1)[index].masked_fill(~mask[..., None], 0)
+    scores = None if memory.scores is None else memory.scores.flatten()[index]
+    return Memory(tokens, None if bool(mask.all()) else mask, scores=scores, check_finite=False)
+
+
+def _as_row(memory: Memory) -> Memory:
+    """Return the rows of a memory, one for each chunk, as one row with segments."""
+    mask, scores = (None if one is None else one.flatten()[None] for one in (memory.mask, memory.scores))
+    segments = torch.arange(memory.batch, device=memory.device).repeat_interleave(memory.length)[None]
+    return Memory(memory.tokens.flatten(0, 1)[None], mask, segments, scores)

@@ -18,22 +18,27 @@ must predict, and in generation it does not. Here it never does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmattn.adapters.block_adapter import BlockAdapter, BlockLayers
 from mmattn.adapters.composed.augmenting_model import AugmentingModel
-from mmattn.adapters.composed.source import AugmentedSource
-from mmattn.adapters.gated.block import check_bool
-from mmattn.adapters.layer_choice import check_other_layers
-from mmattn.adapters.protocols import Site
+from mmattn.adapters.composed.text import AugmentedText, token_places
+from mmattn.adapters.layer_choice import augmenting_layers_of, check_other_layers
+from mmattn.adapters.protocols import BoundMemory, Site, View
 from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.text_state import TextState
+from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.cross_attention import CrossAttention
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.masks import causal
 from mmattn.core.positions import Rotary
-from mmattn.errors import AttachError, ConfigError, ShapeError
+from mmattn.core.tracing import may_read
+from mmattn.errors import ConfigError, ShapeError, check_bool
+from mmattn.memory import Memory
 
 
 @register_adapter
@@ -79,75 +84,130 @@ class ComposedAdapter(BlockAdapter):
             raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
 
     def attention_settings(self) -> dict[str, Any]:
-        """Rotary positions, and biases on queries, keys and values."""
+        """Return rotary positions, and biases on queries, keys and values."""
         rotary = Rotary(self.head_dim) if self.rotary and self.head_dim is not None else None
         return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
-        """There is none.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: the memory is another model."""
         raise ConfigError(
             "a composed adapter reads another language model, and none can be made up: give mmattn.AugmentingModel(lm)"
         )
 
     def build(self, sites: Sequence[Site]) -> ComposedLayers:
-        """The trainable part for these sites.
-
-        Raises:
-            AttachError: another number of augmenting layers than of layers.
-        """
+        """Return the trainable part for these sites."""
         return ComposedLayers(self, sites)
 
 
 class ComposedLayers(BlockLayers):
-    """The trainable part of one composed adapter on one host.
-
-    Args:
-        config: the settings.
-        sites: where the blocks are.
-    """
+    """The trainable part of one composed adapter on one host."""
 
     reads_whole_text = True
 
     def __init__(self, config: ComposedAdapter, sites: Sequence[Site]) -> None:
-        layers = [site.layer for site in sites]
-        others = tuple(layers) if config.augmenting_layers is None else config.augmenting_layers
-        if len(others) != len(layers):
-            raise AttachError(
-                f"the adapter is put at layers {layers} of the host and augmenting_layers names {list(others)}: name "
-                "one for each"
-            )
         super().__init__(config, sites)
-        self.augmenting_layers = dict(zip(self.layers, others, strict=True))
+        self.augmenting_layers = augmenting_layers_of(config.augmenting_layers, self.layers)
         if config.own_place:
             for layer in self.layers:
                 _begin_at_own_place(self.attention(layer))
 
-    def bind_memory(self, memory: object, host: nn.Module) -> AugmentedSource:
-        """Bind an augmenting model for one call: what it has read is forgotten with the call.
-
-        Raises:
-            ShapeError: something else, or a model that does not fit this adapter or the host.
-            ConditionError: the model is being trained.
-        """
+    def bind_memory(self, memory: object, host: nn.Module) -> AugmentedMemory:
+        """Bind an augmenting model for one call: what it has read is forgotten with the call."""
         if not isinstance(memory, AugmentingModel):
             raise ShapeError(
                 f"adapter {self.name!r} is of kind 'composed' and got {type(memory).__name__}: give it "
                 "mmattn.AugmentingModel(lm)"
             )
-        memory.check(self, host)
-        return AugmentedSource(memory, self)
+        memory.check(self.name, self.config.memory_dim, max(self.augmenting_layers.values()), host)
+        return AugmentedMemory(memory, self)
 
     def why_whole(self) -> str | None:
         """Return why a memory cannot come in parts: it is another model."""
         return "kind 'composed'"
 
 
+class AugmentedMemory(BoundMemory):
+    """An augmenting model bound to the adapter that reads it, for one call.
+
+    The model has a key/value cache of its own, which follows the host's: begun anew with the host's, put in the order
+    of the beams, cut where a draft was rejected. The text itself tells which rows and tokens stay cached.
+    """
+
+    follows_text = True
+
+    def __init__(self, model: AugmentingModel, adapter: ComposedLayers) -> None:
+        self.model, self.adapter = model, adapter
+        self.name, self.shared = adapter.name, model
+        self._read: dict[None, AugmentedText] = {}
+
+    def step(self, text: TextState) -> AugmentedView:
+        """Return what this forward attends to: the model reads as far as the text has come."""
+        keep = not torch.is_grad_enabled() and self.model.caches
+        # Taken out: no two threads ever fill one cache.
+        before = self._read.pop(None, None)
+        if text.past == 0 or not keep:
+            before = None
+        layers = sorted(set(self.adapter.augmenting_layers.values()))
+        read = self.model.read(text, layers, before, self.name, keep)
+        if keep:
+            self._read[None] = read
+        return AugmentedView(read, self.adapter)
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Raise ConfigError: the states change with the text."""
+        raise ConfigError(
+            f"adapter {self.name!r} reads the states of another model, which no other memory can stand for: give a "
+            "batch with a memory for the other adapters"
+        )
+
+
+class AugmentedView(View):
+    """The states of an augmenting model as the tokens of one forward attend to them: up to each token's own."""
+
+    def __init__(self, text: AugmentedText, adapter: ComposedLayers) -> None:
+        self.text, self.adapter = text, adapter
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Return the output of a block for x (b, l, d) of the last l tokens; padding stays as it is, bit for bit."""
+        rows, length = x.shape[:2]
+        total, real = self.text.length, self.text.real.to(x.device)
+        mask = None if may_read(real) and bool(real.all()) else real
+        rule = causal(length, total, total - length, device=x.device).tensor if length > 1 else None
+        allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
+        out: Tensor = block(
+            x,
+            replace(self._project(layer, x.device), mask=mask, visible=None),
+            attention_mask=rule,
+            query_positions=token_places(real)[:, total - length :],
+            seen=visible_rows(allowed, rows, total, device=x.device),
+            adapter_scale=adapter_scale,
+        )
+        return out
+
+    def _project(self, layer: int, device: torch.device) -> KeyValue:
+        """Return keys and values of the states for a host layer; cached if nothing is trained."""
+        text, adapter = self.text, self.adapter
+        states = text.states[adapter.augmenting_layers[layer]]
+        cached = text.projected.get(layer)
+        past = 0 if cached is None else cached.slots
+
+        def project() -> KeyValue:
+            new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
+            positions = token_places(text.real.to(device))[:, past:]
+            tokens = adapter.read(new).tokens.to(device)
+            projected: KeyValue = adapter.attention(layer).project(tokens, memory_positions=positions)
+            return projected
+
+        if text.cache is None:
+            return project()
+        if cached is None or past < text.length:
+            with torch.inference_mode(False), torch.no_grad():
+                cached = text.projected[layer] = project() if cached is None else cached.append(project())
+        return cached
+
+
 def _begin_at_own_place(attention: CrossAttention) -> None:
-    """Let every head begin by looking at the state of the token's own place, e³ times as much as at the one before it.
+    """Let every head begin by attending to the state of the token's own place, e³ times as much as to the one before.
 
     A bias that queries and keys share is turned with them: their product is highest where both stand at one place. Only
     the fastest quarter of the pairs has it, the others hardly tell neighbours apart.

@@ -1,4 +1,4 @@
-"""A frozen language model that reads the text of a host: along with it, or its prompt before it."""
+"""A frozen language model that reads the text of a host: all of it along with the host, or its prompt before it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.cache_argument import cache_name, given_cache
-from mmattn.adapters.composed.prompt import AugmentedPrompt
-from mmattn.adapters.composed.text import AugmentedText, token_places
+from mmattn.adapters.composed.text import AugmentedPrompt, AugmentedText, token_places
 from mmattn.adapters.key_rotation import KeyRotation, read_rotations
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.text_state import TextState
@@ -47,7 +46,7 @@ class AugmentingModel:
             raise AttachError(f"an augmenting model is a language model of transformers, got {type(lm).__name__}")
         self.dim, self.depth = width_of(lm), depth_of(lm) or 0
         self.lm = lm
-        # Without its head, whose answer nobody asks for.
+        # The head is not needed.
         self._body: Any = getattr(lm, "base_model", lm)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._cache_name = cache_name(self._body)
@@ -100,7 +99,7 @@ class AugmentingModel:
 
     @cached_property
     def _rotations(self) -> dict[int, KeyRotation | None] | None:
-        """How its layers turn keys with their positions; None where they follow them otherwise."""
+        """How its layers turn keys with their positions; None if keys depend on them otherwise."""
         if not self._positions:
             return None
         places = torch.arange(7, device=device_of(embeddings_of(self.lm)))[None]
@@ -108,7 +107,7 @@ class AugmentingModel:
         return read_rotations(self.lm, self._keys_at, places, most)
 
     def _keys_at(self, positions: Tensor) -> dict[int, Tensor]:
-        """Keys by layer of a short text whose tokens stand at these positions (1, l)."""
+        """Return keys by layer of a short text whose tokens stand at these positions (1, l)."""
         size = getattr(text_config(self.lm), "vocab_size", None) or 2
         ids = torch.randint(size, (1, 8), generator=torch.Generator().manual_seed(0))[:, : positions.shape[1]]
         ids = ids.to(positions.device)
@@ -116,7 +115,7 @@ class AugmentingModel:
         return {layer: keys for layer, (keys, _) in enumerate(self._cached(ids, real, positions))}
 
     def _cached(self, ids: Tensor, real: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (b, g, p, k) that it caches of a text in each layer."""
+        """Return keys and values (b, g, p, k) that it caches of a text in each layer."""
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
         if self._positions:
             given["position_ids"] = positions
@@ -146,28 +145,29 @@ class AugmentingModel:
                 "that are not yet written: take a causal language model"
             )
 
-    def check(self, adapter: Any, host: nn.Module) -> None:
-        """Refuse an adapter on a host that cannot read this model.
+    def check(self, name: str, memory_dim: int, deepest: int, host: nn.Module) -> None:
+        """Check that an adapter on a host can read this model.
 
         Args:
-            adapter: the trainable part of a composed adapter.
+            name: of the adapter.
+            memory_dim: the width that it was made for.
+            deepest: the last layer that it reads.
             host: the frozen model that it is on.
 
         Raises:
             ShapeError: another width, fewer layers or another vocabulary.
             ConditionError: the model is being trained.
         """
-        kind, wanted = type(self.lm).__name__, adapter.config.memory_dim
-        if self.dim != wanted:
+        kind = type(self.lm).__name__
+        if self.dim != memory_dim:
             raise ShapeError(
-                f"adapter {adapter.name!r} was made for memory_dim={wanted}, got a {kind} of width {self.dim}: use the "
+                f"adapter {name!r} was made for memory_dim={memory_dim}, got a {kind} of width {self.dim}: use the "
                 "augmenting model it was trained with"
             )
-        deepest = max(adapter.augmenting_layers.values())
         if deepest >= self.depth:
             raise ShapeError(
-                f"adapter {adapter.name!r} reads layer {deepest} of the augmenting model, got a {kind} with layers 0 "
-                f"to {self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
+                f"adapter {name!r} reads layer {deepest} of the augmenting model, got a {kind} with layers 0 to "
+                f"{self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
             )
         here, there = (getattr(text_config(lm), "vocab_size", None) for lm in (host, self.lm))
         if here != there:
@@ -180,14 +180,14 @@ class AugmentingModel:
     def read(
         self, text: TextState, layers: list[int], before: AugmentedText | None, name: str, keep: bool
     ) -> AugmentedText:
-        """A text with the states of its tokens at some layers; only what was not read before is computed.
+        """Return a text with the states of its tokens at some layers; only what was not read before is computed.
 
         Args:
-            text: what the host is given.
+            text: of the host.
             layers: of this model.
-            before: what was read of an earlier text, to go on from.
+            before: an earlier text, to continue from.
             name: of the adapter that reads, for messages.
-            keep: fill a key/value cache, so that this can be gone on from.
+            keep: fill a key/value cache, so that a later text can continue from this one.
 
         Raises:
             ConditionError: the ids of the whole text are not known.
@@ -227,7 +227,7 @@ class AugmentingModel:
 
 
 def new_cache() -> Any:
-    """A cache that can be cut anywhere: made without a config, sliding windows are masked and not forgotten."""
+    """Return a cache that can be cut anywhere: made without a config, sliding windows are masked and not forgotten."""
     import transformers
 
     return transformers.DynamicCache()

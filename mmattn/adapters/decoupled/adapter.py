@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.block_adapter import resampler_settings
 from mmattn.adapters.default_sizes import settle_norm
-from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.core.key_value_projection import KeyValueProjection
+from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -96,14 +95,7 @@ class DecoupledAdapter:
         check_int("memory_dim", self.memory_dim, at_most=65536)
         if self.tokens is not None:
             check_int("tokens", self.tokens, at_most=1024)
-        if self.blocks is not None:
-            if (
-                isinstance(self.blocks, str)
-                or not self.blocks
-                or not all(isinstance(name, str) for name in self.blocks)
-            ):
-                raise ConfigError(f"blocks must be a list of beginnings of block names, got {self.blocks!r}")
-            object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "blocks", check_blocks(self.blocks))
         check_choice("start", self.start, STARTS)
         resampler_settings(self)
         if self.memory_norm is None and self.tokens is not None:
@@ -115,28 +107,29 @@ class DecoupledAdapter:
             raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention layers whose names begin as `blocks` say.
-
-        Raises:
-            AttachError: the host has no block of that name.
-        """
+        """Return the attention layers whose names begin as `blocks` say."""
         return sites_of_blocks(host, self.blocks)
 
     def build(self, sites: Sequence[Site]) -> DecoupledLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return DecoupledLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory (rows, 5, e), some slots masked."""
+        """Return a random memory (rows, 5, e), some slots masked."""
         return random_memory(generator, rows, self.memory_dim)
 
 
-def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
-    """The attention layers of a host whose names begin as `blocks` say; None is all that no stream holds.
+def check_blocks(blocks: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Check beginnings of names of attention layers."""
+    if blocks is None:
+        return None
+    if isinstance(blocks, str) or not blocks or not all(isinstance(name, str) for name in blocks):
+        raise ConfigError(f"blocks must be a list of beginnings of block names, got {blocks!r}")
+    return tuple(blocks)
 
-    Raises:
-        AttachError: the host has no block of that name.
-    """
+
+def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
+    """Return the attention layers of a host whose names begin as `blocks` say; None for all but single streams."""
     offered = host.sites("inside")
     if blocks is None:
         return [site for site in offered if site.part != "stream"]
@@ -148,27 +141,31 @@ def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
 
 
 class DecoupledBlock(KeyValueProjection):
-    """Keys and values of the memory for the queries of one attention layer of the host.
-
-    Args:
-        memory_dim: width of the memory as the block reads it.
-        size: of the host's attention.
-        bias: keys and values have one.
-    """
+    """Attention of the queries of one attention layer of the host over the memory (b, m, memory_dim)."""
 
     def __init__(self, memory_dim: int, size: HeadSizes, bias: bool = False) -> None:
         width = size.num_kv_heads * size.head_dim
         k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
         super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
 
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        memory: Tensor | KeyValue,
+        *,
+        mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seen: Tensor | None = None,
+        adapter_scale: Any = 1.0,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the attention (b, h, l, k) of the host's queries, times the scale; 0 in rows without a slot."""
+        result = super().forward(q, memory, mask=mask, return_weights=return_weights)
+        return result * adapter_scale if isinstance(result, Tensor) else (result[0] * adapter_scale, result[1])
+
 
 class DecoupledLayers(AdapterLayers):
-    """The trainable part of one decoupled adapter on one host.
-
-    Args:
-        config: the settings.
-        sites: the attention layers of the host beside which it attends.
-    """
+    """The trainable part of one decoupled adapter on one host."""
 
     def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -180,11 +177,9 @@ class DecoupledLayers(AdapterLayers):
             self.projection = nn.Linear(width, config.tokens * self.slot_dim)
             width = self.slot_dim
         self.memory_norm = nn.LayerNorm(width) if config.memory_norm else None
-        blocks = {}
-        for site in self.sites:
-            assert site.heads is not None
-            blocks[str(site.layer)] = DecoupledBlock(width, site.heads, config.layout.bias)
-        self.blocks = nn.ModuleDict(blocks)
+        self.blocks = nn.ModuleDict(
+            {str(site.layer): DecoupledBlock(width, site.sizes, config.layout.bias) for site in self.sites}
+        )
         if config.start == "nothing":
             for layer in self.layers:
                 for parameter in self.attention(layer).v_proj.parameters():
@@ -192,32 +187,16 @@ class DecoupledLayers(AdapterLayers):
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the memory's norm, or of the first block where there is none."""
-        if self.memory_norm is None:
-            return self.attention(self.layers[0]).k_proj.weight
-        return self.memory_norm.weight
+        """A weight of the memory's norm, or without one of the first block."""
+        return self.attention(self.layers[0]).k_proj.weight if self.memory_norm is None else self.memory_norm.weight
 
     def attention(self, layer: int) -> DecoupledBlock:
-        """The block beside attention layer `layer` of the host."""
-        block = self.block(layer)
-        assert isinstance(block, DecoupledBlock)
-        return block
-
-    def bind_vectors(self, prepared: PreparedMemory) -> DecoupledMemory:
-        """Bind a memory of vectors that was checked."""
-        return DecoupledMemory(prepared, self)
-
-    def why_whole(self) -> str | None:
-        """Return why all slots must be read together: a resampler mixes them."""
-        return None if self.resampler is None else "its resampler mixes all slots"
+        """Return the block beside attention layer `layer` of the host."""
+        return cast(DecoupledBlock, self.block(layer))
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
-        """Copy the host's own key and value projections, with start="host".
-
-        Raises:
-            AttachError: the memory reaches the blocks in another width than the text.
-        """
+        """Copy the host's own key and value projections, with start="host"."""
         if self.config.start != "host":
             return
         for layer in self.layers:
@@ -231,33 +210,15 @@ class DecoupledLayers(AdapterLayers):
             block.v_proj.weight.copy_(v)
 
     def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it: resampled, projected to slots, normalised."""
+        """Return the memory as every block attends to it: resampled, projected to slots, normalised."""
         memory = self._cast_memory(memory)
         if self.resampler is not None:
             memory = self.resampler(memory)
-        if self.projection is None:
-            return memory.replace(self._normalised(memory.tokens))
-        b, m, n = memory.batch, memory.length, self.config.tokens
-        slots = self._normalised(self.projection(memory.tokens).view(b, m * n, self.slot_dim))
-        mask, segments = (
-            None if given is None else given.repeat_interleave(n, 1) for given in (memory.mask, memory.segments)
-        )
-        return Memory(slots, mask, segments, check_finite=False)
-
-    def _normalised(self, slots: Tensor) -> Tensor:
-        return slots if self.memory_norm is None else self.memory_norm(slots)
-
-
-class DecoupledView(ProjectedView):
-    """A memory beside the text of a host's attention layer."""
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """What the host's queries x (b, h, l, k) find in the memory, times the scale: (b, h, l, k)."""
-        heads: Tensor = block(x, self.projected[layer])
-        return heads * adapter_scale
-
-
-class DecoupledMemory(ProjectedMemory):
-    """A prepared memory bound to a decoupled adapter."""
-
-    view = DecoupledView
+        if self.projection is not None:
+            b, m, n = memory.batch, memory.length, self.config.tokens
+            mask, segments = (
+                None if one is None else one.repeat_interleave(n, 1) for one in (memory.mask, memory.segments)
+            )
+            slots = self.projection(memory.tokens).view(b, m * n, self.slot_dim)
+            memory = Memory(slots, mask, segments, check_finite=False)
+        return memory if self.memory_norm is None else memory.replace(self.memory_norm(memory.tokens))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, random_memory
-from mmattn.adapters.decoupled.adapter import sites_of_blocks
+from mmattn.adapters.decoupled.adapter import check_blocks, sites_of_blocks
 from mmattn.adapters.decoupled.timed_resampler import TimedPerceiver, TimedResampler
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site, View
@@ -60,36 +60,25 @@ class JointDecoupledAdapter:
         check_int("memory_dim", self.memory_dim, at_most=65536)
         if not isinstance(self.resampler, TimedResampler):
             raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
-        if self.blocks is not None:
-            object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "blocks", check_blocks(self.blocks))
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention layers whose names begin as `blocks` say.
-
-        Raises:
-            AttachError: the host has no block of that name.
-        """
+        """Return the attention layers whose names begin as `blocks` say."""
         return sites_of_blocks(host, self.blocks)
 
     def build(self, sites: Sequence[Site]) -> JointDecoupledLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return JointDecoupledLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory (rows, 5, e), some slots masked."""
+        """Return a random memory (rows, 5, e), some slots masked."""
         return random_memory(generator, rows, self.memory_dim)
 
 
 class JointDecoupledBlock(nn.Module):
-    """Attention of a host's queries over its own picture and a memory, in one layer.
+    """Attention of a host's queries over its own picture and a memory of width `dim`, in one layer."""
 
-    Args:
-        dim: width of the resampled memory, h · k.
-        time_dim: width of the embedded time step.
-        size: of the host's attention.
-    """
-
-    # It is given what the host projects of its picture, before the host's norms.
+    #: Its input is what the host projects of its picture, before the host's norms.
     reads_projections = True
 
     def __init__(self, dim: int, time_dim: int, size: HeadSizes) -> None:
@@ -102,7 +91,7 @@ class JointDecoupledBlock(nn.Module):
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, memory: Memory, time: Tensor) -> Tensor:
-        """What the queries find (b, h, l, k), 0 in rows without a memory.
+        """Compute the attention (b, h, l, k), 0 in rows without a memory.
 
         Args:
             x: (b, 3h, l, k), queries, keys and values of the picture as the host projects them.
@@ -112,41 +101,33 @@ class JointDecoupledBlock(nn.Module):
         q, k, v = x.to(self.gate.dtype).split(self.num_heads, 1)
         shift, scale = self.modulation(F.silu(time))[:, None].chunk(2, 2)
         tokens = F.layer_norm(memory.tokens, memory.tokens.shape[-1:], eps=1e-6) * (1 + scale) + shift
-        own_k, own_v = (
+        memory_k, memory_v = (
             projection(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.k_proj, self.v_proj)
         )
-        keys = torch.cat([self.k_norm(k), self.memory_k_norm(own_k)], 2)
-        heads = attend(self.q_norm(q), keys, torch.cat([v, own_v], 2))
+        keys = torch.cat([self.k_norm(k), self.memory_k_norm(memory_k)], 2)
+        heads = attend(self.q_norm(q), keys, torch.cat([v, memory_v], 2))
         assert isinstance(heads, Tensor)
         if memory.mask is not None:
-            # All latents of a row are there, or none.
+            # A row has all of its latents, or none.
             heads = torch.where(memory.mask[:, :1, None, None], heads, 0)
         return (heads * self.gate).to(x.dtype)
 
 
 class JointDecoupledLayers(AdapterLayers):
-    """The trainable part of one such adapter on one host.
-
-    Args:
-        config: the settings.
-        sites: the attention layers of the host beside which it attends.
-    """
+    """The trainable part of one such adapter on one host."""
 
     # Latents attend to each other beside the slots.
     counts_slots = True
 
     def __init__(self, config: JointDecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        first = self.sites[0].heads
-        assert first is not None
-        dim = first.num_heads * first.head_dim
+        size = self.sites[0].sizes
+        dim = size.num_heads * size.head_dim
         self.perceiver = TimedPerceiver(config.resampler, config.memory_dim, dim)
-        blocks = {}
-        for site in self.sites:
-            assert site.heads is not None
-            blocks[str(site.layer)] = JointDecoupledBlock(dim, config.resampler.width, site.heads)
-        self.blocks = nn.ModuleDict(blocks)
+        self.blocks = nn.ModuleDict(
+            {str(site.layer): JointDecoupledBlock(dim, config.resampler.width, site.sizes) for site in self.sites}
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -154,11 +135,11 @@ class JointDecoupledLayers(AdapterLayers):
         return self.perceiver.latents
 
     def read(self, memory: Memory) -> Memory:
-        """The memory before it is resampled, padding set to 0."""
+        """Return the memory before it is resampled, padding set to 0."""
         return self._cast_memory(memory)
 
     def resample(self, memory: Memory, timestep: Tensor) -> tuple[Memory, Tensor]:
-        """The latents (b, n, d) of a memory at time steps (b,), and the time steps embedded."""
+        """Return the latents (b, n, d) of a memory at time steps (b,), and the time steps embedded."""
         tokens, time = self.perceiver(memory.tokens, memory.mask, timestep.to(memory.device))
         mask = None if memory.mask is None else memory.mask.any(1, keepdim=True).expand(tokens.shape[:2])
         if memory.length == 0:
@@ -170,31 +151,8 @@ class JointDecoupledLayers(AdapterLayers):
         return TimedMemory(prepared, self)
 
 
-@dataclass(frozen=True)
-class TimedView(View):
-    """A memory at one time step.
-
-    Args:
-        memory: (b, n, d), resampled.
-        time: (b, c), the embedded time step.
-    """
-
-    memory: Memory
-    time: Tensor
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """What the host's picture x (b, 3h, l, k) finds in itself and the memory, times the scale: (b, h, l, k)."""
-        heads: Tensor = block(x, self.memory, self.time)
-        return heads * adapter_scale
-
-
 class TimedMemory(BoundMemory):
-    """A prepared memory bound to an adapter that resamples it at every time step.
-
-    Args:
-        prepared: the memory.
-        adapter: the trainable part that reads it.
-    """
+    """A prepared memory bound to an adapter that resamples it at every time step."""
 
     follows_text = True
 
@@ -204,30 +162,42 @@ class TimedMemory(BoundMemory):
         self.unchecked = None if prepared.memory.finite_checked else prepared.memory
 
     def step(self, text: TextState) -> TimedView:
-        """The memory at the time step of this forward.
+        """Return the memory at the time step of this forward.
 
         Raises:
             ConditionError: the time step is not known.
             NonFiniteError: the memory overflows where it is resampled.
         """
-        if text.timestep is None:
+        timestep = text.timestep
+        if timestep is None:
             raise ConditionError(
-                f"adapter {self.adapter.name!r} follows the time step, and only a part of the host was called, or it "
-                "was given none, or several for one row: call the whole host with one timestep for each row"
+                f"adapter {self.name!r} follows the time step, and only a part of the host was called, or it was given "
+                "none, or several for one row: call the whole host with one timestep for each row"
             )
-        latents, time = self.adapter.resample(self.prepared.read(self.adapter), text.timestep)
+        latents, time = self.adapter.resample(self.prepared.read(self.adapter), timestep)
 
         def resample_row(row: Memory) -> list[Tensor]:
-            assert text.timestep is not None
-            return [self.adapter.resample(self.adapter.read(row), text.timestep[:1])[0].tokens]
+            return [self.adapter.resample(self.adapter.read(row), timestep[:1])[0].tokens]
 
         check_read(self.adapter, self.prepared.memory, [latents.tokens], resample_row)
         return TimedView(latents, time)
 
     def as_memory(self, text: TextState) -> Memory:
-        """The memory itself."""
+        """Return the memory itself."""
         return self.prepared.memory.detach()
 
     def shareable(self) -> PreparedMemory:
         """Return the prepared memory."""
         return self.prepared
+
+
+class TimedView(View):
+    """Latents (b, n, d) of a memory at one time step, embedded as (b, c)."""
+
+    def __init__(self, latents: Memory, time: Tensor) -> None:
+        self.latents, self.time = latents, time
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Return the attention (b, h, l, k) over picture x (b, 3h, l, k) and memory, times the scale."""
+        heads: Tensor = block(x, self.latents, self.time)
+        return heads * adapter_scale

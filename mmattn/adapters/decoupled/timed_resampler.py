@@ -47,25 +47,15 @@ class TimedResampler:
     frequencies: int = 320
 
     def __post_init__(self) -> None:
-        check_int("num_latents", self.num_latents, at_most=65536)
-        check_int("depth", self.depth, at_most=64)
-        check_int("width", self.width, at_most=65536)
-        check_int("num_heads", self.num_heads, at_most=1024)
-        check_int("head_dim", self.head_dim, at_most=1024)
-        check_int("feed_forward", self.feed_forward, at_most=64)
-        check_int("frequencies", self.frequencies, at_most=65536)
+        limits = {"num_latents": 65536, "depth": 64, "width": 65536, "num_heads": 1024, "head_dim": 1024}
+        for name, at_most in (limits | {"feed_forward": 64, "frequencies": 65536}).items():
+            check_int(name, getattr(self, name), at_most=at_most)
         if self.frequencies % 2:
             raise ConfigError(f"frequencies must be even, a sine and a cosine of each; got {self.frequencies}")
 
 
 class TimedPerceiver(nn.Module):
-    """Cross-attention of learned latents over a memory, under a time step.
-
-    Args:
-        config: its settings.
-        memory_dim: e, width of the memory.
-        out_dim: width of the output.
-    """
+    """Cross-attention of learned latents over a memory (b, m, memory_dim), under a time step."""
 
     def __init__(self, config: TimedResampler, memory_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -79,7 +69,7 @@ class TimedPerceiver(nn.Module):
         self.norm_out = nn.LayerNorm(out_dim)
 
     def forward(self, tokens: Tensor, mask: Tensor | None, timestep: Tensor) -> tuple[Tensor, Tensor]:
-        """The latents (b, n, out_dim) and the embedded time step (b, d).
+        """Return the latents (b, n, out_dim) and the embedded time step (b, d).
 
         Args:
             tokens: (b, m, e), the memory.
@@ -96,11 +86,7 @@ class TimedPerceiver(nn.Module):
 
 
 class TimedPerceiverLayer(nn.Module):
-    """Attention of the latents over memory and latents, then a feed-forward, both shifted and scaled by the time step.
-
-    Args:
-        config: settings of the resampler.
-    """
+    """Attention of the latents over memory and latents, then a feed-forward, both modulated by the time step."""
 
     def __init__(self, config: TimedResampler) -> None:
         super().__init__()
@@ -117,21 +103,14 @@ class TimedPerceiverLayer(nn.Module):
         self.down = nn.Linear(config.feed_forward * width, width, bias=False)
 
     def forward(self, x: Tensor, latents: Tensor, mask: Tensor | None, time: Tensor) -> Tensor:
-        """The latents after this layer.
-
-        Args:
-            x: (b, m, d), the memory.
-            latents: (b, n, d).
-            mask: (b, m) bool, True = may be attended to.
-            time: (b, d), the embedded time step.
-        """
+        """Return the latents (b, n, d) after attention to a memory (b, m, d), at an embedded time step (b, d)."""
         shift, scale, late_shift, late_scale = self.modulation(F.silu(time))[:, None].chunk(4, 2)
-        own = self.latent_norm(latents) * (1 + scale) + shift
-        slots = torch.cat([self.memory_norm(x), own], 1)
+        queries = self.latent_norm(latents) * (1 + scale) + shift
+        slots = torch.cat([self.memory_norm(x), queries], 1)
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(own.shape[:2])], 1)
+            mask = torch.cat([mask, mask.new_ones(queries.shape[:2])], 1)
             slots = slots.masked_fill(~mask[..., None], 0)
-        q, (k, v) = self.q_proj(own), self.kv_proj(slots).chunk(2, 2)
+        q, (k, v) = self.q_proj(queries), self.kv_proj(slots).chunk(2, 2)
         heads = attend(*(one.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for one in (q, k, v)), mask=mask)
         assert isinstance(heads, Tensor)
         latents = latents + self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -140,7 +119,7 @@ class TimedPerceiverLayer(nn.Module):
 
 
 def sinusoids(timestep: Tensor, frequencies: int) -> Tensor:
-    """Cosines and then sines (b, frequencies) of time steps (b,), as transformers of diffusion models embed them.
+    """Return cosines and then sines (b, frequencies) of time steps (b,), as diffusion transformers embed them.
 
     >>> sinusoids(torch.tensor([0.0]), 4)
     tensor([[1., 1., 0., 0.]])

@@ -19,20 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.composed.prompt import AugmentedPrompt
-from mmattn.adapters.fused_cache.source import FusedSource
+from mmattn.adapters.composed.text import AugmentedPrompt, token_places
 from mmattn.adapters.gated.block import Gate
-from mmattn.adapters.layer_choice import check_layers, check_other_layers, chosen_sites
-from mmattn.adapters.protocols import HeadSizes, Host, Site
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.layer_choice import augmenting_layers_of, check_layers, check_other_layers, chosen_sites
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site, View
 from mmattn.adapters.registry import register_adapter
-from mmattn.errors import AttachError, ConfigError, ShapeError, check_choice, check_int
+from mmattn.adapters.text_state import TextState
+from mmattn.core.key_rotation import KeyRotation
+from mmattn.core.tensor_cache import KeyValueCache
+from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 
 GATES = ("scalar", "head")
@@ -79,28 +83,16 @@ class FusedCacheAdapter:
         object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, given))
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention of the layers that `layers` or `every` names.
-
-        Raises:
-            AttachError: the host is not that deep, or a layer has no attention that can be reached.
-        """
+        """Return the attention of the layers that `layers` or `every` names."""
         every = 1 if self.every is None and self.layers is None else self.every
         return chosen_sites(host.sites("joined"), every, self.layers)
 
     def build(self, sites: Sequence[Site]) -> FusedCacheLayers:
-        """The trainable part for these sites.
-
-        Raises:
-            AttachError: another number of augmenting layers than of layers.
-        """
+        """Return the trainable part for these sites."""
         return FusedCacheLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
-        """There is none.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: the memory is the cache of another model."""
         raise ConfigError(
             "a fused cache is that of another language model, and none can be made up: give "
             "mmattn.AugmentingModel(lm).prefill(input_ids)"
@@ -108,25 +100,20 @@ class FusedCacheAdapter:
 
 
 class CacheFuser(nn.Module):
-    """What the keys and values of one host layer are changed by.
-
-    Args:
-        config: the settings.
-        size: of the host's attention.
-    """
+    """The network that changes keys and values of one host layer."""
 
     def __init__(self, config: FusedCacheAdapter, size: HeadSizes) -> None:
         super().__init__()
         self.key_dim, value_dim = size.head_dim, size.value_dim or size.head_dim
         self.num_kv_heads = size.num_kv_heads
-        own = size.num_kv_heads * (size.head_dim + value_dim)
-        self.host_norm, self.memory_norm = nn.LayerNorm(own), nn.LayerNorm(config.memory_dim)
-        self.in_proj = nn.Linear(own + config.memory_dim, config.hidden_dim)
-        self.out_proj = nn.Linear(config.hidden_dim, own)
+        width = size.num_kv_heads * (size.head_dim + value_dim)
+        self.host_norm, self.memory_norm = nn.LayerNorm(width), nn.LayerNorm(config.memory_dim)
+        self.in_proj = nn.Linear(width + config.memory_dim, config.hidden_dim)
+        self.out_proj = nn.Linear(config.hidden_dim, width)
         self.gate = Gate(2, size.num_kv_heads if config.gate == "head" else 1)
 
     def forward(self, key: Tensor, value: Tensor, states: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to keys and values, before the gates.
+        """Return the changes of keys and values, before the gates.
 
         Args:
             key: (b, g, p, k), of the host, at position 0.
@@ -135,20 +122,15 @@ class CacheFuser(nn.Module):
             visible: (b, p) bool, tokens that the augmenting model has read; the others stay as they are.
         """
         weight, hidden = self.in_proj.weight, ~visible[..., None]
-        own = torch.cat([key, value], -1).transpose(1, 2).flatten(2).to(weight.dtype).masked_fill(hidden, 0)
+        host = torch.cat([key, value], -1).transpose(1, 2).flatten(2).to(weight.dtype).masked_fill(hidden, 0)
         states = states.to(weight.device, weight.dtype).masked_fill(hidden, 0)
-        inner = F.gelu(self.in_proj(torch.cat([self.host_norm(own), self.memory_norm(states)], -1)))
+        inner = F.gelu(self.in_proj(torch.cat([self.host_norm(host), self.memory_norm(states)], -1)))
         change = self.out_proj(inner).masked_fill(hidden, 0).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
         return change[..., : self.key_dim], change[..., self.key_dim :]
 
 
 class FusedCacheLayers(AdapterLayers):
-    """The trainable part of one adapter that fuses caches, on one host.
-
-    Args:
-        config: the settings.
-        sites: the attention layers of the host that it acts in.
-    """
+    """The trainable part of one adapter that fuses caches, on one host."""
 
     orders_slots = True
     counts_slots = True
@@ -156,20 +138,10 @@ class FusedCacheLayers(AdapterLayers):
 
     def __init__(self, config: FusedCacheAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        others = self.layers if config.augmenting_layers is None else config.augmenting_layers
-        if len(others) != len(self.layers):
-            raise AttachError(
-                f"the adapter is put at layers {list(self.layers)} of the host and augmenting_layers names "
-                f"{list(others)}: name one for each"
-            )
-        self.augmenting_layers = dict(zip(self.layers, others, strict=True))
-        blocks = {}
-        for site in self.sites:
-            assert site.heads is not None
-            blocks[str(site.layer)] = CacheFuser(config, site.heads)
-        self.blocks = nn.ModuleDict(blocks)
-        #: How each layer of the host turns its keys; None where they follow positions otherwise, and stay as they are.
-        self.rotations: Mapping[int, Any] | None = None
+        self.augmenting_layers = augmenting_layers_of(config.augmenting_layers, self.layers)
+        self.blocks = nn.ModuleDict({str(site.layer): CacheFuser(config, site.sizes) for site in self.sites})
+        #: How each layer of the host turns its keys; None if positions enter otherwise. Set by `attach_to`.
+        self.rotations: Mapping[int, KeyRotation | None] | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -177,45 +149,206 @@ class FusedCacheLayers(AdapterLayers):
         return self.fuser(self.layers[0]).in_proj.weight
 
     def fuser(self, layer: int) -> CacheFuser:
-        """What changes keys and values at host layer `layer`."""
-        block = self.block(layer)
-        assert isinstance(block, CacheFuser)
-        return block
+        """Return the block at a host layer."""
+        return cast(CacheFuser, self.block(layer))
 
     def read(self, memory: Memory) -> Memory:
-        """Refused: what is read is a cache.
-
-        Raises:
-            ShapeError: always.
-        """
+        """Raise ShapeError: the memory is a cache."""
         raise ShapeError(_NO_CACHE.format(name=self.name, given="a Memory"))
 
-    def bind_memory(self, memory: object, host: nn.Module) -> FusedSource:
-        """Bind what an augmenting model has read.
-
-        Raises:
-            ShapeError: something else, another width, or fewer layers.
-        """
+    def bind_memory(self, memory: object, host: nn.Module) -> FusedMemory:
+        """Bind the prompts that an augmenting model has read."""
         if not isinstance(memory, AugmentedPrompt):
             raise ShapeError(_NO_CACHE.format(name=self.name, given=type(memory).__name__))
-        wanted, deepest = self.config.memory_dim, max(self.augmenting_layers.values())
+        deepest = max(self.augmenting_layers.values())
         if deepest >= len(memory.states):
             raise ShapeError(
                 f"adapter {self.name!r} reads layer {deepest} of the augmenting model, got one with layers 0 to "
                 f"{len(memory.states) - 1}: use the one it was trained with, or name other augmenting_layers"
             )
         widths = {memory.states[layer].shape[2] for layer in self.augmenting_layers.values()}
-        if widths != {wanted}:
+        if widths != {self.config.memory_dim}:
             raise ShapeError(
-                f"adapter {self.name!r} was made for memory_dim={wanted}, got keys and values of {sorted(widths)} "
-                "numbers for a token: use the augmenting model it was trained with"
+                f"adapter {self.name!r} was made for memory_dim={self.config.memory_dim}, got keys and values of "
+                f"{sorted(widths)} numbers for a token: use the augmenting model it was trained with"
             )
-        return FusedSource(memory, self)
+        return FusedMemory(memory, self)
 
     def attach_to(self, host: Any) -> None:
         """Prove that changed keys and values reach the output, and learn how the host turns its keys."""
         host.check_adapter(self)
         self.rotations = host.probe_rotations()
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of a prompt in a text of t tokens.
+
+    Args:
+        numbers: (b, end), the number of each token in the prompt of its row, up to the last one; −1 for other tokens.
+        whole: every token of every prompt is among them.
+    """
+
+    numbers: Tensor
+    whole: bool
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the text up to the last one of a prompt."""
+        return self.numbers.shape[1]
+
+
+#: Changes of keys (b, g, end, k) and values (b, g, end, v) by layer.
+Changes = dict[int, tuple[Tensor, Tensor]]
+
+
+class FusedMemory(BoundMemory):
+    """The prompts that a model has read for one call, bound to the adapter that fuses them."""
+
+    follows_text = True
+
+    def __init__(self, prompt: AugmentedPrompt, adapter: FusedCacheLayers) -> None:
+        self.shared, self.prompt, self.adapter = prompt, prompt.left_aligned(), adapter
+        self.name, self.rows = adapter.name, prompt.batch
+        self._cache = KeyValueCache(tuple)
+
+    def step(self, text: TextState) -> FusedView:
+        """Return which tokens of the text so far were read.
+
+        Raises:
+            ShapeError: the rows of the text are not those of the prompts.
+            ConditionError: a text that begins otherwise, of which only a part is known, or several texts in a row.
+        """
+        if text.packed is not None:
+            raise ConditionError(
+                f"adapter {self.name!r} fuses what was read of the beginning of a row, and packed rows hold several "
+                "texts: give each document a row of its own (pad instead of packing)"
+            )
+        self.check_rows(text)
+        real, ids = text.whole
+        if text.past is None:
+            raise ConditionError(
+                f"adapter {self.name!r} must know how much text the host has cached, and {text.length} tokens were "
+                "given with a cache that does not say, of recurrent layers: give all of it, or take another host"
+            )
+        prompt = self.prompt.repeated(text.rows // max(self.rows or 1, 1))
+        counts, places = prompt.real.sum(1).to(real.device), token_places(real)
+        visible = real & (places < counts[:, None])
+        if ids is not None:
+            prompt.check_begins(ids, places, visible, self.name)
+        read = visible.any(0).nonzero()
+        end = int(read[-1]) + 1 if len(read) else 0
+        tokens = PromptTokens(places.masked_fill(~visible, -1)[:, :end], bool((visible.sum(1) == counts).all()))
+        return FusedView(self.adapter, prompt, tokens, real, text.past, self._changes(text, tokens))
+
+    def _changes(self, text: TextState, tokens: PromptTokens) -> Changes | None:
+        """Return the changes computed for a cache of the host, or room for them; None if nothing may be cached.
+
+        They hold for tokens that the host has read before; those of this forward may be read again.
+        """
+        # A block may hold several texts, each with a cache of the host.
+        by_text: WeakKeyDictionary[Any, tuple[Tensor, Changes]]
+        by_text = self._cache.get(self.adapter, "by text", WeakKeyDictionary)
+        numbers, changes = (None, None) if text.cache is None else by_text.get(text.cache, (None, None))
+        if numbers is not None and (text.past or 0) >= tokens.end and torch.equal(numbers, tokens.numbers):
+            return changes
+        if text.cache is None or torch.is_grad_enabled() or not tokens.whole:
+            return None
+        changes = {}
+        by_text[text.cache] = tokens.numbers, changes
+        return changes
+
+    def shareable(self) -> object:
+        """Return the prompts as they were read."""
+        return self.shared
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Raise ConditionError: the prompts are a part of keys and values of the host."""
+        raise ConditionError(
+            f"adapter {self.name!r} fuses the cache of another model into that of the host, which is no Memory: "
+            "compare calls with what was read of other prompts, or without"
+        )
+
+
+class FusedView(View):
+    """The tokens of one forward, whose keys and values are changed if another model has read them.
+
+    Args:
+        adapter: the trainable part.
+        prompt: a row for each row of text.
+        tokens: its tokens in the text.
+        real: (b, t) bool, tokens of the whole text that are no padding.
+        past: tokens of the text before this forward.
+        changes: those computed before, and room for more; None if nothing may be cached.
+    """
+
+    stands_in_text = True
+    moves_text = False
+
+    def __init__(
+        self,
+        adapter: FusedCacheLayers,
+        prompt: AugmentedPrompt,
+        tokens: PromptTokens,
+        real: Tensor,
+        past: int,
+        changes: Changes | None,
+    ) -> None:
+        self.adapter, self.prompt, self.tokens, self.real = adapter, prompt, tokens, real
+        self.past, self.changes = past, changes
+        self.positions: Tensor | None = None
+
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Return the positions of the tokens of this forward, which stay."""
+        rows = positions if positions.dim() == 2 else positions[0]
+        self.positions = rows.expand(len(self.real), -1)
+        return positions
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+        """Return the attention of a layer with the fused keys and values of the prompt."""
+        # A window that is cut to its length holds the last tokens only.
+        first = max(0, self.real.shape[1] - x.key.shape[2])
+        if first >= self.tokens.end:
+            return x
+        change = None if self.changes is None else self.changes.get(layer)
+        if change is None:
+            change = self._change(x, block, layer, first)
+            if self.changes is not None and first == 0:
+                self.changes[layer] = change
+        elif first:
+            change = change[0][:, :, first:], change[1][:, :, first:]
+        key_share, value_share = (adapter_scale * share[:, None, None] for share in self.adapter.fuser(layer).gate())
+        return x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
+
+    def _change(self, x: HostAttention, block: nn.Module, layer: int, first: int) -> tuple[Tensor, Tensor]:
+        """Compute the changes of keys and values from a token of the text on."""
+        device, adapter = x.key.device, self.adapter
+        numbers = self.tokens.numbers[:, first:].to(device)
+        places = self._positions_of_text()[:, None, first : self.tokens.end].to(device)
+        rotation = None if adapter.rotations is None else adapter.rotations[layer]
+        # Several adapters change what the host computed, each by itself.
+        key, value = (one[:, :, : numbers.shape[1]] for one in x.computed or (x.key, x.value))
+        states = self.prompt.states[adapter.augmenting_layers[layer]].to(device)
+        index = numbers.clamp(min=0)[..., None].expand(-1, -1, states.shape[2])
+        key = key if rotation is None else rotation(key, -places)
+        change, value_change = block(key, value, states.gather(1, index), numbers >= 0)
+        return change if rotation is None else rotation(change, places), value_change
+
+    def _positions_of_text(self) -> Tensor:
+        """Return the position of each token of the text so far (b, t), from that of the first real one here."""
+        assert self.positions is not None, "a forward of the whole host tells the positions of its tokens"
+        real = self.real[:, self.past :]
+        begin = real.to(torch.uint8).argmax(1, keepdim=True)
+        position = self.positions.to(real.device).gather(1, begin)
+        return position - (self.past + begin) + torch.arange(self.real.shape[1], device=real.device)
+
+
+def _added(text: Tensor, change: Tensor, share: Tensor) -> Tensor:
+    """Return keys or values of a text, the first ones with a share of their change."""
+    count = change.shape[2]
+    wide = torch.promote_types(share.dtype, text.dtype)
+    changed = text[:, :, :count].to(wide) + share.to(text.device, wide) * change.to(text.device, wide)
+    return torch.cat([changed.to(text.dtype), text[:, :, count:]], 2)
 
 
 _NO_CACHE = (

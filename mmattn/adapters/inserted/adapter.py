@@ -18,9 +18,10 @@ the start: the text stands after the tokens, and a fresh adapter is not the host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,14 @@ from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.block_adapter import resampler_settings
 from mmattn.adapters.default_sizes import settle_norm
 from mmattn.adapters.gated.block import Gate
-from mmattn.adapters.inserted.memory import EmbeddingReader, InsertedMemory
-from mmattn.adapters.joined.joint_softmax import JoinedSlots
-from mmattn.adapters.joined.record import JoinSlots
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
-from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.protocols import Host, Site, check_one_row
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
+from mmattn.adapters.text_state import TextState
+from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -79,29 +81,53 @@ class InsertedAdapter:
         settle_norm(self)
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention of every layer.
-
-        Raises:
-            AttachError: a layer has none that can be reached.
-        """
+        """Return the attention of every layer."""
         return host.sites("joined")
 
     def build(self, sites: Sequence[Site]) -> InsertedLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return InsertedLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory (rows, 5, e), some slots masked."""
+        """Return a random memory (rows, 5, e), some slots masked."""
         return random_memory(generator, rows, self.memory_dim)
 
 
-class InsertedLayers(AdapterLayers):
-    """The trainable part of one adapter that inserts tokens, on one host.
+class EmbeddingReader(Protocol):
+    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part."""
 
-    Args:
-        config: the settings.
-        sites: the attention of every layer.
-    """
+    @property
+    def turns_keys(self) -> bool:
+        """Whether positions turn keys and may lie before 0; learned positions begin at 0."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a part of the host is in training mode, in which two forwards differ."""
+
+    def embedding_size(self) -> float:
+        """Return the root of the mean square of the embeddings of the host's tokens."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights of the host."""
+
+    def state(self) -> Hashable:
+        """Return the rest of the host's state that its results depend on, such as which LoRA is active."""
+
+    def read(
+        self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
+    ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
+        """Compute keys (b, g, m, k) and values (b, g, m, v) of each layer.
+
+        Args:
+            name: of the adapter.
+            embeddings: (b, m, d).
+            real: (b, m) bool, which of them are tokens; padding is on the right.
+            positions: (b, m).
+        """
+
+
+class InsertedLayers(AdapterLayers):
+    """The trainable part of one adapter that inserts tokens, on one host."""
 
     orders_slots = True
     counts_slots = True
@@ -115,33 +141,34 @@ class InsertedLayers(AdapterLayers):
         layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
         self.projector = nn.Sequential(*layers)
         self.blocks = nn.ModuleDict({str(layer): JoinSlots(Gate() if config.gate else None) for layer in self.layers})
-        #: Has the host read embeddings; known once the adapter is on a host.
-        self.reader: EmbeddingReader | None = None
+        self._reader: EmbeddingReader | None = None
+
+    @property
+    def reader(self) -> EmbeddingReader:
+        """The host's reader of embeddings, set by `attach_to`."""
+        assert self._reader is not None
+        return self._reader
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the memory's norm, or of the projector where there is none."""
-        weight = (self.projector[0] if self.memory_norm is None else self.memory_norm).weight
-        assert isinstance(weight, Tensor)
-        return weight
+        """A weight of the memory's norm, or without one of the projector."""
+        return cast(Tensor, (self.projector[0] if self.memory_norm is None else self.memory_norm).weight)
 
-    def recorded_attention(self, layer: int) -> Any:
-        """Where the tokens are joined at a layer."""
+    def recorded_attention(self, layer: int) -> nn.Module:
+        """Return the block at a host layer."""
         return self.block(layer)
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
-        """Give projected slots the size of the host's embeddings: at another it ignores them, or hears nothing else."""
-        assert self.reader is not None
-        last = self.projector[-1]
-        assert isinstance(last, nn.Linear)
+        """Give projected slots the size of the host's embeddings: others it ignores, or attends to nothing else."""
+        last = cast(nn.Linear, self.projector[-1])
         last.bias.zero_()
         slots = torch.randn(512, self.config.memory_dim, generator=torch.Generator().manual_seed(0)).to(last.weight)
         size = self.projector(slots).float().square().mean().sqrt()
         last.weight.mul_(self.reader.embedding_size() / max(float(size), 1e-12))
 
     def read(self, memory: Memory) -> Memory:
-        """The slots as embeddings (b, m, d) of the host."""
+        """Return the slots as embeddings (b, m, d) of the host."""
         read = self._cast_memory(memory)
         if self.memory_norm is not None:
             read = read.replace(self.memory_norm(read.tokens))
@@ -155,43 +182,80 @@ class InsertedLayers(AdapterLayers):
 
     def attach_to(self, host: Any) -> None:
         """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
-        self.reader = host.embedding_reader(self.sites)
+        self._reader = host.embedding_reader(self.sites)
 
-    def insert(self, memory: Memory) -> JoinedSlots | None:
-        """Keys and values of every layer, as the host computes them of the slots before a text; None without a slot.
-
-        Args:
-            memory: as it was given. The real slots of each row stand one after the other, whatever lies between them.
-
-        Raises:
-            NonFiniteError: what the host computes of a row overflows.
-        """
+    def insert(self, memory: Memory) -> JoinedSlots:
+        """Compute keys and values of every layer by the host, of a memory as it was given; finite, if it must be."""
         inserted = self._insert(memory)
-        if inserted is not None:
-            check_read(self, memory, _tensors(inserted), lambda row: _tensors(self._insert(row)))
+        check_read(self, memory, inserted.tensors(), lambda row: self._insert(row).tensors())
         return inserted
 
-    def _insert(self, memory: Memory) -> JoinedSlots | None:
-        assert self.reader is not None
+    def _insert(self, memory: Memory) -> JoinedSlots:
         read = self.read(memory)
         real = read.real_slots().to(read.device)
         counts = real.sum(1, keepdim=True)
         longest = int(counts.max()) if counts.numel() else 0
-        if not longest:
-            return None
+        # Real slots stand one after the other, whatever lies between them.
         order = torch.sort((~real).to(torch.uint8), dim=1, stable=True).indices[:, :longest]
         number = torch.arange(longest, device=read.device)
         mask = number < counts
-        embeddings = read.tokens.gather(1, order[..., None].expand(-1, -1, read.tokens.shape[2]))
-        embeddings = embeddings.masked_fill(~mask[..., None], 0)
         gated = self.config.gate
         # Learned positions have none before 0: there the tokens stand beside the first of the text.
         positions = number - counts if gated and self.reader.turns_keys else number.expand_as(mask)
-        keys, values = self.reader.read(self.name, embeddings, mask, positions)
         offsets = torch.zeros_like(counts[:, 0]) if gated else counts[:, 0]
-        return JoinedSlots(keys, values, mask, positions, offsets)
+        if not longest:
+            return JoinedSlots({}, {}, mask, positions, offsets)
+        embeddings = read.tokens.gather(1, order[..., None].expand(-1, -1, read.tokens.shape[2]))
+        embeddings = embeddings.masked_fill(~mask[..., None], 0)
+        return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets)
 
 
-def _tensors(slots: JoinedSlots | None) -> list[Tensor]:
-    """Keys and values of slots, where there are any."""
-    return [] if slots is None else [*slots.keys.values(), *slots.values.values()]
+class InsertedMemory(JoinedMemory):
+    """A prepared memory bound to the adapter that inserts it before a text.
+
+    Without gradients the host computes keys and values once for each state of memory, projector and host, in evaluation
+    mode; with gradients, and in training mode, in each forward of the text.
+    """
+
+    def __init__(self, prepared: PreparedMemory, adapter: InsertedLayers) -> None:
+        self.prepared, self.adapter = prepared, adapter
+        self.name, self.shared, self.rows = adapter.name, prepared, prepared.batch
+        self.unchecked = None if prepared.memory.finite_checked else prepared.memory
+
+    def step(self, text: TextState) -> JoinedView:
+        """Return what this forward attends to."""
+        self.check_text(text)
+        return JoinedView(self._slots_for(text.cache, bool(text.past)).repeated(text.rows // max(self.rows or 1, 1)))
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of the memory, as the host computes them now."""
+        return self._slots_for(None, False)
+
+    def _slots_for(self, cache: object, continues: bool) -> JoinedSlots:
+        """Return the slots for a text in a cache of the host; one that continues keeps those that it began with."""
+        prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
+        grad = torch.is_grad_enabled()
+        # Both fall with the adapter's weights and the memory; the second depends on the host's weights, too.
+        by_text: WeakKeyDictionary[Any, JoinedSlots] = prepared.cache.get(adapter, "by text", WeakKeyDictionary)
+        by_host: TensorCache = prepared.cache.get(adapter, "by host", TensorCache)
+        if continues and not grad and cache in by_text:
+            return by_text[cache]
+        sources = [*prepared.memory.tensors(), *adapter.reading_parameters(), *reader.tensors()]
+        if reader.is_training or (grad and any(one.requires_grad for one in sources)):
+            return adapter.insert(prepared.memory)
+        slots: JoinedSlots = by_host.get(reader.state(), sources, lambda: adapter.insert(prepared.memory))
+        if cache is not None:
+            by_text[cache] = slots
+        return slots
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Return the memory itself."""
+        return self.prepared.memory.detach()
+
+    def for_request(self) -> JoinedMemory | None:
+        """Return the slots as the host computes them now: in a step of transformers' manager its attention differs."""
+        check_one_row(self)
+        with torch.no_grad():
+            slots = self.slots
+        return JoinedMemory(slots, self.name, self.prepared) if slots.keys else None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.default_sizes import settle_norm
 from mmattn.adapters.gated.block import Gate
-from mmattn.adapters.joined.record import JoinSlots
-from mmattn.adapters.joined.rows import JoinedProjectedMemory
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import JoinedVectors
 from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import HeadSizes, Host, Site
@@ -87,29 +87,20 @@ class JoinedAdapter:
         settle_norm(self)
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention of the layers that `layers` or `every` names.
-
-        Raises:
-            AttachError: the host is not that deep, or a layer has no attention that can be reached.
-        """
+        """Return the attention of the layers that `layers` or `every` names."""
         return chosen_sites(host.sites("joined"), self.every, self.layers)
 
     def build(self, sites: Sequence[Site]) -> JoinedLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return JoinedLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory (rows, 5, e), some slots masked."""
+        """Return a random memory (rows, 5, e), some slots masked."""
         return random_memory(generator, rows, self.memory_dim)
 
 
 class JoinedBlock(JoinSlots):
-    """Keys and values of a memory for the attention of one host layer, and the gate of what they change.
-
-    Args:
-        config: the settings.
-        size: of the host's attention.
-    """
+    """Keys and values of a memory for the attention of one host layer, and the gate of what they change."""
 
     #: The host's attention reads keys and values, never the memory itself.
     absorbable = False
@@ -130,15 +121,7 @@ class JoinedBlock(JoinSlots):
         absorb: bool = False,
         queries: int | None = None,
     ) -> KeyValue:
-        """Keys (b, g, m, k) and values (b, g, m, v) of the slots of a memory, as `PreparedMemory.project` asks.
-
-        Args:
-            memory: (b, m, e), 0 where slots are masked.
-            mask: (b, m) bool, which slots are real.
-            scores: none are read.
-            absorb: never asked for.
-            queries: how many attend; None is many, in many calls.
-        """
+        """Compute keys and values of a memory (b, m, e), with the arguments of `KeyValueProjection.project`."""
         keys, values = (
             projection(memory).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
             for projection in (self.k_proj, self.v_proj)
@@ -149,16 +132,11 @@ class JoinedBlock(JoinSlots):
         return KeyValue(keys.contiguous(), values.contiguous(), mask, finite=finite)
 
     def projecting_parameters(self) -> list[Tensor]:
-        """The weights that `project` uses."""
+        """Return the weights that `project` uses."""
         return [self.k_proj.weight, self.v_proj.weight]
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
-        """With `length_norm` what is added to the scores of slots, the least that a dtype has where they are hidden.
-
-        Args:
-            attention_mask: (b, 1, l, m) bool, which slots a token sees; None for all.
-            slots: m.
-        """
+        """Return the mask (b, 1, l, m), with `length_norm` as a bias of the scores."""
         if self.length_norm is None:
             return attention_mask
         if attention_mask is None:
@@ -169,46 +147,33 @@ class JoinedBlock(JoinSlots):
 
 
 class JoinedLayers(AdapterLayers):
-    """The trainable part of one joined adapter on one host.
-
-    Args:
-        config: the settings.
-        sites: the attention layers of the host to which slots are joined.
-    """
+    """The trainable part of one joined adapter on one host."""
 
     def __init__(self, config: JoinedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         # A slot that is there twice weighs twice as much beside the text.
         self.counts_slots = config.length_norm is None
         self.memory_norm = nn.LayerNorm(config.memory_dim) if config.memory_norm else None
-        blocks = {}
-        for site in self.sites:
-            assert site.heads is not None
-            blocks[str(site.layer)] = JoinedBlock(config, site.heads)
-        self.blocks = nn.ModuleDict(blocks)
+        self.blocks = nn.ModuleDict({str(site.layer): JoinedBlock(config, site.sizes) for site in self.sites})
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the memory's norm, or of the first block where there is none."""
-        if self.memory_norm is None:
-            return self.kv_projection(self.layers[0]).k_proj.weight
-        return self.memory_norm.weight
+        """A weight of the memory's norm, or without one of the first block."""
+        return self.kv_projection(self.layers[0]).k_proj.weight if self.memory_norm is None else self.memory_norm.weight
 
-    def recorded_attention(self, layer: int) -> Any:
-        """Where the slots are joined at a layer."""
+    def recorded_attention(self, layer: int) -> nn.Module:
+        """Return the block at a host layer, which has no attention of its own."""
         return self.block(layer)
 
     def kv_projection(self, layer: int) -> JoinedBlock:
-        """The block at host layer `layer`; it has no attention of its own, so `attention` gives none."""
-        block = self.block(layer)
-        assert isinstance(block, JoinedBlock)
-        return block
+        """Return the block at a host layer."""
+        return cast(JoinedBlock, self.block(layer))
 
     def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it: normalised where the adapter has it so."""
+        """Return the memory as every block attends to it: normalised, if the adapter has a norm."""
         read = self._cast_memory(memory)
         return read if self.memory_norm is None else read.replace(self.memory_norm(read.tokens))
 
-    def bind_vectors(self, prepared: PreparedMemory) -> JoinedProjectedMemory:
+    def bind_vectors(self, prepared: PreparedMemory) -> JoinedVectors:
         """Bind a memory of vectors that was checked."""
-        return JoinedProjectedMemory(prepared, self)
+        return JoinedVectors(prepared, self)

@@ -98,9 +98,7 @@ class HostAttention:
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
-        return replace(
-            self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate, window))
-        )
+        return replace(self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate, window)))
 
     def result(self) -> tuple[Tensor, Any]:
         """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
@@ -140,7 +138,9 @@ class HostAttention:
             bias = None if not x.mask.is_floating_point() else x.mask.masked_fill(~allowed, 0)
             allowed = allowed.expand(b, -1, l, m).expand(b, h, l, m)
         scale = x.options.get("scaling")
-        weights = attend(x.query, x.key, x.value, attention_mask=allowed, bias=bias, scale=scale, return_weights=True)[1]
+        weights = attend(x.query, x.key, x.value, attention_mask=allowed, bias=bias, scale=scale, return_weights=True)[
+            1
+        ]
         return weights[..., : slots.key.shape[2]]
 
     def _call(self, **options: Any) -> tuple[Tensor, Any]:

@@ -249,7 +249,6 @@ class JoinedRequests(BoundMemory):
         assert text.packed is not None, "transformers says where the requests of a step begin"
         numbers = text.packed.numbers
         slots = {number: one.slots for number, one in enumerate(self.requests) if one is not None}
-        slots = {number: one for number, one in slots.items() if one.keys}
         first = next(iter(slots.values()))
         keys, values = (
             {layer: torch.cat([part[layer] for part in parts], 2) for layer in first.keys}
@@ -309,7 +308,5 @@ def _slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:
     mask = first.mask
     if mask is None:
         mask = torch.ones(first.batch, first.slots, dtype=torch.bool, device=first.keys.device)
-    keys, values = (
-        {layer: getattr(one, part) for layer, one in projected.items()} for part in ("keys", "values")
-    )
+    keys, values = ({layer: getattr(one, part) for layer, one in projected.items()} for part in ("keys", "values"))
     return JoinedSlots(keys, values, mask)

@@ -10,22 +10,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.joined.joint_softmax import Capture, JoinedMemory, JoinedSlots
-from mmattn.adapters.joined.record import JoinSlots
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import Capture, JoinedMemory, JoinedSlots
 from mmattn.adapters.protocols import BoundMemory, Host, Site
 from mmattn.adapters.registry import register_adapter
+from mmattn.core.key_rotation import KeyRotation
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.memory import Memory
 
 
 class Passages(ABC):
-    """Rows of passages that a host has read: what a `PassageAdapter` takes as `memory=`."""
+    """Rows of passages that a host has read, given to a `PassageAdapter` as `memory=`."""
 
     @property
     @abstractmethod
@@ -34,11 +35,7 @@ class Passages(ABC):
 
     @abstractmethod
     def slots(self, adapter: PassageLayers) -> JoinedSlots:
-        """Keys and values of every layer.
-
-        Raises:
-            ConditionError: they were read by another host, or by other weights.
-        """
+        """Return keys and values of every layer; ConditionError if another host or other weights computed them."""
 
 
 @register_adapter
@@ -60,23 +57,15 @@ class PassageAdapter:
     memory_dim: ClassVar[int] = 0
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention of every layer.
-
-        Raises:
-            AttachError: a layer has none that can be reached.
-        """
+        """Return the attention of every layer."""
         return host.sites("joined")
 
     def build(self, sites: Sequence[Site]) -> PassageLayers:
-        """What reads passages at these sites."""
+        """Return the adapter for these sites."""
         return PassageLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
-        """There is none.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: the host itself computes passages."""
         raise ConfigError(
             "passages are read by the host, and none can be made up without it: make a "
             "mmattn.hosts.PassageCache(model), add passages, and select some"
@@ -84,12 +73,7 @@ class PassageAdapter:
 
 
 class PassageLayers(AdapterLayers):
-    """A passage adapter on one host.
-
-    Args:
-        config: the settings.
-        sites: the attention of every layer.
-    """
+    """A passage adapter on one host."""
 
     orders_slots = True
     counts_slots = True
@@ -99,35 +83,24 @@ class PassageLayers(AdapterLayers):
         super().__init__(config, sites)
         self.blocks = nn.ModuleDict({str(site.layer): JoinSlots() for site in self.sites})
         self.register_buffer("place", torch.zeros(0), persistent=False)
-        #: What turns keys to other positions, by layer; None where they cannot be moved. Known once it is on a host.
-        self.rotations: Mapping[int, Any] | None = None
+        #: How the host turns keys to other positions, by layer; None if it cannot. Set by `attach_to`.
+        self.rotations: Mapping[int, KeyRotation | None] | None = None
 
     @property
     def weight(self) -> Tensor:
-        """Nothing, on the device of the first layer."""
-        place = self.place
-        assert isinstance(place, Tensor)
-        return place
+        """An empty tensor on the device of the first layer."""
+        return cast(Tensor, self.place)
 
-    def attention(self, layer: int) -> Any:
-        """Where passages are joined at a layer."""
+    def attention(self, layer: int) -> nn.Module:
+        """Return the block at a host layer."""
         return self.block(layer)
 
     def read(self, memory: Memory) -> Memory:
-        """Refused: there is nothing here that reads vectors.
-
-        Raises:
-            ShapeError: always.
-        """
+        """Raise ShapeError: nothing here reads vectors."""
         raise ShapeError(_NO_PASSAGES.format(name=self.name, given="a Memory"))
 
     def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:
-        """Bind passages as they were selected.
-
-        Raises:
-            ShapeError: something else.
-            ConditionError: the passages were read by another host, or by other weights.
-        """
+        """Bind selected passages; ConditionError if another host or other weights computed them."""
         if isinstance(memory, Capture):
             return memory
         if not isinstance(memory, Passages):

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.joined.joint_softmax import JoinedMemory, JoinedSlots
-from mmattn.adapters.joined.record import JoinSlots
-from mmattn.adapters.passages.adapter import Passages
-from mmattn.adapters.prefix.rows import PrefixRows
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import JoinedMemory, JoinedSlots
+from mmattn.adapters.passages.adapter import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
+from mmattn.core.key_rotation import KeyRotation
+from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
 
@@ -60,30 +61,21 @@ class PrefixAdapter:
         check_int("num_prefixes", self.num_prefixes, at_most=1 << 20)
 
     def sites(self, host: Host) -> list[Site]:
-        """The attention of every layer.
-
-        Raises:
-            AttachError: a layer has none that can be reached.
-        """
+        """Return the attention of every layer."""
         return host.sites("joined")
 
     def build(self, sites: Sequence[Site]) -> PrefixLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return PrefixLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> PrefixRows:
-        """A random prefix for each row."""
+        """Return a random prefix for each row."""
         numbers = torch.randint(self.num_prefixes, (rows,), generator=generator)
         return PrefixRows.of(numbers, self.num_prefixes, "default")
 
 
 class PrefixBlock(JoinSlots):
-    """Keys and values of all prefixes for the attention of one host layer.
-
-    Args:
-        config: the settings.
-        size: of the host's attention.
-    """
+    """Keys and values of all prefixes for the attention of one host layer."""
 
     def __init__(self, config: PrefixAdapter, size: HeadSizes) -> None:
         super().__init__()
@@ -107,34 +99,28 @@ class PrefixLayers(AdapterLayers):
 
     def __init__(self, config: PrefixAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        blocks = {}
-        for site in self.sites:
-            assert site.heads is not None
-            blocks[str(site.layer)] = PrefixBlock(config, site.heads)
-        self.blocks = nn.ModuleDict(blocks)
-        #: What turns keys to other positions, by layer; None where they cannot be moved. Known once it is on a host.
-        self.rotations: Mapping[int, Any] | None = None
+        self.blocks = nn.ModuleDict({str(site.layer): PrefixBlock(config, site.sizes) for site in self.sites})
+        #: How the host turns keys to other positions, by layer; None if it cannot. Set by `attach_to`.
+        self.rotations: Mapping[int, KeyRotation | None] | None = None
 
     @property
     def weight(self) -> Tensor:
         """The keys of the first layer."""
         return self.prefix(self.layers[0]).keys
 
-    def attention(self, layer: int) -> Any:
-        """Where the prefixes are joined at a layer."""
+    def attention(self, layer: int) -> nn.Module:
+        """Return the block at a host layer."""
         return self.block(layer)
 
     def prefix(self, layer: int) -> PrefixBlock:
-        """Keys and values of all prefixes at host layer `layer`."""
-        block = self.block(layer)
-        assert isinstance(block, PrefixBlock)
-        return block
+        """Return keys and values of all prefixes at a host layer."""
+        return cast(PrefixBlock, self.block(layer))
 
     @torch.no_grad()
-    def copy_passages(self, passages: Passages, adapter: Any, numbers: Sequence[int] | None = None) -> None:
-        """Begin from texts: each prefix becomes what the host computed of the first tokens of a row of passages.
+    def copy_passages(self, passages: Passages, adapter: PassageLayers, numbers: Sequence[int] | None = None) -> None:
+        """Initialise prefixes from texts: each becomes what the host computed of the first tokens of a row of passages.
 
-        Where every row has just as many tokens as a prefix, the answers are those to the passages in the prompt.
+        If every row has as many tokens as a prefix, the answers are those to the passages in the prompt.
 
         Args:
             passages: `PassageCache.select(…)`, a row for each prefix.
@@ -145,65 +131,50 @@ class PrefixLayers(AdapterLayers):
             ShapeError: another number of rows than of prefixes, or a row with fewer tokens than a prefix has.
             ConditionError: the host's weights have changed since it read the passages.
         """
-        wanted, count = list(range(self.config.num_prefixes)), self.config.num_virtual_tokens
-        chosen = wanted if numbers is None else list(numbers)
+        every, count = list(range(self.config.num_prefixes)), self.config.num_virtual_tokens
+        numbers = every if numbers is None else list(numbers)
         slots = passages.slots(adapter)
         lengths = slots.mask.sum(1).tolist()
-        if len(chosen) != slots.batch or not set(chosen) <= set(wanted) or min(lengths, default=count) < count:
+        if len(numbers) != slots.batch or not set(numbers) <= set(every) or min(lengths, default=count) < count:
             raise ShapeError(
-                f"prefixes {chosen} of {len(wanted)} with {count} virtual tokens each begin from as many rows of "
+                f"prefixes {numbers} of {len(every)} with {count} virtual tokens each begin from as many rows of "
                 f"passages with at least as many tokens, got rows of {lengths}: select other passages, or give numbers="
             )
         for layer in self.layers:
             block = self.prefix(layer)
-            for own, there in ((block.keys, slots.keys[layer]), (block.values, slots.values[layer])):
-                own[chosen] = there[:, :, :count].to(own)
+            block.keys[numbers] = slots.keys[layer][:, :, :count].to(block.keys)
+            block.values[numbers] = slots.values[layer][:, :, :count].to(block.values)
 
-    def slots_of(self, rows: PrefixRows) -> JoinedSlots:
-        """Keys and values of the prefixes of each row, one after the other.
-
-        Args:
-            rows: which they are.
-
-        Raises:
-            ConditionError: keys that cannot be moved, and a row with several prefixes.
-        """
-        p, longest = self.config.num_virtual_tokens, rows.longest
-        counts = torch.tensor([len(row) for row in rows.numbers])
-        padded = [[*row, *[0] * (longest - len(row))] for row in rows.numbers]
-        numbers = torch.tensor(padded, dtype=torch.long).reshape(rows.batch, longest)
+    def slots(self, rows: PrefixRows) -> JoinedSlots:
+        """Return keys and values of the prefixes of each row, one after the other."""
+        p, longest = self.config.num_virtual_tokens, max(map(len, rows.numbers), default=0)
         if self.rotations is None and longest > 1:
             raise ConditionError(
                 f"a row has {longest} prefixes, and the keys of this host cannot be turned to stand one after the "
                 "other (learned positions): give each row one"
             )
+        counts = torch.tensor([len(row) for row in rows.numbers])
+        padded = [[*row, *[0] * (longest - len(row))] for row in rows.numbers]
+        numbers = torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest)
         keys, values = {}, {}
         for layer in self.layers:
             block, rotation = self.prefix(layer), None if self.rotations is None else self.rotations[layer]
-            own = numbers.to(block.keys.device)
-            parts = [block.keys[own[:, place]] for place in range(longest)]
+            here = numbers.to(block.keys.device)
+            parts = [block.keys[here[:, place]] for place in range(longest)]
             if rotation is not None:
                 parts = [rotation(part, place * p) if place else part for place, part in enumerate(parts)]
-            nothing = block.keys.new_zeros(len(own), block.keys.shape[1], 0, block.keys.shape[3])
-            keys[layer] = torch.cat([nothing, *parts], 2)
-            values[layer] = block.values[own].transpose(1, 2).flatten(2, 3)
+            empty = block.keys.new_zeros(len(here), block.keys.shape[1], 0, block.keys.shape[3])
+            keys[layer] = torch.cat([empty, *parts], 2)
+            values[layer] = block.values[here].transpose(1, 2).flatten(2, 3)
         place = torch.arange(longest * p)
         return JoinedSlots(keys, values, place < counts[:, None] * p, place.expand(len(numbers), -1), counts * p)
 
     def read(self, memory: Memory) -> Memory:
-        """Refused: prefixes are weights, and nothing here reads vectors.
-
-        Raises:
-            ShapeError: always.
-        """
+        """Raise ShapeError: prefixes are weights."""
         raise ShapeError(f"adapter {self.name!r} (kind 'prefix') reads no vectors: give the numbers of its prefixes")
 
     def bind_memory(self, memory: object, host: nn.Module) -> PrefixMemory:
-        """Bind the numbers of the prefixes of each row.
-
-        Raises:
-            ShapeError: something else, or a prefix that is not there.
-        """
+        """Bind the numbers of the prefixes of each row."""
         return PrefixMemory(PrefixRows.of(memory, self.config.num_prefixes, self.name), self)
 
     def attach_to(self, host: Any) -> None:
@@ -211,18 +182,80 @@ class PrefixLayers(AdapterLayers):
         self.rotations = host.probe_before_text(self.sites)
 
 
+class PrefixRows:
+    """The numbers of the prefixes of each row, in their order, with the keys and values computed for them."""
+
+    def __init__(self, numbers: Sequence[Sequence[int]]) -> None:
+        self.numbers = tuple(tuple(row) for row in numbers)
+        self.cache = KeyValueCache(tuple)
+
+    @staticmethod
+    def of(memory: object, count: int, name: str) -> PrefixRows:
+        """Check what was given as `memory=` to an adapter with `count` prefixes."""
+        if not isinstance(memory, PrefixRows):
+            memory = memory.tolist() if isinstance(memory, Tensor) and _are_numbers(memory) else memory
+            rows = [memory] if _is_number(memory) else memory
+            if not isinstance(rows, (list, tuple)):
+                raise ShapeError(_NO_ROWS.format(name=name, given=type(memory).__name__))
+            memory = PrefixRows([_row(row, name) for row in rows])
+        missing = sorted({number for row in memory.numbers for number in row if not 0 <= number < count})
+        if missing:
+            raise ShapeError(
+                f"adapter {name!r} has prefixes 0 to {count - 1}, and {missing} were asked for; a row without one has "
+                "-1 or None"
+            )
+        return memory
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, rows: Any) -> PrefixRows:
+        """Return some rows, by number, slice or list."""
+        chosen = torch.arange(len(self.numbers))[rows].reshape(-1).tolist()
+        return PrefixRows([self.numbers[row] for row in chosen])
+
+    def nbytes(self) -> int:
+        """Return the bytes of the keys and values computed for these rows."""
+        return self.cache.nbytes()
+
+
 class PrefixMemory(JoinedMemory):
     """The prefixes of the rows of one call."""
 
     def __init__(self, prefixes: PrefixRows, adapter: PrefixLayers) -> None:
         self.shared = self.prefixes = prefixes
-        self.adapter, self.name, self.rows = adapter, adapter.name, prefixes.batch
+        self.adapter, self.name, self.rows = adapter, adapter.name, len(prefixes)
 
     @property
     def slots(self) -> JoinedSlots:
-        """Keys and values, put together once if no gradients are needed, and again when a weight was changed."""
+        """Keys and values, computed once if no gradients are needed, and again after a change of the weights."""
         adapter, prefixes = self.adapter, self.prefixes
         if torch.is_grad_enabled() and any(one.requires_grad for one in adapter.parameters()):
-            return adapter.slots_of(prefixes)
-        slots: JoinedSlots = prefixes.cache.get(adapter, "slots", lambda: adapter.slots_of(prefixes))
+            return adapter.slots(prefixes)
+        slots: JoinedSlots = prefixes.cache.get(adapter, "slots", lambda: adapter.slots(prefixes))
         return slots
+
+
+def _row(row: object, name: str) -> list[int]:
+    """Return the numbers of the prefixes of one row."""
+    row = row.tolist() if isinstance(row, Tensor) and _are_numbers(row) else row
+    if row is None or (_is_number(row) and row == -1):
+        return []
+    numbers = [row] if _is_number(row) else row
+    if not isinstance(numbers, (list, tuple)) or not all(map(_is_number, numbers)):
+        raise ShapeError(_NO_ROWS.format(name=name, given=f"a row of {row!r}"))
+    return list(numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_numbers(tensor: Tensor) -> bool:
+    return tensor.dim() <= 1 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+_NO_ROWS = (
+    "the memory of adapter {name!r} (kind 'prefix') says which prefixes stand before each row: a tensor (b,) of their "
+    "numbers, -1 for none, or a list such as [0, None, [2, 1]]; got {given}"
+)

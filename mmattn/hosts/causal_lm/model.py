@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.cache_argument import CACHE_NAMES, given_cache
-from mmattn.adapters.inserted.memory import EmbeddingReader
+from mmattn.adapters.inserted.adapter import EmbeddingReader
 from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import PACKING_NAMES, packed_text

@@ -111,6 +111,7 @@ class PassageSelection(Passages):
         again = [_first_tokens(row, self.recomputed_tokens) for row in self.rows]
         if not any(again):
             return slots
+        assert slots.positions is not None and slots.offsets is not None
         tokens, real, padded = self._tokens_again(again)
         positions = slots.positions.gather(1, padded) if slots.positions.shape[1] else padded
         unread = slots.mask.clone()

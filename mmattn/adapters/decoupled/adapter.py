@@ -148,7 +148,7 @@ class DecoupledBlock(KeyValueProjection):
         k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
         super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         q: Tensor,
         memory: Tensor | KeyValue,

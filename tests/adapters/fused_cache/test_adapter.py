@@ -134,7 +134,7 @@ def test_several_models_on_one_host() -> None:
 
 
 def test_beside_what_is_joined() -> None:
-    """Slots beside a fused cache in any order; passages before the text only after it, and else an error says so."""
+    """Slots beside a fused cache and passages before the text beside a fused cache, in any order."""
     model, ids, slots = adapted("llama", name="fused"), tiny.text(2, 7), tiny.memory(2)
     model.add_adapter("joined", JoinedAdapter(tiny.MEMORY_DIM, every=1))
     stir(model.adapter("joined"))
@@ -153,8 +153,8 @@ def test_beside_what_is_joined() -> None:
     assert torch.equal(answer(model, ids, memory=given), alone)
     stir(model.adapter("fused"))
     assert distance(answer(model, ids, memory=given), alone) > 100 * CLOSE
-    with pytest.raises(ConditionError, match="first in memory"):
-        model(ids, memory={name: given[name] for name in ("read", "fused")})
+    reordered = {name: given[name] for name in ("read", "fused")}
+    assert distance(answer(model, ids, memory=reordered), answer(model, ids, memory=given)) <= CLOSE
 
 
 def test_what_lies_in_padding_changes_nothing() -> None:

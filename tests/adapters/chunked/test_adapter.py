@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import pytest
@@ -128,17 +127,6 @@ def test_no_token_sees_what_was_found_with_its_own_future(family):
 
 @families
 @torch.no_grad()
-def test_a_fresh_adapter_changes_no_bit(family):
-    s = scene(family)
-    model, twin = attach(tiny.make(family), opened=False), tiny.make(family)
-    for memory in (neighbours(), Library()):
-        out, want = model(s.ids, labels=s.ids, memory=memory), twin(s.ids, labels=s.ids)
-        assert type(out) is type(want)
-        assert torch.equal(out.logits, want.logits) and torch.equal(out.loss, want.loss)
-
-
-@families
-@torch.no_grad()
 def test_rows_are_strangers(family):
     s, memory = scene(family), neighbours()
     out = s.model(s.ids, memory=memory).logits
@@ -202,21 +190,6 @@ def test_padding_changes_nothing(family, side):
 
 
 @families
-def test_loss_teaches_every_adapter_weight_and_no_host_weight(family):
-    model, ids = attach(tiny.make(family)).train(), tiny.text(ROWS, LENGTH)
-    with torch.no_grad():
-        model.eval()(ids, memory=ragged())
-    out = model.train()(ids, labels=ids, memory=ragged())
-    assert torch.isfinite(out.loss)
-    out.loss.backward()
-    for name, parameter in model.adapters.named_parameters():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        assert parameter.grad.abs().max() > 0, f"{name} never learns"
-    for name, parameter in model.host.named_parameters():
-        assert parameter.grad is None and not parameter.requires_grad, name
-
-
-@families
 @torch.no_grad()
 def test_a_function_finds_the_same_as_segments_tell(family):
     s, library = scene(family), Library(lambda total: SLOTS)
@@ -226,30 +199,3 @@ def test_a_function_finds_the_same_as_segments_tell(family):
     segments = torch.arange(3).repeat_interleave(SLOTS).expand(ROWS, -1)
     memory = mmattn.Memory(found.reshape(ROWS, 3 * SLOTS, -1), segments=segments)
     assert torch.equal(s.model(s.ids, memory=memory).logits, out)
-
-
-@families
-@torch.no_grad()
-def test_a_saved_adapter_gives_the_same_logits(family, tmp_path):
-    s, memory = scene(family), ragged()
-    s.model.save_adapter(tmp_path / "adapter")
-    other = mmattn.load(tiny.make(family), tmp_path / "adapter")
-    assert other.adapters["default"].config == s.model.adapters["default"].config
-    assert torch.equal(other(s.ids, memory=memory).logits, s.model(s.ids, memory=memory).logits)
-
-
-@families
-@torch.no_grad()
-def test_detach_leaves_no_trace(family):
-    lm, ids = tiny.make(family), tiny.text(ROWS, LENGTH)
-    before = {name: (set(part.__dict__), len(part._forward_hooks)) for name, part in lm.named_modules()}
-    model = attach(lm)
-    model.generate(ids, memory=Library(), max_new_tokens=2, do_sample=False)
-    other = copy.deepcopy(model)
-    assert torch.equal(other(ids, memory=neighbours()).logits, model(ids, memory=neighbours()).logits)
-    assert model.unload() is lm
-    assert {name: (set(part.__dict__), len(part._forward_hooks)) for name, part in lm.named_modules()} == before
-    assert torch.equal(lm(ids).logits, tiny.own(ids, family))
-    library = Library()
-    other.generate(ids, memory=library, max_new_tokens=SIZE, do_sample=False)
-    assert len(library.asked) == 2

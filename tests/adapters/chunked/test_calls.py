@@ -60,19 +60,6 @@ def test_a_text_in_two_pieces_is_the_text(family, cut):
 
 
 @torch.no_grad()
-def test_strength_scales_from_nothing():
-    s, memory = scene("llama"), neighbours()
-    full = s.model(s.ids, memory=memory).logits
-    assert torch.equal(s.model(s.ids, memory=memory, adapter_scale=0.0).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=memory, adapter_scale=1.0).logits, full)
-    some = s.model(s.ids, memory=memory, adapter_scale=0.3).logits
-    assert torch.equal(some[:, : SIZE - 1], s.own[:, : SIZE - 1])
-    assert differs(some[:, SIZE - 1 :], s.own[:, SIZE - 1 :]) and differs(some, full)
-    with s.model.condition(memory, adapter_scale=0.3):
-        assert torch.equal(s.model.host(s.ids).logits, some)
-
-
-@torch.no_grad()
 def test_embeddings_instead_of_ids():
     s, memory = scene("llama"), neighbours()
     embeddings = s.model.host.get_input_embeddings()(s.ids)
@@ -166,18 +153,6 @@ def test_beside_a_gated_adapter(tmp_path):
         model(ids, memory={"eye": library})
     model.delete_adapter("shelf")
     assert "prepare_inputs_for_generation" not in model.host.__dict__
-
-
-@torch.no_grad()
-def test_a_bf16_host_and_autocast():
-    ids, memory = tiny.text(ROWS, LENGTH), neighbours()
-    want = scene("llama").model(ids, memory=memory).logits
-    model = attach(tiny.make("llama").to(torch.bfloat16))
-    got = model(ids, memory=memory).logits
-    assert got.dtype == torch.bfloat16
-    assert_close(got.float(), want, 0.15)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(scene("llama").model(ids, memory=memory).logits.float(), want, 0.15)
 
 
 @torch.no_grad()

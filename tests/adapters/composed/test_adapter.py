@@ -33,16 +33,6 @@ def trainable(family: str):
     return attach(tiny.make(family)).train()
 
 
-@families
-@torch.no_grad()
-def test_a_fresh_adapter_changes_no_bit(family):
-    s = scene(family)
-    model = attach(tiny.make(family), opened=False)
-    out = model(s.ids, labels=s.ids, memory=along())
-    want = tiny.make(family)(s.ids, labels=s.ids)
-    assert torch.equal(out.logits, want.logits) and torch.equal(out.loss, want.loss)
-
-
 @few_families
 @torch.no_grad()
 def test_a_token_sees_what_the_other_model_has_read_so_far(family):
@@ -183,18 +173,6 @@ def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
         assert_close(gradients[1][name], want)
 
 
-@families
-@torch.no_grad()
-def test_a_saved_adapter_gives_the_same_logits(family, tmp_path):
-    s = scene(family)
-    s.model.save_adapter(tmp_path / "adapter")
-    other = mmattn.load(tiny.make(family), tmp_path / "adapter")
-    assert torch.equal(other(s.ids, memory=along()).logits, s.model(s.ids, memory=along()).logits)
-    assert other.adapters["default"].config == s.model.adapters["default"].config
-    held = set(s.model.state_dict()) - {f"host.{name}" for name in s.model.host.state_dict()}
-    assert all(name.startswith("adapters.default.") for name in held), "the other model is in no state dict"
-
-
 @few_families
 @torch.no_grad()
 def test_nothing_is_left_behind(family):
@@ -210,19 +188,6 @@ def test_nothing_is_left_behind(family):
     assert [set(part.__dict__) for part in other.modules()] == traces
     assert "prepare_inputs_for_generation" not in lm.__dict__
     assert torch.equal(lm(ids).logits, tiny.own(ids, family))
-
-
-@torch.no_grad()
-def test_strength_and_switches():
-    s = scene()
-    full = s.model(s.ids, memory=along()).logits
-    assert torch.equal(s.model(s.ids).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=along(), adapter_scale=0).logits, s.own)
-    assert differs(s.model(s.ids, memory=along(), adapter_scale=0.5).logits, full)
-    with s.model.condition(along()):
-        assert torch.equal(s.model.host(s.ids).logits, full)
-        with s.model.disable_adapter():
-            assert torch.equal(s.model.host(s.ids).logits, s.own)
 
 
 @torch.no_grad()

@@ -44,16 +44,6 @@ def test_hosts(family: str) -> None:
     assert torch.equal(answer(host, ids), own)
 
 
-@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
-def test_others_are_refused_by_name(family: str) -> None:
-    """A host whose attention is not reached is refused by name, and nothing of it has changed."""
-    host = tiny.make(family)
-    before = traces(host)
-    with pytest.raises(AttachError, match=type(host).__name__):
-        mmattn.attach(host, FusedCacheAdapter(24))
-    no_trace(host, before, "a refused host")
-
-
 @pytest.mark.parametrize("family", PROJECTED)
 def test_against_the_slow_definition(family: str) -> None:
     """Keys are fused before they are turned, token by token, in each layer after the layers before it."""

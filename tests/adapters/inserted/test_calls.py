@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
-from mmattn.adapters import InsertedAdapter
 from mmattn.errors import ConditionError
-from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.inserted.reference import CLOSE, answer, attach, distance, embedded, slots
 
@@ -204,26 +201,3 @@ def test_two_that_move_the_text_are_refused() -> None:
     attach(model, name="more", gate=False)
     with pytest.raises(ConditionError, match="before one text"):
         model(tiny.text(1), memory=tiny.memory(1))
-
-
-@pytest.mark.parametrize("gate", [False, True])
-def test_files_and_copies(gate: bool, tmp_path: Path) -> None:
-    """A saved adapter and a deep copy answer as it did, the copy by its own host; unloaded, there is no trace."""
-    host, ids, memory = tiny.make("llama"), tiny.text(2, 7), tiny.memory(2, lengths=[5, 2])
-    before, plain = traces(host), answer(tiny.make("llama"), ids)
-    model = attach(host, gate=gate)
-    tiny.open_gates(model)
-    prepared = model.prepare(memory)
-    wanted = answer(model, ids, memory=prepared)
-    model.save_adapter(tmp_path / "adapter")
-    loaded = mmattn.load(tiny.make("llama"), tmp_path / "adapter")
-    assert loaded.adapter("default").config == InsertedAdapter(tiny.MEMORY_DIM, gate=gate)
-    assert torch.equal(answer(loaded, ids, memory=memory), wanted)
-    twin = copy.deepcopy(model)
-    assert twin.adapter("default").reader.model is twin
-    assert model.unload() is host
-    no_trace(host, before, "unloaded")
-    assert torch.equal(answer(host, ids), plain)
-    with torch.no_grad():
-        host.model.layers[0].self_attn.v_proj.weight.mul_(2)
-    assert torch.equal(answer(twin, ids, memory=prepared), wanted)

@@ -8,13 +8,21 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters import JoinedAdapter, PassageAdapter
+from mmattn.adapters import FusedCacheAdapter, InsertedAdapter, JoinedAdapter, PassageAdapter, PrefixAdapter
 from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.joined.reference import CLOSE, REACHED, answer, distance, rectangular
 
 LENGTHS = [5, 0, 2]
+#: An adapter of every kind that acts in the host's own attention.
+JOINED_KINDS = {
+    "joined": JoinedAdapter(tiny.MEMORY_DIM),
+    "inserted": InsertedAdapter(tiny.MEMORY_DIM),
+    "prefix": PrefixAdapter(5),
+    "passages": PassageAdapter(),
+    "fused cache": FusedCacheAdapter(24),
+}
 
 
 def adapted(family: str, opened: bool = True, name: str = "default", **settings: Any) -> Any:
@@ -48,13 +56,14 @@ def test_hosts(family: str) -> None:
     assert torch.equal(answer(host, ids), own)
 
 
+@pytest.mark.parametrize("kind", JOINED_KINDS)
 @pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
-def test_others_are_refused_by_name(family: str) -> None:
+def test_others_are_refused_by_name(family: str, kind: str) -> None:
     """A host whose attention is not reached is refused by name, and nothing of it has changed."""
     host = tiny.make(family)
     before = traces(host)
     with pytest.raises(AttachError, match=type(host).__name__):
-        mmattn.attach(host, JoinedAdapter(tiny.MEMORY_DIM))
+        mmattn.attach(host, JOINED_KINDS[kind])
     no_trace(host, before, "a refused host")
 
 

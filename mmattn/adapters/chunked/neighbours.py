@@ -188,8 +188,8 @@ class ChunkMemory(BoundMemory):
         rows = torch.arange(len(latest))[:, None]
         labels, tokens = grouped(torch.where(latest < 0, -1, latest + rows * count).flatten())
         places = self.neighbours.places([divmod(label, count) for label in labels], text, self.adapter)
-        found = [number for number, place in enumerate(places) if place is not None]
-        return ChunkView(self, tokens[found], [place for place in places if place is not None])
+        numbers = [number for number, place in enumerate(places) if place is not None]
+        return ChunkView(self, tokens[numbers], [place for place in places if place is not None])
 
     def shareable(self) -> object:
         """Return the memory, or the neighbours that were retrieved: they may serve many calls, too."""

@@ -73,9 +73,9 @@ class ComposedAdapter(BlockAdapter):
     example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm))"
 
     def __post_init__(self) -> None:
-        given = self.layers
+        layers = self.layers
         super().__post_init__()
-        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, given))
+        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, layers))
         check_bool("rotary", self.rotary)
         check_bool("own_place", self.own_place)
         if self.own_place and not self.rotary:

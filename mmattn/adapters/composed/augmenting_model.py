@@ -116,15 +116,15 @@ class AugmentingModel:
 
     def _cached(self, ids: Tensor, real: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values (b, g, p, k) that it caches of a text in each layer."""
-        given: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
         if self._positions:
-            given["position_ids"] = positions
+            inputs["position_ids"] = positions
         layers: list[Any] = []
         if self.caches:
             with torch.inference_mode(False), torch.no_grad():
-                out = self._body(**given, **{self._cache_name: new_cache()}, use_cache=True)
-            found = getattr(given_cache(out), "layers", ())
-            layers = [(one.keys, one.values) for one in found if hasattr(one, "keys")]
+                out = self._body(**inputs, **{self._cache_name: new_cache()}, use_cache=True)
+            cached = getattr(given_cache(out), "layers", ())
+            layers = [(one.keys, one.values) for one in cached if hasattr(one, "keys")]
         if len(layers) != self.depth or any(keys is None or keys.shape[2] != ids.shape[1] for keys, _ in layers):
             raise ConditionError(
                 f"{type(self.lm).__name__} does not cache keys and values of each token in every layer, as a "
@@ -203,22 +203,22 @@ class AugmentingModel:
         real, ids = real.to(device), ids.to(device)
         # What is cached must serve calls outside inference mode, too.
         with torch.inference_mode(False), torch.no_grad():
-            known = None if before is None else before.shared_with(real, ids)
-            past = 0 if known is None else known.length
-            if known is not None and past == real.shape[1]:
-                return replace(known, real=real, ids=ids)
-            given: dict[str, Any] = {"input_ids": ids[:, past:], "attention_mask": real.long()}
+            earlier = None if before is None else before.shared_with(real, ids)
+            past = 0 if earlier is None else earlier.length
+            if earlier is not None and past == real.shape[1]:
+                return replace(earlier, real=real, ids=ids)
+            inputs: dict[str, Any] = {"input_ids": ids[:, past:], "attention_mask": real.long()}
             if self._positions:
-                given["position_ids"] = token_places(real)[:, past:]
-            cache = known.cache if known is not None else new_cache() if keep else None
-            out = self._body(**given, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True)
+                inputs["position_ids"] = token_places(real)[:, past:]
+            cache = earlier.cache if earlier is not None else new_cache() if keep else None
+            out = self._body(**inputs, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True)
             # Hidden states begin with the embeddings.
             states = {layer: out.hidden_states[layer + 1] for layer in layers}
             for new in states.values():
                 Memory(new, real[:, past:], check_finite=False).check_finite()
-            if known is not None:
-                states = {layer: torch.cat([known.states[layer], new], 1) for layer, new in states.items()}
-        return AugmentedText(real, ids, states, cache, {} if known is None else known.projected)
+            if earlier is not None:
+                states = {layer: torch.cat([earlier.states[layer], new], 1) for layer, new in states.items()}
+        return AugmentedText(real, ids, states, cache, {} if earlier is None else earlier.projected)
 
     @property
     def caches(self) -> bool:

@@ -78,9 +78,9 @@ class FusedCacheAdapter:
         check_int("memory_dim", self.memory_dim, at_most=1 << 20)
         check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
         check_choice("gate", self.gate, GATES)
-        given = self.layers
-        object.__setattr__(self, "layers", check_layers(self.every, given))
-        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, given))
+        layers = self.layers
+        object.__setattr__(self, "layers", check_layers(self.every, layers))
+        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, layers))
 
     def sites(self, host: Host) -> list[Site]:
         """Return the attention of the layers that `layers` or `every` names."""
@@ -154,12 +154,12 @@ class FusedCacheLayers(AdapterLayers):
 
     def read(self, memory: Memory) -> Memory:
         """Raise ShapeError: the memory is a cache."""
-        raise ShapeError(_NO_CACHE.format(name=self.name, given="a Memory"))
+        raise ShapeError(_NO_CACHE.format(name=self.name, memory="a Memory"))
 
     def bind_memory(self, memory: object, host: nn.Module) -> FusedMemory:
         """Bind the prompts that an augmenting model has read."""
         if not isinstance(memory, AugmentedPrompt):
-            raise ShapeError(_NO_CACHE.format(name=self.name, given=type(memory).__name__))
+            raise ShapeError(_NO_CACHE.format(name=self.name, memory=type(memory).__name__))
         deepest = max(self.augmenting_layers.values())
         if deepest >= len(memory.states):
             raise ShapeError(
@@ -178,24 +178,6 @@ class FusedCacheLayers(AdapterLayers):
         """Prove that changed keys and values reach the output, and learn how the host turns its keys."""
         host.check_adapter(self)
         self.rotations = host.probe_rotations()
-
-
-@dataclass(frozen=True)
-class PromptTokens:
-    """The tokens of a prompt in a text of t tokens.
-
-    Args:
-        numbers: (b, end), the number of each token in the prompt of its row, up to the last one; −1 for other tokens.
-        whole: every token of every prompt is among them.
-    """
-
-    numbers: Tensor
-    whole: bool
-
-    @property
-    def end(self) -> int:
-        """Number of tokens of the text up to the last one of a prompt."""
-        return self.numbers.shape[1]
 
 
 #: Changes of keys (b, g, end, k) and values (b, g, end, v) by layer.
@@ -238,10 +220,11 @@ class FusedMemory(BoundMemory):
             prompt.check_begins(ids, places, visible, self.name)
         read = visible.any(0).nonzero()
         end = int(read[-1]) + 1 if len(read) else 0
-        tokens = PromptTokens(places.masked_fill(~visible, -1)[:, :end], bool((visible.sum(1) == counts).all()))
-        return FusedView(self.adapter, prompt, tokens, real, text.past, self._changes(text, tokens))
+        numbers = places.masked_fill(~visible, -1)[:, :end]
+        is_whole = bool((visible.sum(1) == counts).all())
+        return FusedView(self.adapter, prompt, numbers, real, text.past, self._changes(text, numbers, is_whole))
 
-    def _changes(self, text: TextState, tokens: PromptTokens) -> Changes | None:
+    def _changes(self, text: TextState, numbers: Tensor, is_whole: bool) -> Changes | None:
         """Return the changes computed for a cache of the host, or room for them; None if nothing may be cached.
 
         They hold for tokens that the host has read before; those of this forward may be read again.
@@ -249,13 +232,13 @@ class FusedMemory(BoundMemory):
         # A block may hold several texts, each with a cache of the host.
         by_text: WeakKeyDictionary[Any, tuple[Tensor, Changes]]
         by_text = self._cache.get(self.adapter, "by text", WeakKeyDictionary)
-        numbers, changes = (None, None) if text.cache is None else by_text.get(text.cache, (None, None))
-        if numbers is not None and (text.past or 0) >= tokens.end and torch.equal(numbers, tokens.numbers):
+        before, changes = (None, None) if text.cache is None else by_text.get(text.cache, (None, None))
+        if before is not None and (text.past or 0) >= numbers.shape[1] and torch.equal(before, numbers):
             return changes
-        if text.cache is None or torch.is_grad_enabled() or not tokens.whole:
+        if text.cache is None or torch.is_grad_enabled() or not is_whole:
             return None
         changes = {}
-        by_text[text.cache] = tokens.numbers, changes
+        by_text[text.cache] = numbers, changes
         return changes
 
     def shareable(self) -> object:
@@ -276,7 +259,8 @@ class FusedView(View):
     Args:
         adapter: the trainable part.
         prompt: a row for each row of text.
-        tokens: its tokens in the text.
+        numbers: (b, end), the number of each token of the text in the prompt of its row, up to the last one; −1 for
+            other tokens.
         real: (b, t) bool, tokens of the whole text that are no padding.
         past: tokens of the text before this forward.
         changes: those computed before, and room for more; None if nothing may be cached.
@@ -289,12 +273,12 @@ class FusedView(View):
         self,
         adapter: FusedCacheLayers,
         prompt: AugmentedPrompt,
-        tokens: PromptTokens,
+        numbers: Tensor,
         real: Tensor,
         past: int,
         changes: Changes | None,
     ) -> None:
-        self.adapter, self.prompt, self.tokens, self.real = adapter, prompt, tokens, real
+        self.adapter, self.prompt, self.numbers, self.real = adapter, prompt, numbers, real
         self.past, self.changes = past, changes
         self.positions: Tensor | None = None
 
@@ -308,7 +292,7 @@ class FusedView(View):
         """Return the attention of a layer with the fused keys and values of the prompt."""
         # A window that is cut to its length holds the last tokens only.
         first = max(0, self.real.shape[1] - x.key.shape[2])
-        if first >= self.tokens.end:
+        if first >= self.numbers.shape[1]:
             return x
         change = None if self.changes is None else self.changes.get(layer)
         if change is None:
@@ -323,8 +307,8 @@ class FusedView(View):
     def _change(self, x: HostAttention, block: nn.Module, layer: int, first: int) -> tuple[Tensor, Tensor]:
         """Compute the changes of keys and values from a token of the text on."""
         device, adapter = x.key.device, self.adapter
-        numbers = self.tokens.numbers[:, first:].to(device)
-        places = self._positions_of_text()[:, None, first : self.tokens.end].to(device)
+        numbers = self.numbers[:, first:].to(device)
+        places = self._positions_of_text()[:, None, first : self.numbers.shape[1]].to(device)
         rotation = None if adapter.rotations is None else adapter.rotations[layer]
         # Several adapters change what the host computed, each by itself.
         key, value = (one[:, :, : numbers.shape[1]] for one in x.computed or (x.key, x.value))
@@ -352,6 +336,6 @@ def _added(text: Tensor, change: Tensor, share: Tensor) -> Tensor:
 
 
 _NO_CACHE = (
-    "adapter {name!r} (kind 'fused_cache') reads the cache of another model, got {given}: give it "
+    "adapter {name!r} (kind 'fused_cache') reads the cache of another model, got {memory}: give it "
     "mmattn.AugmentingModel(lm).prefill(input_ids, attention_mask) of the prompts"
 )

@@ -94,15 +94,17 @@ class InsertedAdapter:
 
 
 class EmbeddingReader(Protocol):
-    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part."""
+    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part.
+
+    Attributes:
+        turns_keys: positions turn keys and may lie before 0; learned positions begin at 0.
+        is_training: a part of the host is in training mode, in which two forwards differ.
+    """
+
+    turns_keys: bool
 
     @property
-    def turns_keys(self) -> bool:
-        """Whether positions turn keys and may lie before 0; learned positions begin at 0."""
-
-    @property
-    def is_training(self) -> bool:
-        """Whether a part of the host is in training mode, in which two forwards differ."""
+    def is_training(self) -> bool: ...
 
     def embedding_size(self) -> float:
         """Return the root of the mean square of the embeddings of the host's tokens."""
@@ -116,14 +118,7 @@ class EmbeddingReader(Protocol):
     def read(
         self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
     ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
-        """Compute keys (b, g, m, k) and values (b, g, m, v) of each layer.
-
-        Args:
-            name: of the adapter.
-            embeddings: (b, m, d).
-            real: (b, m) bool, which of them are tokens; padding is on the right.
-            positions: (b, m).
-        """
+        """Compute keys and values by layer for embeddings (b, m, d) of adapter `name`, padded on the right."""
 
 
 class InsertedLayers(AdapterLayers):

@@ -119,11 +119,7 @@ class HostAttention:
         return out, *result[1:]
 
     def weights(self, slots: ExtraSlots) -> Tensor:
-        """Return the weights (b, h, l, m) of slots in their softmax.
-
-        Raises:
-            ConditionError: the host's attention does more than a softmax of scaled scores.
-        """
+        """Return the weights (b, h, l, m) of slots in their softmax; those of the text make up the rest of 1."""
         more = [name for name in ("softcap", "s_aux", "position_bias") if self.options.get(name) is not None]
         if more:
             raise ConditionError(
@@ -202,8 +198,8 @@ class HostAttention:
     @property
     def _is_causal(self) -> bool:
         """Whether the function hides later tokens itself, as it does if it gets no mask."""
-        given = self.options.get("is_causal")
-        causal = getattr(self.module, "is_causal", True) if given is None else given
+        option = self.options.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if option is None else option
         return bool(causal) and self.mask is None and self.query.shape[2] > 1
 
     def _text_mask(self, needed: bool) -> Tensor | None:
@@ -223,12 +219,7 @@ class HostAttention:
 
 
 class JoinSlots(nn.Module):
-    """Adds slots to the attention of one layer; `mmattn.inspect.record` records its weights.
-
-    Args:
-        gate: multiplies what they change; None adds all of it.
-        window: as in `HostAttention.join`.
-    """
+    """Adds slots, with an optional gate and window, to the attention of one layer; its weights can be recorded."""
 
     def __init__(self, gate: Gate | None = None, window: int | None = None) -> None:
         super().__init__()
@@ -244,20 +235,7 @@ class JoinSlots(nn.Module):
         adapter_scale: float = 1.0,
         return_weights: bool = False,
     ) -> Any:
-        """Return the attention with slots; on request also their weights (b, h, l, m).
-
-        Args:
-            x: the attention of a layer.
-            key: (b or 1, g, m, k).
-            value: (b or 1, g, m, v).
-            attention_mask: (b or 1, 1, l or 1, m) bool, the slots that each token attends to; None for all.
-            sees: (b, l or 1) bool, tokens that attend to any; None for all.
-            adapter_scale: multiplies what the slots change.
-            return_weights: also return the weights; those of the text make up the rest of 1.
-
-        Raises:
-            ConditionError: weights of an attention that does more than a softmax of scaled scores.
-        """
+        """Return the attention with slots (`HostAttention.join`); on request also their weights (b, h, l, m)."""
         mask = self.score_mask(attention_mask, key.shape[2])
         gate = None if self.gate is None else self.gate()
         joined = x.join(key, value, mask, sees, adapter_scale, gate, self.window)

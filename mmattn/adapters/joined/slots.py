@@ -249,23 +249,9 @@ class JoinedRequests(BoundMemory):
         assert text.packed is not None, "transformers says where the requests of a step begin"
         numbers = text.packed.numbers
         slots = {number: one.slots for number, one in enumerate(self.requests) if one is not None}
-        first = next(iter(slots.values()))
-        keys, values = (
-            {layer: torch.cat([part[layer] for part in parts], 2) for layer in first.keys}
-            for parts in ([one.keys for one in slots.values()], [one.values for one in slots.values()])
-        )
-        mask = torch.cat([one.mask for one in slots.values()], 1).to(numbers.device)
         owner = torch.cat([torch.full((one.mask.shape[1],), number) for number, one in slots.items()])
-        positions = offsets = None
-        if first.positions is not None:
-            positions = torch.cat([one.positions for one in slots.values() if one.positions is not None], 1)
-            begins = torch.zeros(len(self.requests), dtype=torch.long)
-            for number, one in slots.items():
-                begins[number] = 0 if one.offsets is None else int(one.offsets)
-            offsets = begins.to(numbers.device)[numbers.clamp(min=0)].masked_fill(numbers < 0, 0)
-            positions = positions.to(numbers.device)
-        joined = JoinedSlots(keys, values, mask, positions, offsets)
-        return JoinedView(joined, numbers[:, :, None] == owner.to(numbers.device), is_packed=True)
+        visible = numbers[:, :, None] == owner.to(numbers.device)
+        return JoinedView(_in_one_row(slots, numbers), visible, is_packed=True)
 
 
 class Capture(BoundMemory, View):
@@ -300,6 +286,23 @@ class Capture(BoundMemory, View):
         """Record keys and values of a layer, and return its attention with the slots."""
         self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
+
+
+def _in_one_row(slots: Mapping[int, JoinedSlots], numbers: Tensor) -> JoinedSlots:
+    """Return the slots of requests, one row each, as one row for tokens (1, l) of the requests `numbers`."""
+    parts = list(slots.values())
+    keys, values = (
+        {layer: torch.cat([getattr(one, part)[layer] for one in parts], 2) for layer in parts[0].keys}
+        for part in ("keys", "values")
+    )
+    mask = torch.cat([one.mask for one in parts], 1).to(numbers.device)
+    positions = [one.positions for one in parts if one.positions is not None]
+    if not positions:
+        return JoinedSlots(keys, values, mask)
+    offsets = torch.zeros_like(numbers)
+    for number, one in slots.items():
+        offsets[numbers == number] = 0 if one.offsets is None else int(one.offsets)
+    return JoinedSlots(keys, values, mask, torch.cat(positions, 1).to(numbers.device), offsets)
 
 
 def _slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:

@@ -97,14 +97,14 @@ class PassageLayers(AdapterLayers):
 
     def read(self, memory: Memory) -> Memory:
         """Raise ShapeError: nothing here reads vectors."""
-        raise ShapeError(_NO_PASSAGES.format(name=self.name, given="a Memory"))
+        raise ShapeError(_NO_PASSAGES.format(name=self.name, memory="a Memory"))
 
     def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:
         """Bind selected passages; ConditionError if another host or other weights computed them."""
         if isinstance(memory, Capture):
             return memory
         if not isinstance(memory, Passages):
-            raise ShapeError(_NO_PASSAGES.format(name=self.name, given=type(memory).__name__))
+            raise ShapeError(_NO_PASSAGES.format(name=self.name, memory=type(memory).__name__))
         return JoinedMemory(memory.slots(self), self.name, memory)
 
     def attach_to(self, host: Any) -> None:
@@ -113,6 +113,6 @@ class PassageLayers(AdapterLayers):
 
 
 _NO_PASSAGES = (
-    "adapter {name!r} (kind 'passages') reads what the host has read before, got {given}: give it "
+    "adapter {name!r} (kind 'passages') reads what the host has read before, got {memory}: give it "
     "passages.select([[0, 2], [1]]) of passages = mmattn.hosts.PassageCache(model)"
 )

@@ -196,7 +196,7 @@ class PrefixRows:
             memory = memory.tolist() if isinstance(memory, Tensor) and _are_numbers(memory) else memory
             rows = [memory] if _is_number(memory) else memory
             if not isinstance(rows, (list, tuple)):
-                raise ShapeError(_NO_ROWS.format(name=name, given=type(memory).__name__))
+                raise ShapeError(_NO_ROWS.format(name=name, value=type(memory).__name__))
             memory = PrefixRows([_row(row, name) for row in rows])
         missing = sorted({number for row in memory.numbers for number in row if not 0 <= number < count})
         if missing:
@@ -243,7 +243,7 @@ def _row(row: object, name: str) -> list[int]:
         return []
     numbers = [row] if _is_number(row) else row
     if not isinstance(numbers, (list, tuple)) or not all(map(_is_number, numbers)):
-        raise ShapeError(_NO_ROWS.format(name=name, given=f"a row of {row!r}"))
+        raise ShapeError(_NO_ROWS.format(name=name, value=f"a row of {row!r}"))
     return list(numbers)
 
 
@@ -257,5 +257,5 @@ def _are_numbers(tensor: Tensor) -> bool:
 
 _NO_ROWS = (
     "the memory of adapter {name!r} (kind 'prefix') says which prefixes stand before each row: a tensor (b,) of their "
-    "numbers, -1 for none, or a list such as [0, None, [2, 1]]; got {given}"
+    "numbers, -1 for none, or a list such as [0, None, [2, 1]]; got {value}"
 )

@@ -99,7 +99,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         changed = []
         for site in adapter.sites:
             layer = self.attention(site.layer)
-            if isinstance(adapter.config, JointDecoupledAdapter):
+            if getattr(adapter.block(site.layer), "reads_projections", False):
                 check_projections(self.layer(site.layer), layer.name, layer.kind == CROSS)
             name, part = self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part)
             changed.append((name, part or 0))

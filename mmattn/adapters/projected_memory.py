@@ -43,23 +43,34 @@ class ProjectedView(View):
         return out
 
 
-class ProjectedMemory(BoundMemory):
-    """A prepared memory bound to the adapter that reads it.
-
-    Args:
-        prepared: the memory.
-        adapter: the trainable part that reads it.
-    """
-
-    view = ProjectedView
+class VectorMemory(BoundMemory):
+    """A prepared memory bound to the adapter that reads it."""
 
     def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
         self.prepared, self.adapter = prepared, adapter
         self.name, self.shared = adapter.name, prepared
-        memory = prepared.memory
-        self.rows = memory.tokens.shape[0]
+        self.rows = prepared.memory.tokens.shape[0]
+        self.unchecked = None if prepared.memory.finite_checked else prepared.memory
+
+    def as_memory(self, text: TextState) -> Memory:
+        """Return the memory itself."""
+        return self.prepared.memory.detach()
+
+    def shareable(self) -> PreparedMemory:
+        """Return the prepared memory."""
+        return self.prepared
+
+    def sources(self) -> list[Tensor]:
+        """Return the tensors of the memory."""
+        return self.prepared.memory.tensors()
+
+
+class ProjectedMemory(VectorMemory):
+    """A prepared memory whose keys and values are projected for each layer."""
+
+    def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
+        super().__init__(prepared, adapter)
         self.follows_text = adapter.follows_text
-        self.unchecked = None if memory.finite_checked else memory
         self._graph: GraphInputs | None = None
         self._graph_version: TensorVersion | None = None
         self._read_by_graph = False
@@ -104,19 +115,7 @@ class ProjectedMemory(BoundMemory):
         else:
             queries = text.rows // max(memory.batch, 1) * text.length
             projected = {layer: prepared.project(adapter, layer, memory, queries) for layer in layers}
-        return self.view(projected, rule, seen)
-
-    def as_memory(self, text: TextState) -> Memory:
-        """Return the memory itself."""
-        return self.prepared.memory.detach()
-
-    def shareable(self) -> PreparedMemory:
-        """Return the prepared memory."""
-        return self.prepared
-
-    def sources(self) -> list[Tensor]:
-        """Return the tensors of the memory."""
-        return self.prepared.memory.tensors()
+        return ProjectedView(projected, rule, seen)
 
     def hide_arrivals(self) -> None:
         """Make `step` hide the slots that have not arrived.

@@ -26,7 +26,8 @@ from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.decoupled.adapter import check_blocks, sites_of_blocks
 from mmattn.adapters.decoupled.timed_resampler import TimedPerceiver, TimedResampler
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site, View
+from mmattn.adapters.projected_memory import VectorMemory
+from mmattn.adapters.protocols import HeadSizes, Host, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
@@ -151,15 +152,10 @@ class JointDecoupledLayers(AdapterLayers):
         return TimedMemory(prepared, self)
 
 
-class TimedMemory(BoundMemory):
+class TimedMemory(VectorMemory):
     """A prepared memory bound to an adapter that resamples it at every time step."""
 
     follows_text = True
-
-    def __init__(self, prepared: PreparedMemory, adapter: JointDecoupledLayers) -> None:
-        self.prepared, self.adapter = prepared, adapter
-        self.name, self.shared, self.rows = adapter.name, prepared, prepared.batch
-        self.unchecked = None if prepared.memory.finite_checked else prepared.memory
 
     def step(self, text: TextState) -> TimedView:
         """Return the memory at the time step of this forward.
@@ -181,14 +177,6 @@ class TimedMemory(BoundMemory):
 
         check_read(self.adapter, self.prepared.memory, [latents.tokens], resample_row)
         return TimedView(latents, time)
-
-    def as_memory(self, text: TextState) -> Memory:
-        """Return the memory itself."""
-        return self.prepared.memory.detach()
-
-    def shareable(self) -> PreparedMemory:
-        """Return the prepared memory."""
-        return self.prepared
 
 
 class TimedView(View):

@@ -33,6 +33,7 @@ from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
+from mmattn.adapters.projected_memory import VectorMemory
 from mmattn.adapters.protocols import Host, Site, check_one_row
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
@@ -205,17 +206,14 @@ class InsertedLayers(AdapterLayers):
         return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets)
 
 
-class InsertedMemory(JoinedMemory):
+class InsertedMemory(VectorMemory, JoinedMemory):
     """A prepared memory bound to the adapter that inserts it before a text.
 
     Without gradients the host computes keys and values once for each state of memory, projector and host, in evaluation
     mode; with gradients, and in training mode, in each forward of the text.
     """
 
-    def __init__(self, prepared: PreparedMemory, adapter: InsertedLayers) -> None:
-        self.prepared, self.adapter = prepared, adapter
-        self.name, self.shared, self.rows = adapter.name, prepared, prepared.batch
-        self.unchecked = None if prepared.memory.finite_checked else prepared.memory
+    follows_text = True
 
     def step(self, text: TextState) -> JoinedView:
         """Return what this forward attends to."""
@@ -243,10 +241,6 @@ class InsertedMemory(JoinedMemory):
         if cache is not None:
             by_text[cache] = slots
         return slots
-
-    def as_memory(self, text: TextState) -> Memory:
-        """Return the memory itself."""
-        return self.prepared.memory.detach()
 
     def for_request(self) -> JoinedMemory | None:
         """Return the slots as the host computes them now: in a step of transformers' manager its attention differs."""

@@ -90,7 +90,7 @@ def slow(
     for row in range(x.shape[0]):
         so_far = 0
         for token in range(x.shape[1]):
-            own = x[row, token].double()
+            hidden_state = x[row, token].double()
             so_far += int(real[row, token])
             chunk = so_far // SIZE - 1
             slots = memory.segments[row] == chunk if real[row, token] and chunk >= 0 else torch.zeros(1, dtype=bool)
@@ -98,15 +98,17 @@ def slow(
                 slots = slots & memory.mask[row]
             slots = slots.nonzero().flatten().tolist()
             if slots:
-                seen = normalised(memory_norm, memory.tokens[row, slots].double())[None]
+                slot_vectors = normalised(memory_norm, memory.tokens[row, slots].double())[None]
                 scores = memory.scores[row, slots].double()[None] if scored else None
-                query = normalised(block.norm, own)[None, None]
-                found, _ = cross_attention_reference(state, query, seen, scores=scores, **how)
-                own = own + block.gate.gate.double().tanh() * found[0, 0]
+                query = normalised(block.norm, hidden_state)[None, None]
+                result, _ = cross_attention_reference(state, query, slot_vectors, scores=scores, **how)
+                hidden_state = hidden_state + block.gate.gate.double().tanh() * result[0, 0]
                 feed = block.feed_forward
-                hidden = F.gelu(normalised(feed.norm, own) @ feed.up.weight.double().T)
-                own = own + block.feed_forward_gate.gate.double().tanh() * (hidden @ feed.down.weight.double().T)
-            out.append(own)
+                hidden = F.gelu(normalised(feed.norm, hidden_state) @ feed.up.weight.double().T)
+                hidden_state = hidden_state + block.feed_forward_gate.gate.double().tanh() * (
+                    hidden @ feed.down.weight.double().T
+                )
+            out.append(hidden_state)
     return torch.stack(out).view_as(x)
 
 

@@ -127,7 +127,7 @@ def test_no_token_sees_what_was_found_with_its_own_future(family):
 
 @families
 @torch.no_grad()
-def test_rows_are_strangers(family):
+def test_rows_are_independent(family):
     s, memory = scene(family), neighbours()
     out = s.model(s.ids, memory=memory).logits
     assert differs(out, s.own)
@@ -179,10 +179,10 @@ def test_padding_changes_nothing(family, side):
     if side == "right":
         for i, row in enumerate(rows):
             ids[i], keep[i] = ids[i].roll(len(row) - LENGTH), keep[i].roll(len(row) - LENGTH)
-    # A plain forward of a host with absolute positions must be told them.
+    # A plain forward of a host with absolute positions needs them.
     positions = (keep.cumsum(1) - 1).clamp(min=0)
-    told = "position_ids" in inspect.signature(s.model.host.forward).parameters
-    how = {"position_ids": positions} if told else {}
+    takes_positions = "position_ids" in inspect.signature(s.model.host.forward).parameters
+    how = {"position_ids": positions} if takes_positions else {}
     got = s.model(ids, attention_mask=keep, memory=memory, **how).logits
     for i, row in enumerate(rows):
         want = s.model(row[None], memory=memory[i]).logits[0]
@@ -195,7 +195,7 @@ def test_a_function_finds_the_same_as_segments_tell(family):
     s, library = scene(family), Library(lambda total: SLOTS)
     out = s.model(s.ids, memory=library).logits
     assert len(library.asked) == 1 and library.asked[0].shape == (3 * ROWS, SIZE)
-    found = Library(lambda total: SLOTS)(s.ids[:, : 3 * SIZE].reshape(-1, SIZE)).tokens
+    result = Library(lambda total: SLOTS)(s.ids[:, : 3 * SIZE].reshape(-1, SIZE)).tokens
     segments = torch.arange(3).repeat_interleave(SLOTS).expand(ROWS, -1)
-    memory = mmattn.Memory(found.reshape(ROWS, 3 * SLOTS, -1), segments=segments)
+    memory = mmattn.Memory(result.reshape(ROWS, 3 * SLOTS, -1), segments=segments)
     assert torch.equal(s.model(s.ids, memory=memory).logits, out)

@@ -24,8 +24,8 @@ def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
         memories = [mmattn.Memory(one.tokens.requires_grad_(), segments=one.segments) for one in map_seeds((1, 2))]
         losses = [model(ids, labels=ids, memory=one, use_cache=False).loss for one in memories]
         (losses[0] + 2 * losses[1]).backward()
-        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
-        gradients.append(found | {f"memory {i}": one.tokens.grad for i, one in enumerate(memories)})
+        result = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
+        gradients.append(result | {f"memory {i}": one.tokens.grad for i, one in enumerate(memories)})
     for name, want in gradients[0].items():
         assert want.abs().max() > 0, name
         assert_close(gradients[1][name], want)
@@ -71,15 +71,15 @@ def test_embeddings_instead_of_ids():
 def test_a_prepared_memory_is_never_stale():
     model, ids, memory = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH), neighbours()
     prepared = model.prepare(memory)
-    seen = []
+    outputs = []
 
     def check():
         with torch.no_grad():
             got = model(ids, memory=prepared).logits
             fresh = mmattn.Memory(memory.tokens.clone(), segments=memory.segments.clone())
             assert torch.equal(got, model(ids, memory=fresh).logits)
-        assert all(not torch.equal(got, before) for before in seen)
-        seen.append(got)
+        assert all(not torch.equal(got, before) for before in outputs)
+        outputs.append(got)
 
     check()
     memory.tokens.mul_(-1.5)
@@ -90,9 +90,9 @@ def test_a_prepared_memory_is_never_stale():
     torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
     check()
     with torch.no_grad(), model.condition(memory):
-        assert torch.equal(model.host(ids).logits, seen[-1])
+        assert torch.equal(model.host(ids).logits, outputs[-1])
         memory.segments.masked_fill_(memory.segments == 1, 5)
-        assert not torch.equal(model.host(ids).logits, seen[-1])
+        assert not torch.equal(model.host(ids).logits, outputs[-1])
         assert torch.equal(model.host(ids).logits, model(ids, memory=memory).logits)
 
 
@@ -115,7 +115,7 @@ def test_a_prepared_function_is_asked_once():
     assert embeddings.weight.grad.any()
     longer = torch.cat([ids, tiny.text(ROWS, 4, seed=1)], 1)
     model(longer, memory=prepared)
-    assert [tuple(asked.shape) for asked in library.asked] == [(3 * ROWS, SIZE), (ROWS, SIZE)]
+    assert [tuple(chunks.shape) for chunks in library.asked] == [(3 * ROWS, SIZE), (ROWS, SIZE)]
     assert torch.equal(library.asked[1], longer[:, 3 * SIZE : 4 * SIZE])
     # Training reads what came in several batches, too.
     gradients = []
@@ -131,26 +131,26 @@ def test_a_prepared_function_is_asked_once():
 
 @torch.no_grad()
 def test_beside_a_gated_adapter(tmp_path):
-    ids, own = tiny.text(ROWS, LENGTH), tiny.own(tiny.text(ROWS, LENGTH))
+    ids, host_output = tiny.text(ROWS, LENGTH), tiny.own(tiny.text(ROWS, LENGTH))
     model = attach(tiny.make("llama"), name="shelf")
-    model.add_adapter("eye", mmattn.GatedAdapter(memory_dim=11, layers=(0, 1), num_heads=2, head_dim=8))
+    model.add_adapter("picture", mmattn.GatedAdapter(memory_dim=11, layers=(0, 1), num_heads=2, head_dim=8))
     tiny.open_gates(model)
     picture, library = tiny.memory(ROWS, e=11), Library()
-    both = model(ids, memory={"eye": picture, "shelf": library}).logits
-    eye, shelf = model(ids, memory={"eye": picture}).logits, model(ids, memory={"shelf": library}).logits
-    assert differs(both, eye) and differs(both, shelf) and differs(eye, own) and differs(shelf, own)
-    asked = len(library.asked)
+    both = model(ids, memory={"picture": picture, "shelf": library}).logits
+    eye, shelf = model(ids, memory={"picture": picture}).logits, model(ids, memory={"shelf": library}).logits
+    assert differs(both, eye) and differs(both, shelf) and differs(eye, host_output) and differs(shelf, host_output)
+    calls = len(library.asked)
     with model.disable_adapter("shelf"):
-        assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
-    model.set_adapter("eye")
-    assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, eye)
-    assert len(library.asked) == asked, "nobody was going to read it"
-    model.set_adapter(["shelf", "eye"])
-    with model.disable_adapter("eye"):
-        assert torch.equal(model(ids, memory={"eye": picture, "shelf": library}).logits, shelf)
+        assert torch.equal(model(ids, memory={"picture": picture, "shelf": library}).logits, eye)
+    model.set_adapter("picture")
+    assert torch.equal(model(ids, memory={"picture": picture, "shelf": library}).logits, eye)
+    assert len(library.asked) == calls, "nobody was going to read it"
+    model.set_adapter(["shelf", "picture"])
+    with model.disable_adapter("picture"):
+        assert torch.equal(model(ids, memory={"picture": picture, "shelf": library}).logits, shelf)
     assert torch.equal(both[:, : SIZE - 1], eye[:, : SIZE - 1])
     with pytest.raises(ShapeError, match="ChunkedAdapter"):
-        model(ids, memory={"eye": library})
+        model(ids, memory={"picture": library})
     model.delete_adapter("shelf")
     assert "prepare_inputs_for_generation" not in model.host.__dict__
 
@@ -159,9 +159,9 @@ def test_beside_a_gated_adapter(tmp_path):
 def test_a_resampler_reads_each_chunk_by_itself():
     model = attach(tiny.make("llama"), resampler=mmattn.Resampler(num_latents=3, depth=2, num_heads=2))
     ids, memory = tiny.text(ROWS, LENGTH), ragged()
-    own, out = tiny.own(ids), model(ids, memory=memory).logits
-    assert torch.equal(out[2], own[2]) and torch.equal(out[1, : 2 * SIZE - 1], own[1, : 2 * SIZE - 1])
-    assert differs(out[:1, SIZE - 1 :], own[:1, SIZE - 1 :])
+    host_output, out = tiny.own(ids), model(ids, memory=memory).logits
+    assert torch.equal(out[2], host_output[2]) and torch.equal(out[1, : 2 * SIZE - 1], host_output[1, : 2 * SIZE - 1])
+    assert differs(out[:1, SIZE - 1 :], host_output[:1, SIZE - 1 :])
     other = mmattn.Memory(memory.tokens.clone(), memory.mask, memory.segments)
     other.tokens[memory.segments == 1] *= -1
     changed = model(ids, memory=other).logits

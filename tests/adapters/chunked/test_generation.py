@@ -48,8 +48,8 @@ def test_with_a_cache_as_without(family):
     text = torch.cat([s.ids, got], 1)
     assert set(library.chunks) == complete_chunks(text[:, :-1]) and len(set(library.chunks)) == len(library.chunks)
     assert len(library.asked) == 3 and len(library.asked[0]) == 3 * ROWS
-    for number, asked in enumerate(library.asked[1:], 3):
-        assert set(map(tuple, asked.tolist())) == complete_chunks(text[:, number * SIZE : (number + 1) * SIZE])
+    for number, chunks in enumerate(library.asked[1:], 3):
+        assert set(map(tuple, chunks.tolist())) == complete_chunks(text[:, number * SIZE : (number + 1) * SIZE])
     again = Library()
     assert torch.equal(generate(s.model, s.ids, memory=again, use_cache=False), s.rows)
     assert again.chunks == library.chunks
@@ -74,17 +74,17 @@ def test_before_its_layer_token_by_token_equals_one_pass(family):
     out = model.generate(ids, memory=Library(), **how)
     full = model(out.sequences, memory=Library()).logits
     assert_close(torch.stack(out.logits, 1), full[:, LENGTH - 1 : -1])
-    own = tiny.own(out.sequences, family)
-    assert differs(full, own) and torch.equal(full[:, : SIZE - 1], own[:, : SIZE - 1])
+    host_output = tiny.own(out.sequences, family)
+    assert differs(full, host_output) and torch.equal(full[:, : SIZE - 1], host_output[:, : SIZE - 1])
 
 
 @families
 def test_neighbours_are_fresh(family):
     """What was found for the prompt alone gives other tokens than what is found on the way, and later."""
     s = scene(family)
-    found = Library()(s.ids[:, : 3 * SIZE].reshape(-1, SIZE))
-    memory = mmattn.Memory.cat([found[[3 * row + chunk for row in range(ROWS)]] for chunk in range(3)])
-    segments = torch.arange(3).repeat_interleave(found.length).expand(ROWS, -1)
+    result = Library()(s.ids[:, : 3 * SIZE].reshape(-1, SIZE))
+    memory = mmattn.Memory.cat([result[[3 * row + chunk for row in range(ROWS)]] for chunk in range(3)])
+    segments = torch.arange(3).repeat_interleave(result.length).expand(ROWS, -1)
     memory = mmattn.Memory(memory.tokens, memory.mask, segments)
     with torch.no_grad():
         stale = s.model.generate(
@@ -257,9 +257,9 @@ def test_rows_that_find_nothing_are_the_hosts_own():
     library = Library()
 
     def some(ids):
-        found = library(ids)
+        result = library(ids)
         there = torch.tensor([[tuple(row) not in silent] for row in ids.tolist()])
-        return mmattn.Memory(found.tokens, there & (found.mask if found.mask is not None else True))
+        return mmattn.Memory(result.tokens, there & (result.mask if result.mask is not None else True))
 
     got = generate(s.model, s.ids, memory=some)
     assert torch.equal(got[1], s.own[1])

@@ -35,8 +35,14 @@ def along(family: str = "llama", seed: int = 11) -> mmattn.AugmentingModel:
 
 def attach(lm: nn.Module, *, opened: bool = True, name: str = "default", **settings: Any) -> Any:
     """`mmattn.attach` with a small composed adapter on the first and the third layer, its gates open unless told."""
-    given = {"memory_dim": DIM, "layers": (0, 2), "augmenting_layers": AUGMENTING_LAYERS, "num_heads": 2, "head_dim": 6}
-    model = mmattn.attach(lm, mmattn.ComposedAdapter(**given | settings), name=name)
+    inputs = {
+        "memory_dim": DIM,
+        "layers": (0, 2),
+        "augmenting_layers": AUGMENTING_LAYERS,
+        "num_heads": 2,
+        "head_dim": 6,
+    }
+    model = mmattn.attach(lm, mmattn.ComposedAdapter(**inputs | settings), name=name)
     return tiny.open_gates(model) if opened else model
 
 
@@ -61,14 +67,14 @@ def by_prefixes(anchor: nn.Module, lm: nn.Module, ids: Tensor, adapter: nn.Modul
             block, at = adapter.block(layer), adapter.augmenting_layers[layer] + 1
             out = []
             for t in range(x.shape[1]):
-                seen = torch.stack([states[s][at][:, s] for s in range(t + 1)], 1)
-                memory = adapter.memory_norm(seen)
+                outputs = torch.stack([states[s][at][:, s] for s in range(t + 1)], 1)
+                memory = adapter.memory_norm(outputs)
                 where = torch.arange(t + 1)
-                found = block.attention(block.norm(x[:, t : t + 1]), memory, query_positions=where[-1:],
+                result = block.attention(block.norm(x[:, t : t + 1]), memory, query_positions=where[-1:],
                                         memory_positions=where)  # fmt: skip
-                out.append(x[:, t : t + 1] + block.gate() * found)
-            made = torch.cat(out, 1)
-            return made if isinstance(output, Tensor) else (made, *output[1:])
+                out.append(x[:, t : t + 1] + block.gate() * result)
+            generated = torch.cat(out, 1)
+            return generated if isinstance(output, Tensor) else (generated, *output[1:])
 
         return hook
 

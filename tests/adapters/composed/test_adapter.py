@@ -68,13 +68,13 @@ def test_every_pair_of_layers_is_read():
 
 @few_families
 @torch.no_grad()
-def test_rows_are_strangers_and_padding_changes_nothing(family):
+def test_rows_are_independent_and_padding_changes_nothing(family):
     s = scene(family)
     rows = [tiny.text(1, length, seed=length)[0] for length in (3, 11, 5)]
     ids, keep = tiny.left_padded(rows)
-    # A model that counts positions from the left edge must be told them.
-    given = {"position_ids": (keep.cumsum(1) - 1).clamp(min=0)} if family == "gpt2" else {}
-    out = s.model(ids, attention_mask=keep, memory=along(), **given).logits
+    # A model that counts positions from the left edge needs them.
+    inputs = {"position_ids": (keep.cumsum(1) - 1).clamp(min=0)} if family == "gpt2" else {}
+    out = s.model(ids, attention_mask=keep, memory=along(), **inputs).logits
     for row, text in enumerate(rows):
         alone = s.model(text[None], memory=along()).logits[0]
         assert_close(out[row, -len(text) :], alone)
@@ -118,9 +118,9 @@ def test_own_place_is_the_same_adapter(family):
     assert_close(out, by_prefixes(tiny.make(family), augmenting(), ids, model.adapters["default"]))
     assert differs(out, scene(family).model(ids, memory=along()).logits)
     how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(ids, memory=along(), max_new_tokens=5, **how)
-    full = model(made.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
-    assert_close(torch.stack(made.logits, 1), full)
+    generated = model.generate(ids, memory=along(), max_new_tokens=5, **how)
+    full = model(generated.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
+    assert_close(torch.stack(generated.logits, 1), full)
 
 
 @pytest.mark.parametrize("head_dim", [26, 32, 64])
@@ -133,9 +133,9 @@ def test_heads_begin_at_their_own_place(head_dim):
     )
     _, weights = block.attention(x, states, causal=True, return_weights=True)
     assert weights.isfinite().all()
-    own = weights.diagonal(dim1=2, dim2=3)[..., 1:]
+    diagonal = weights.diagonal(dim1=2, dim2=3)[..., 1:]
     before = weights.diagonal(-1, dim1=2, dim2=3)
-    assert own.mean() > 0.75 and own.mean() > 6 * before.mean()
+    assert diagonal.mean() > 0.75 and diagonal.mean() > 6 * before.mean()
 
 
 @families
@@ -195,15 +195,15 @@ def test_several_augmenting_models_and_a_memory():
     ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
     model = attach(tiny.make("llama"), name="one")
     attach(model, name="two", layers=(1,), augmenting_layers=(3,))
-    model.add_adapter("seen", mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2, head_dim=8))
+    model.add_adapter("memory", mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2, head_dim=8))
     tiny.open_gates(model)
-    model.set_adapter(["one", "two", "seen"])
-    given = {"one": along(), "two": along(seed=13), "seen": memory}
-    full = model(ids, memory=given).logits
-    for name in given:
-        less = {key: value for key, value in given.items() if key != name}
+    model.set_adapter(["one", "two", "memory"])
+    inputs = {"one": along(), "two": along(seed=13), "memory": memory}
+    full = model(ids, memory=inputs).logits
+    for name in inputs:
+        less = {key: value for key, value in inputs.items() if key != name}
         assert differs(model(ids, memory=less).logits, full, 1e-3)
-    with pytest.raises(ShapeError, match="'seen'.*gated.*AugmentingModel"):
+    with pytest.raises(ShapeError, match="'memory'.*gated.*AugmentingModel"):
         model(ids, memory=along())
 
 
@@ -212,8 +212,8 @@ def test_the_anchor_itself_may_read_along():
     ids = tiny.text(ROWS, LENGTH)
     for position in ("after", "before"):
         model = attach(tiny.make("llama"), memory_dim=32, augmenting_layers=(0, 1), position=position)
-        own = model(ids, memory=mmattn.AugmentingModel(model.host)).logits
-        assert torch.equal(own, model(ids, memory=mmattn.AugmentingModel(tiny.make("llama"))).logits)
+        with_itself = model(ids, memory=mmattn.AugmentingModel(model.host)).logits
+        assert torch.equal(with_itself, model(ids, memory=mmattn.AugmentingModel(tiny.make("llama"))).logits)
 
 
 @torch.no_grad()

@@ -25,12 +25,12 @@ PROJECTED = ("llama", "mistral", "qwen2", "gemma2", "phi", "starcoder2", "granit
 def adapted(family: str, opened: bool = True, name: str = "default", **settings: Any) -> Any:
     """A tiny host with a fused cache in its first and third layer, its weights as if they had been trained."""
     options = settings.pop("host", {})
-    given = {"memory_dim": composing.along().cache_dim, "layers": (0, 2), "augmenting_layers": OTHERS}
-    given |= {"hidden_dim": HIDDEN, **settings}
+    inputs = {"memory_dim": composing.along().cache_dim, "layers": (0, 2), "augmenting_layers": OTHERS}
+    inputs |= {"hidden_dim": HIDDEN, **settings}
     host = tiny.make(family, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = mmattn.attach(host, FusedCacheAdapter(**given), name)
+        model = mmattn.attach(host, FusedCacheAdapter(**inputs), name)
     return tiny.open_gates(model) if opened else model
 
 
@@ -57,35 +57,35 @@ def fused(host: Any, adapter: Any, lm: Any, ids: Tensor, lengths: list[int]) -> 
         ids: (b, l), of the text.
         lengths: of each prompt, the first tokens of the text.
     """
-    known: dict[tuple[int, str], Tensor] = {}
+    states: dict[tuple[int, str], Tensor] = {}
     with ExitStack() as stack:
         for number, layer in enumerate(lm.model.layers):
             for name in ("k_proj", "v_proj"):
                 hook = getattr(layer.self_attn, name).register_forward_hook(
-                    lambda _, __, out, key=(number, name): known.__setitem__(key, out)
+                    lambda _, __, out, key=(number, name): states.__setitem__(key, out)
                 )
                 stack.callback(hook.remove)
         with torch.no_grad():
             lm(ids)
-    own: dict[int, dict[str, Tensor]] = {}
+    host_projections: dict[int, dict[str, Tensor]] = {}
 
     def change(layer: int) -> tuple[Tensor, Tensor]:
         block, other = adapter.block(layer), adapter.augmenting_layers[layer]
-        key, value = own[layer]["k_proj"], own[layer]["v_proj"]
+        key, value = host_projections[layer]["k_proj"], host_projections[layer]["v_proj"]
         heads = block.num_kv_heads
-        found = torch.zeros(2, *key.shape)
+        result = torch.zeros(2, *key.shape)
         for row, length in enumerate(lengths):
             for token in range(length):
                 # Heads one after the other: the keys of one, then its values.
                 mine = torch.cat([one[row, token].view(heads, -1) for one in (key, value)], 1).flatten()
-                theirs = torch.cat([known[other, name][row, token] for name in ("k_proj", "v_proj")])
+                theirs = torch.cat([states[other, name][row, token] for name in ("k_proj", "v_proj")])
                 inner = torch.cat([block.host_norm(mine), block.memory_norm(theirs)])
                 inner = torch.nn.functional.gelu(inner @ block.in_proj.weight.T + block.in_proj.bias)
-                made = (inner @ block.out_proj.weight.T + block.out_proj.bias).view(heads, 2, -1)
+                generated = (inner @ block.out_proj.weight.T + block.out_proj.bias).view(heads, 2, -1)
                 gates = block.gate.gate.tanh()
                 for place in range(2):
-                    found[place, row, token] = (gates[place][:, None] * made[:, place]).flatten()
-        return found[0], found[1]
+                    result[place, row, token] = (gates[place][:, None] * generated[:, place]).flatten()
+        return result[0], result[1]
 
     with ExitStack() as stack:
         layers = tiny.decoder_layers(host)
@@ -97,7 +97,7 @@ def fused(host: Any, adapter: Any, lm: Any, ids: Tensor, lengths: list[int]) -> 
 
                 def projected(x: Tensor, layer: int = layer, place: int = place, attention: Any = attention) -> Tensor:
                     parts = [getattr(attention, one)._own(x) for one in ("k_proj", "v_proj")]
-                    own[layer] = dict(zip(("k_proj", "v_proj"), parts, strict=True))
+                    host_projections[layer] = dict(zip(("k_proj", "v_proj"), parts, strict=True))
                     return parts[place] + change(layer)[place]
 
                 part.forward = projected

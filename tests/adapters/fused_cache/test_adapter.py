@@ -30,18 +30,18 @@ def test_hosts(family: str) -> None:
     host = tiny.make(family)
     before, (first, mask) = traces(host), prompts()
     ids, memory = torch.cat([first, tiny.text(3, 4, seed=3)], 1), read(first, mask)
-    own = answer(host, ids)
+    host_output = answer(host, ids)
     model = mmattn.attach(host, FusedCacheAdapter(memory.states[0].shape[2], gate="head"))
     assert model.adapter("default").layers == (0, 1, 2)
-    assert torch.equal(answer(model, ids, memory=memory), own)
+    assert torch.equal(answer(model, ids, memory=memory), host_output)
     stir(model.adapter("default"))
-    found = answer(model, ids, memory=memory)
-    assert torch.equal(found[1], own[1]) and tiny.differs(found[::2], own[::2])
-    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), own)
-    assert torch.equal(answer(model, ids), own)
+    result = answer(model, ids, memory=memory)
+    assert torch.equal(result[1], host_output[1]) and tiny.differs(result[::2], host_output[::2])
+    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), host_output)
+    assert torch.equal(answer(model, ids), host_output)
     assert model.unload() is host
     no_trace(host, before, family)
-    assert torch.equal(answer(host, ids), own)
+    assert torch.equal(answer(host, ids), host_output)
 
 
 @pytest.mark.parametrize("family", PROJECTED)
@@ -52,10 +52,10 @@ def test_against_the_slow_definition(family: str) -> None:
     model = adapted(family, gate="head")
     host = tiny.make(family)
     with fused(host, model.adapter("default"), composing.augmenting(), ids, lengths):
-        wanted = answer(host, ids)
-    found = answer(model, ids, memory=read(ids, mask.long()))
-    assert distance(found, wanted) <= CLOSE
-    assert distance(found, answer(host, ids)) > 100 * CLOSE
+        expected = answer(host, ids)
+    result = answer(model, ids, memory=read(ids, mask.long()))
+    assert distance(result, expected) <= CLOSE
+    assert distance(result, answer(host, ids)) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3"])
@@ -102,20 +102,20 @@ def test_several_models_on_one_host() -> None:
         stir(model.adapter(name))
     model.set_adapter(["one", "two", "three"])
     memory: dict[str, Any] = {"one": read(ids), "two": read(ids, seed=12), "three": composing.along(seed=13)}
-    found = answer(model, ids, memory=memory)
+    result = answer(model, ids, memory=memory)
     for name in memory:
         others = {other: float(other != name) for other in memory}
         without = answer(model, ids, memory={other: one for other, one in memory.items() if other != name})
         assert torch.equal(answer(model, ids, memory=memory, adapter_scale=others), without)
-        assert distance(found, without) > 100 * CLOSE
+        assert distance(result, without) > 100 * CLOSE
         only = {other: float(other == name) for other in memory}
         assert torch.equal(
             answer(model, ids, memory=memory, adapter_scale=only), answer(model, ids, memory={name: memory[name]})
         )
     half = answer(model, ids, memory=memory, adapter_scale={"one": 0.5, "two": 1.0, "three": 1.0})
-    assert distance(half, found) > 100 * CLOSE
+    assert distance(half, result) > 100 * CLOSE
     other_order = {name: memory[name] for name in ("three", "two", "one")}
-    assert distance(answer(model, ids, memory=other_order), found) <= CLOSE
+    assert distance(answer(model, ids, memory=other_order), result) <= CLOSE
     for wrong in ({"one": 1.0}, {"one": 1.0, "two": 1.0, "three": 1.0, "four": 1.0}, {"one": "1"}):
         with pytest.raises(ConfigError, match="adapter_scale"):
             model(ids, memory=memory, adapter_scale=wrong)
@@ -129,22 +129,22 @@ def test_beside_what_is_joined() -> None:
     model.add_adapter("joined", JoinedAdapter(tiny.MEMORY_DIM, every=1))
     stir(model.adapter("joined"))
     model.set_adapter(["fused", "joined"])
-    given = {"fused": read(ids), "joined": slots}
-    found = answer(model, ids, memory=given)
-    assert distance(answer(model, ids, memory={name: given[name] for name in ("joined", "fused")}), found) <= CLOSE
-    assert distance(found, answer(model, ids, memory={"fused": given["fused"]})) > 100 * CLOSE
+    inputs = {"fused": read(ids), "joined": slots}
+    result = answer(model, ids, memory=inputs)
+    assert distance(answer(model, ids, memory={name: inputs[name] for name in ("joined", "fused")}), result) <= CLOSE
+    assert distance(result, answer(model, ids, memory={"fused": inputs["fused"]})) > 100 * CLOSE
     model = mmattn.attach(tiny.make("llama"), PassageAdapter(), "read")
     passages = mmattn.hosts.PassageCache(model)
     passages.add([[5, 6, 7], [9, 11]], progress=False)
     model.add_adapter("fused", FusedCacheAdapter(composing.along().cache_dim, hidden_dim=5))
     model.set_adapter(["read", "fused"])
-    given = {"fused": read(ids), "read": passages.select([[0, 1], []])}
-    alone = answer(model, ids, memory={"read": given["read"]})
-    assert torch.equal(answer(model, ids, memory=given), alone)
+    inputs = {"fused": read(ids), "read": passages.select([[0, 1], []])}
+    alone = answer(model, ids, memory={"read": inputs["read"]})
+    assert torch.equal(answer(model, ids, memory=inputs), alone)
     stir(model.adapter("fused"))
-    assert distance(answer(model, ids, memory=given), alone) > 100 * CLOSE
-    reordered = {name: given[name] for name in ("read", "fused")}
-    assert distance(answer(model, ids, memory=reordered), answer(model, ids, memory=given)) <= CLOSE
+    assert distance(answer(model, ids, memory=inputs), alone) > 100 * CLOSE
+    reordered = {name: inputs[name] for name in ("read", "fused")}
+    assert distance(answer(model, ids, memory=reordered), answer(model, ids, memory=inputs)) <= CLOSE
 
 
 def test_what_lies_in_padding_changes_nothing() -> None:

@@ -33,10 +33,10 @@ def test_generate(family: str, way: str) -> None:
     """Each way to generate writes what forwards of the whole text say, also where a window has passed the prompt."""
     model, ids = adapted(family), tiny.text(1, 8)
     memory = read(ids)
-    wanted = written(model, ids, memory)
-    assert torch.equal(model.generate(ids, memory=memory, **GREEDY), wanted)
-    assert torch.equal(model.generate(ids, memory=memory, **GREEDY, **tiny.WAYS[way]), wanted)
-    assert not torch.equal(tiny.make(family).generate(ids, **GREEDY), wanted)
+    expected = written(model, ids, memory)
+    assert torch.equal(model.generate(ids, memory=memory, **GREEDY), expected)
+    assert torch.equal(model.generate(ids, memory=memory, **GREEDY, **tiny.WAYS[way]), expected)
+    assert not torch.equal(tiny.make(family).generate(ids, **GREEDY), expected)
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
@@ -47,21 +47,21 @@ def test_beams_and_padding(family: str, cache: dict[str, Any]) -> None:
     rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
     ids, keep = tiny.left_padded(rows)
     for beams in (1, 3):
-        given = GREEDY | {"num_beams": beams, **cache}
-        found = model.generate(ids, attention_mask=keep, memory=read(ids, keep), **given)
+        inputs = GREEDY | {"num_beams": beams, **cache}
+        result = model.generate(ids, attention_mask=keep, memory=read(ids, keep), **inputs)
         for number, row in enumerate(rows):
-            alone = model.generate(row[None], memory=read(row[None]), **given)
-            assert torch.equal(found[number, -NEW - len(row) :], alone[0])
+            alone = model.generate(row[None], memory=read(row[None]), **inputs)
+            assert torch.equal(result[number, -NEW - len(row) :], alone[0])
 
 
 def test_a_prompt_of_fewer_tokens() -> None:
     """The model may have read the first tokens only; the others are the host's own."""
     model, ids = adapted("llama"), tiny.text(2, 9)
     memory = read(ids[:, :4])
-    found = answer(model, ids, memory=memory)
-    assert distance(found, answer(model, ids, memory=read(ids))) > 100 * CLOSE
+    result = answer(model, ids, memory=memory)
+    assert distance(result, answer(model, ids, memory=read(ids))) > 100 * CLOSE
     assert torch.equal(model.generate(ids, memory=memory, **GREEDY), written(model, ids, memory))
-    assert distance(found[:, :4], answer(model, ids[:, :4], memory=memory)) <= CLOSE
+    assert distance(result[:, :4], answer(model, ids[:, :4], memory=memory)) <= CLOSE
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -69,20 +69,20 @@ def test_texts_in_turn(family: str) -> None:
     """Two texts of one block, each with a cache of the host's, go on in turn; and one goes on in a call of its own."""
     model, ids = adapted(family), tiny.text(2, 6)
     memory, ends = read(ids), [tiny.text(2, 3, seed=seed) for seed in (8, 9)]
-    wanted = [answer(model, torch.cat([ids, end], 1), memory=memory)[:, 6:] for end in ends]
+    expected = [answer(model, torch.cat([ids, end], 1), memory=memory)[:, 6:] for end in ends]
     with torch.no_grad(), model.condition(memory):
         caches = [model.host(ids, use_cache=True).past_key_values for _ in ends]
-        found: list[list[torch.Tensor]] = [[], []]
+        result: list[list[torch.Tensor]] = [[], []]
         for token in range(3):
             for number, (cache, end) in enumerate(zip(caches, ends, strict=True)):
                 logits = model.host(end[:, token : token + 1], **tiny.going_on(cache)).logits
-                found[number].append(logits)
-    for parts, one in zip(found, wanted, strict=True):
+                result[number].append(logits)
+    for parts, one in zip(result, expected, strict=True):
         assert distance(torch.cat(parts, 1), one) <= CLOSE
     with torch.no_grad():
         cache = model(ids, memory=memory, use_cache=True).past_key_values
         later = [model(ends[0][:, [token]], memory=memory, **tiny.going_on(cache)).logits for token in range(3)]
-    assert distance(torch.cat(later, 1), wanted[0]) <= CLOSE
+    assert distance(torch.cat(later, 1), expected[0]) <= CLOSE
 
 
 def test_fused_once() -> None:
@@ -112,13 +112,13 @@ def test_fused_once() -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     """A host of another dtype keeps it, with weights of the adapter in float32 or its own."""
     model, ids = adapted("llama"), tiny.text(2, 6)
-    memory, wanted = read(ids), answer(model, ids, memory=read(ids))
+    memory, expected = read(ids), answer(model, ids, memory=read(ids))
     model.host.to(dtype)
     close = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: CLOSE}[dtype]
     for weights in (torch.float32, dtype):
         model.adapters.to(weights)
-        found = answer(model, ids, memory=memory)
-        assert found.dtype == dtype and distance(found.float(), wanted) <= close
+        result = answer(model, ids, memory=memory)
+        assert result.dtype == dtype and distance(result.float(), expected) <= close
         assert all(one.gate.gate.element_size() >= 4 for one in model.adapter("default").blocks.values())
 
 
@@ -148,17 +148,17 @@ def test_it_learns_to_read() -> None:
         words = torch.arange(20, 24)
         prompt = ids.clone()
         prompt[:, 1] = words
-        known = replace(read(prompt), ids=None)  # the host's own text has no such word
+        prompts = replace(read(prompt), ids=None)  # the host's own text has no such word
         optimiser = torch.optim.AdamW(model.adapters.parameters(), lr=2e-2)
         losses = []
         for _ in range(100):
-            loss = F.cross_entropy(model(ids, memory=known).logits[:, -1], words)
+            loss = F.cross_entropy(model(ids, memory=prompts).logits[:, -1], words)
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             losses.append(float(loss.detach()))
-        found = answer(model.eval(), ids, memory=known)[:, -1].argmax(-1)
+        result = answer(model.eval(), ids, memory=prompts)[:, -1].argmax(-1)
         order = [1, 2, 3, 0]
-        turned = replace(known, states=tuple(one[order] for one in known.states))
+        turned = replace(prompts, states=tuple(one[order] for one in prompts.states))
         shuffled = answer(model, ids, memory=turned)[:, -1].argmax(-1)
-    assert losses[-1] < losses[0] / 10 and torch.equal(found, words) and torch.equal(shuffled, words[order])
+    assert losses[-1] < losses[0] / 10 and torch.equal(result, words) and torch.equal(shuffled, words[order])

@@ -44,9 +44,9 @@ def answer(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 def slots(model: Any, memory: mmattn.Memory, row: int = 0, name: str = "default") -> Tensor:
     """The real slots of a row as embeddings (1, m, d)."""
     with torch.no_grad():
-        found = model.adapter(name).read(memory)
-    kept: Tensor = found.tokens[row : row + 1, found.real_slots()[row]]
-    return kept
+        result = model.adapter(name).read(memory)
+    remaining: Tensor = result.tokens[row : row + 1, result.real_slots()[row]]
+    return remaining
 
 
 def embedded(host: Any, before: Tensor, ids: Tensor) -> Tensor:
@@ -81,15 +81,15 @@ def weighed(host: Any, before: Tensor, ids: Tensor, gates: Sequence[float], lear
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     m, l = before.shape[1], ids.shape[1]
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    host_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     least = torch.finfo(torch.float32).min
     whole = torch.zeros(1, 1, m + l, m + l).masked_fill(~torch.ones(m + l, m + l).tril().bool(), least)
     alone = whole.clone()
     alone[..., m:, :m] = least
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        joined = own(module, q, k, v, whole, **options)[0]
-        text = own(module, q, k, v, alone, **options)[0]
+        joined = host_attention(module, q, k, v, whole, **options)[0]
+        text = host_attention(module, q, k, v, alone, **options)[0]
         gate = torch.where(torch.arange(m + l) < m, 1.0, gates[module.layer_idx])[None, :, None, None]
         return text + gate * (joined - text), None
 
@@ -97,6 +97,6 @@ def weighed(host: Any, before: Tensor, ids: Tensor, gates: Sequence[float], lear
     host.config._attn_implementation = "weighed"
     positions = torch.cat([torch.arange(m) if learned else torch.arange(-m, 0), torch.arange(l)])[None]
     with torch.no_grad():
-        given = {"inputs_embeds": embedded(host, before, ids), "position_ids": positions, "attention_mask": whole}
-        logits: Tensor = host(**given, use_cache=False).logits
+        inputs = {"inputs_embeds": embedded(host, before, ids), "position_ids": positions, "attention_mask": whole}
+        logits: Tensor = host(**inputs, use_cache=False).logits
     return logits[:, m:]

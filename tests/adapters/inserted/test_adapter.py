@@ -29,16 +29,16 @@ def test_they_are_embeddings_before_the_text(family: str) -> None:
     """Without a gate, each row is the host with its slots in front, within 1e-5; a row without is the host's."""
     model, host = attach(tiny.make(family), gate=False), tiny.make(family)
     ids, memory = tiny.text(4, 13), tiny.memory(4, lengths=LENGTHS)
-    found = answer(model, ids, memory=memory)
+    result = answer(model, ids, memory=memory)
     for row, length in enumerate(LENGTHS):
         before = slots(model, memory, row)
         assert before.shape[1] == length
-        wanted = inserted(host, before, ids[[row]])
-        assert distance(found[[row]], wanted) <= CLOSE
+        expected = inserted(host, before, ids[[row]])
+        assert distance(result[[row]], expected) <= CLOSE
         if length:
-            assert distance(answer(host, ids)[[row]], wanted) > 100 * CLOSE, "the slots matter, or nothing was shown"
+            assert distance(answer(host, ids)[[row]], expected) > 100 * CLOSE, "the slots matter, or nothing was shown"
     if family != "mixtral":  # experts mix rows by rounding
-        assert torch.equal(found[2], answer(host, ids)[2])
+        assert torch.equal(result[2], answer(host, ids)[2])
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -46,9 +46,9 @@ def test_open_gates_are_the_plain_form(family: str) -> None:
     """With its gates open, the gated form is the plain one, within 1e-5."""
     model, host = attach(tiny.make(family)), tiny.make(family)
     ids, memory = tiny.text(2, 13), tiny.memory(2, lengths=[5, 3])
-    found = answer(model, ids, memory=memory)
+    result = answer(model, ids, memory=memory)
     for row in range(2):
-        assert distance(found[[row]], inserted(host, slots(model, memory, row), ids[[row]])) <= CLOSE
+        assert distance(result[[row]], inserted(host, slots(model, memory, row), ids[[row]])) <= CLOSE
 
 
 @pytest.mark.parametrize("family", [*ROTARY, *LEARNED])
@@ -58,10 +58,10 @@ def test_fresh_gates_are_the_host(family: str) -> None:
     ids, mask = tiny.left_padded([tiny.text(1, length)[0] for length in (13, 6)])
     memory = tiny.memory(2, lengths=[5, 2])
     assert torch.equal(answer(model, ids, memory=memory), answer(host, ids))
-    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "output_logits": True}
-    given |= {"return_dict_in_generate": True, "pad_token_id": 0}
-    found, wanted = model.generate(ids, memory=memory, **given), host.generate(ids, **given)
-    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+    inputs = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    inputs |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    result, expected = model.generate(ids, memory=memory, **inputs), host.generate(ids, **inputs)
+    assert torch.equal(torch.stack(result.logits), torch.stack(expected.logits))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt2", "opt"])
@@ -74,10 +74,10 @@ def test_gates_weigh_what_the_slots_change(family: str) -> None:
             model.adapter("default").block(layer).gate.gate.fill_(value)
     ids, memory = tiny.text(1, 13), tiny.memory(1)
     gates = torch.tensor(opened).tanh().tolist()
-    wanted = weighed(host, slots(model, memory), ids, gates, learned=family in LEARNED)
-    assert distance(answer(model, ids, memory=memory), wanted) <= CLOSE
+    expected = weighed(host, slots(model, memory), ids, gates, learned=family in LEARNED)
+    assert distance(answer(model, ids, memory=memory), expected) <= CLOSE
     halved = weighed(tiny.make(family), slots(model, memory), ids, [gate / 2 for gate in gates], family in LEARNED)
-    assert distance(halved, wanted) > 100 * CLOSE
+    assert distance(halved, expected) > 100 * CLOSE
     assert distance(answer(model, ids, memory=memory, adapter_scale=0.5), halved) <= CLOSE
 
 
@@ -92,12 +92,12 @@ def test_where_real_slots_lie_is_nothing(gate: bool) -> None:
     """Real slots stand one after the other: what lies between them, NaN too, changes nothing, bit for bit."""
     model, ids = attach(tiny.make("llama"), gate=gate), tiny.text(2, 7)
     memory = tiny.memory(2, m=3)
-    wanted = answer(model, ids, memory=memory)
+    expected = answer(model, ids, memory=memory)
     tokens = torch.full((2, 6, tiny.MEMORY_DIM), torch.nan)
     mask = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 0, 0]]).bool()
     tokens[mask] = memory.tokens.flatten(0, 1)
-    assert torch.equal(answer(model, ids, memory=mmattn.Memory(tokens, mask)), wanted)
-    assert distance(answer(model, ids, memory=memory.tokens.flip(1)), wanted) > 100 * CLOSE, "their order is read"
+    assert torch.equal(answer(model, ids, memory=mmattn.Memory(tokens, mask)), expected)
+    assert distance(answer(model, ids, memory=memory.tokens.flip(1)), expected) > 100 * CLOSE, "their order is read"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -108,8 +108,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert torch.equal(answer(model, ids, memory=memory), answer(tiny.make("llama").to(dtype), ids))
     model, single = (attach(tiny.make("llama").to(one)) for one in (dtype, torch.float32))
     model.adapter("default").load_state_dict(single.adapter("default").state_dict())
-    wanted = answer(single, ids, memory=memory)
-    assert distance(answer(model, ids, memory=memory).float(), wanted) < 0.1
+    expected = answer(single, ids, memory=memory)
+    assert distance(answer(model, ids, memory=memory).float(), expected) < 0.1
 
 
 @pytest.mark.parametrize("projection", ["mlp", "linear"])
@@ -117,9 +117,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_slots_begin_as_large_as_embeddings(family: str, projection: str) -> None:
     """A fresh projector gives slots of the size of the host's embeddings."""
     model = attach(tiny.make(family), projection=projection)
-    found = slots(model, mmattn.Memory(7 * torch.randn(1, 300, tiny.MEMORY_DIM))).square().mean().sqrt()
-    wanted = model.host.get_input_embeddings()(torch.arange(tiny.VOCAB)).square().mean().sqrt()
-    assert 0.8 < float(found / wanted) < 1.25
+    result = slots(model, mmattn.Memory(7 * torch.randn(1, 300, tiny.MEMORY_DIM))).square().mean().sqrt()
+    expected = model.host.get_input_embeddings()(torch.arange(tiny.VOCAB)).square().mean().sqrt()
+    assert 0.8 < float(result / expected) < 1.25
 
 
 @pytest.mark.parametrize("gate", [True, False], ids=["gated", "plain"])
@@ -127,15 +127,15 @@ def test_slots_begin_as_large_as_embeddings(family: str, projection: str) -> Non
 def test_recorded_weights(family: str, gate: bool) -> None:
     """The weights of the tokens are the host's own of embeddings in front, and what explains a text by its slots."""
     model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(1, 9), tiny.memory(1)
-    found = answer(model, ids, memory=memory)
+    result = answer(model, ids, memory=memory)
     with mmattn.inspect.record(model) as recorded:
-        assert torch.equal(answer(model, ids, memory=memory), found)
+        assert torch.equal(answer(model, ids, memory=memory), result)
     host = tiny.make(family, attn_implementation="eager")
     if not gate or family != "gpt2":  # gated slots stand beside the first of the text where positions are learned
         with torch.no_grad():
-            given = embedded(host, slots(model, memory), ids)
-            wanted = host(inputs_embeds=given, output_attentions=True, use_cache=False).attentions
-        for layer, one in enumerate(wanted):
+            inputs = embedded(host, slots(model, memory), ids)
+            expected = host(inputs_embeds=inputs, output_attentions=True, use_cache=False).attentions
+        for layer, one in enumerate(expected):
             assert distance(recorded["default", layer][0], one[:, :, 5:, :5]) <= CLOSE
     trace = mmattn.inspect.attribute(model, ids, memory)
     assert trace.weights.shape == (3, 4, 8, 5)
@@ -144,9 +144,9 @@ def test_recorded_weights(family: str, gate: bool) -> None:
 
 def test_settings() -> None:
     """Settings outside of what is allowed are refused."""
-    for given in ({"memory_dim": 0}, {"projection": "three"}, {"gate": 1}, {"resampler": 3}):
+    for inputs in ({"memory_dim": 0}, {"projection": "three"}, {"gate": 1}, {"resampler": 3}):
         with pytest.raises(ConfigError):
-            InsertedAdapter(**({"memory_dim": 5} | given))
+            InsertedAdapter(**({"memory_dim": 5} | inputs))
     assert InsertedAdapter(5, resampler={"num_latents": 3}).resampler == mmattn.Resampler(3).sized(5)  # type: ignore[arg-type]
 
 

@@ -24,8 +24,8 @@ def written(family: str, before: Tensor, ids: Tensor, **given: Any) -> Tensor:
     """What a host without adapters writes after embeddings in front of a text."""
     host: Any = tiny.make(family)
     with torch.no_grad():
-        found: Tensor = host.generate(inputs_embeds=embedded(host, before, ids), **GIVEN | given)
-    return found
+        result: Tensor = host.generate(inputs_embeds=embedded(host, before, ids), **GIVEN | given)
+    return result
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -36,11 +36,11 @@ def test_generate(family: str, gate: bool, way: str) -> None:
     """`generate` in every way writes what the host writes with the embeddings in front."""
     model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(1, 13), tiny.memory(1)
     plain = {"num_beams", "num_return_sequences"} & set(WAYS[way])
-    wanted = written(family, slots(model, memory), ids, **{name: WAYS[way][name] for name in plain})
-    found = model.generate(ids, memory=memory, **GIVEN | WAYS[way])
-    assert torch.equal(found[:, ids.shape[1] :], wanted)
+    expected = written(family, slots(model, memory), ids, **{name: WAYS[way][name] for name in plain})
+    result = model.generate(ids, memory=memory, **GIVEN | WAYS[way])
+    assert torch.equal(result[:, ids.shape[1] :], expected)
     with model.condition(memory):
-        assert torch.equal(model.host.generate(ids, **GIVEN | WAYS[way]), found)
+        assert torch.equal(model.host.generate(ids, **GIVEN | WAYS[way]), result)
     alone = tiny.make(family).generate(ids, **GIVEN | WAYS[way])
     assert torch.equal(model.generate(ids, **GIVEN | WAYS[way]), alone)
     assert distance(answer(model, ids, memory=memory), answer(model, ids)) > 100 * CLOSE
@@ -53,12 +53,12 @@ def test_padded_prompts(family: str, gate: bool) -> None:
     model, rows = attach(tiny.make(family), gate=gate), [tiny.text(1, 13)[0], tiny.text(1, 5, seed=1)[0]]
     ids, mask = tiny.left_padded(rows)
     memory = tiny.memory(2, lengths=[2, 5])
-    found = model.generate(ids, attention_mask=mask, memory=memory, **GIVEN)
-    for row, own in enumerate(rows):
-        alone = model.generate(own[None], memory=memory[row : row + 1], **GIVEN)
-        assert torch.equal(found[row, -NEW - len(own) :], alone[0])
+    result = model.generate(ids, attention_mask=mask, memory=memory, **GIVEN)
+    for row, prompt in enumerate(rows):
+        alone = model.generate(prompt[None], memory=memory[row : row + 1], **GIVEN)
+        assert torch.equal(result[row, -NEW - len(prompt) :], alone[0])
         if not gate:
-            assert torch.equal(alone[:, len(own) :], written(family, slots(model, memory, row), own[None]))
+            assert torch.equal(alone[:, len(prompt) :], written(family, slots(model, memory, row), prompt[None]))
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_continuous_batching(family: str, gate: bool) -> None:
         "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
         "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
     }
-    found = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
-    for ids, memory, own in zip(prompts, memories, found, strict=True):
+    result = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
+    for ids, memory, output in zip(prompts, memories, result, strict=True):
         alone = model.generate(torch.tensor([ids]), memory=memory, **GIVEN)
-        assert own == alone[0, len(ids) :].tolist()
+        assert output == alone[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -93,11 +93,11 @@ def test_text_goes_on_in_a_cache_of_the_caller(gate: bool) -> None:
     """Text given in two pieces with a cache of the caller's stands where it stands in one."""
     for family in ("llama", "gpt2", "mistral"):
         model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(2, 13), tiny.memory(2, lengths=[5, 2])
-        wanted = answer(model, ids, memory=memory)
+        expected = answer(model, ids, memory=memory)
         with torch.no_grad():
             first = model(ids[:, :5], memory=memory, use_cache=True)
             second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
-        assert distance(second.logits, wanted[:, 5:]) <= CLOSE
+        assert distance(second.logits, expected[:, 5:]) <= CLOSE
 
 
 def test_a_memory_edited_inside_a_text_is_read_anew() -> None:
@@ -108,9 +108,9 @@ def test_a_memory_edited_inside_a_text_is_read_anew() -> None:
         caches = [copy.deepcopy(cache) for _ in range(2)]
         before = model(ids[:, 5:], **tiny.going_on(cache)).logits
         memory.tokens.add_(torch.randn(memory.tokens.shape, generator=torch.Generator().manual_seed(0)))
-        found = model(ids[:, 5:], **tiny.going_on(caches[0])).logits
-        wanted = model(ids[:, 5:], memory=memory.tokens.clone(), **tiny.going_on(caches[1])).logits
-    assert torch.equal(found, wanted) and distance(found, before) > 100 * CLOSE
+        result = model(ids[:, 5:], **tiny.going_on(caches[0])).logits
+        expected = model(ids[:, 5:], memory=memory.tokens.clone(), **tiny.going_on(caches[1])).logits
+    assert torch.equal(result, expected) and distance(result, before) > 100 * CLOSE
 
 
 def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +118,11 @@ def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = attach(tiny.make("llama")), tiny.text(1, 7)
     memory = tiny.memory(1)
     prepared, reader = model.prepare(memory), type(model.adapter("default").reader)
-    count, own = [0], reader.read
+    count, original = [0], reader.read
 
     def read(self: Any, *args: Any) -> Any:
         count[0] += 1
-        return own(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(reader, "read", read)
     for _ in range(2):
@@ -141,10 +141,10 @@ def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, tensor in enumerate(edited, 2):
             with torch.no_grad():
                 tensor.add_(torch.randn(tensor.shape, generator=random))
-            found = answer(model, ids)
-            assert count == [number] and distance(found, before) > 100 * CLOSE
-            assert torch.equal(answer(model, ids, memory=mmattn.Memory(memory.tokens.clone())), found)
-            count[0], before = number, found
+            result = answer(model, ids)
+            assert count == [number] and distance(result, before) > 100 * CLOSE
+            assert torch.equal(answer(model, ids, memory=mmattn.Memory(memory.tokens.clone())), result)
+            count[0], before = number, result
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -166,17 +166,17 @@ def test_another_lora_reads_anew() -> None:
 def test_beside_other_adapters() -> None:
     """It stands beside a gated adapter, each with its own memory, and its slots are read without the other."""
     model = attach(tiny.make("llama"), name="seen")
-    wanted = answer(model, tiny.text(1), memory=tiny.memory(1))
-    mmattn.attach(model, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "eye")
+    expected = answer(model, tiny.text(1), memory=tiny.memory(1))
+    mmattn.attach(model, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "picture")
     with torch.no_grad():
-        for name, parameter in model.adapter("eye").named_parameters():
+        for name, parameter in model.adapter("picture").named_parameters():
             parameter.fill_(0.7) if "gate" in name else None
-    both = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "eye": tiny.memory(1, seed=1)})
-    assert distance(both, wanted) > 100 * CLOSE
-    assert torch.equal(answer(model, tiny.text(1), memory={"seen": tiny.memory(1)}), wanted)
-    with model.disable_adapter("eye"):
-        found = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "eye": tiny.memory(1, seed=1)})
-        assert torch.equal(found, wanted)
+    both = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "picture": tiny.memory(1, seed=1)})
+    assert distance(both, expected) > 100 * CLOSE
+    assert torch.equal(answer(model, tiny.text(1), memory={"seen": tiny.memory(1)}), expected)
+    with model.disable_adapter("picture"):
+        result = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "picture": tiny.memory(1, seed=1)})
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
@@ -185,14 +185,14 @@ def test_beside_passages(family: str) -> None:
     model = mmattn.attach(tiny.make(family), mmattn.adapters.PassageAdapter(), "read")
     passages = mmattn.hosts.PassageCache(model)
     passages.add([[5, 6, 7, 8]], progress=False)
-    wanted = answer(model, tiny.text(1), memory=passages.select([[0]]))
+    expected = answer(model, tiny.text(1), memory=passages.select([[0]]))
     attach(model, opened=False, name="seen")
     both = {"read": passages.select([[0]]), "seen": tiny.memory(1)}
-    assert torch.equal(answer(model, tiny.text(1), memory=both), wanted)
+    assert torch.equal(answer(model, tiny.text(1), memory=both), expected)
     tiny.open_gates(model)
-    found = answer(model, tiny.text(1), memory=both)
-    assert distance(found, wanted) > 100 * CLOSE
-    assert distance(found, answer(model, tiny.text(1), memory={"seen": tiny.memory(1)})) > 100 * CLOSE
+    result = answer(model, tiny.text(1), memory=both)
+    assert distance(result, expected) > 100 * CLOSE
+    assert distance(result, answer(model, tiny.text(1), memory={"seen": tiny.memory(1)})) > 100 * CLOSE
 
 
 def test_two_that_move_the_text_are_refused() -> None:

@@ -41,14 +41,14 @@ def plain_gradients(model: Any, ids: Tensor, memory: mmattn.Memory) -> dict[str,
 def test_gradients_are_those_of_the_plain_form(family: str, gate: bool, recompute: bool) -> None:
     """Gradients of the projector are those of embeddings before the text, with recomputed layers too."""
     model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(2, 9), tiny.memory(2)
-    wanted = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
+    expected = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
     if recompute:
         model.train()
         tiny.checkpoint(model.host, use_reentrant=False)
-    found = gradients(model, ids, memory)
-    assert {name for name in found if "gate" not in name} == set(wanted) and wanted
-    for name, one in wanted.items():
-        assert distance(found[name], one) <= CLOSE, name
+    result = gradients(model, ids, memory)
+    assert {name for name in result if "gate" not in name} == set(expected) and expected
+    for name, one in expected.items():
+        assert distance(result[name], one) <= CLOSE, name
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
@@ -74,19 +74,19 @@ def test_beside_a_lora(recompute: bool) -> None:
                 parameter.normal_(0.0, 0.1)
     model = attach(host.eval(), gate=False)
     ids, memory = tiny.text(2, 9), tiny.memory(2)
-    wanted = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
-    assert sum("lora" in name for name in wanted) == 4 * tiny.LAYERS
+    expected = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
+    assert sum("lora" in name for name in expected) == 4 * tiny.LAYERS
     if recompute:
         model.train()
         tiny.checkpoint(host, use_reentrant=False)
-    found = gradients(model, ids, memory)
-    for name, one in wanted.items():
-        assert distance(found[name], one) <= CLOSE, name
+    result = gradients(model, ids, memory)
+    for name, one in expected.items():
+        assert distance(result[name], one) <= CLOSE, name
     # The adapter frozen, a LoRA is still trained by what the host reads with it.
     model.adapters.requires_grad_(False)
     again = gradients(model, ids, memory)
-    lora = [name for name in wanted if "lora" in name]
-    assert set(again) == set(lora) and all(distance(again[name], wanted[name]) <= CLOSE for name in lora)
+    lora = [name for name in expected if "lora" in name]
+    assert set(again) == set(lora) and all(distance(again[name], expected[name]) <= CLOSE for name in lora)
 
 
 def test_dropout_acts_on_what_is_read() -> None:
@@ -97,8 +97,8 @@ def test_dropout_acts_on_what_is_read() -> None:
         calm = [model(ids, memory=memory).logits for _ in range(2)]
         reader = model.adapter("default").reader
         model.train()
-        given = torch.ones(1, 3, 32), torch.ones(1, 3).bool(), torch.arange(3)[None]
-        first, second = (reader.read("default", *given)[1][2] for _ in range(2))
+        inputs = torch.ones(1, 3, 32), torch.ones(1, 3).bool(), torch.arange(3)[None]
+        first, second = (reader.read("default", *inputs)[1][2] for _ in range(2))
         model.eval()
         prepared = model.prepare(memory)
         model.train()(ids, memory=prepared)

@@ -55,11 +55,11 @@ def rectangular(
         for kind in type(part).__mro__
         if hasattr(sys.modules[kind.__module__], "eager_attention_forward")
     )
-    own: Any = module.eager_attention_forward  # type: ignore[attr-defined]
+    original: Any = module.eager_attention_forward  # type: ignore[attr-defined]
 
     def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         if layer.layer_idx not in adapter.layers:
-            return own(layer, query, key, value, mask, **options)
+            return original(layer, query, key, value, mask, **options)
         block = adapter.block(layer.layer_idx)
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -101,7 +101,7 @@ def rectangular(
     try:
         yield
     finally:
-        module.eager_attention_forward = own  # type: ignore[attr-defined]
+        module.eager_attention_forward = original  # type: ignore[attr-defined]
 
 
 def capped(scores: Tensor, options: dict[str, Any]) -> Tensor:

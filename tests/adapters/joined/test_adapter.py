@@ -43,17 +43,17 @@ def test_hosts(family: str) -> None:
     """A fresh adapter is nothing, bit for bit; a trained one is heard, not by a row without slots; no trace is left."""
     host = tiny.make(family)
     before, ids, memory = traces(host), tiny.text(3), tiny.memory(3, lengths=LENGTHS)
-    own = answer(host, ids)
+    host_output = answer(host, ids)
     model = mmattn.attach(host, JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2), gate="head"))
-    assert torch.equal(answer(model, ids, memory=memory), own)
+    assert torch.equal(answer(model, ids, memory=memory), host_output)
     tiny.open_gates(model)
-    found = answer(model, ids, memory=memory)
-    assert torch.equal(found[1], own[1]) and tiny.differs(found[::2], own[::2])
-    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), own)
-    assert torch.equal(answer(model, ids), own)
+    result = answer(model, ids, memory=memory)
+    assert torch.equal(result[1], host_output[1]) and tiny.differs(result[::2], host_output[::2])
+    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), host_output)
+    assert torch.equal(answer(model, ids), host_output)
     assert model.unload() is host
     no_trace(host, before, family)
-    assert torch.equal(answer(host, ids), own)
+    assert torch.equal(answer(host, ids), host_output)
 
 
 @pytest.mark.parametrize("kind", JOINED_KINDS)
@@ -86,15 +86,15 @@ def test_against_the_slow_definition(family: str, settings: dict[str, Any]) -> N
         model.host.set_attn_implementation(implementation)
         weights: dict[int, torch.Tensor] = {}
         with rectangular(host, model.adapter("default"), memory, weights):
-            wanted = answer(host, ids)
-        found = answer(model, ids, memory=memory)
-        assert distance(found, wanted) <= CLOSE
+            expected = answer(host, ids)
+        result = answer(model, ids, memory=memory)
+        assert distance(result, expected) <= CLOSE
         if family not in ("gemma2",):  # scores with a soft cap are not recorded
             with mmattn.inspect.record(model) as recorded:
-                assert torch.equal(answer(model, ids, memory=memory), found)
+                assert torch.equal(answer(model, ids, memory=memory), result)
             assert {layer for _, layer in recorded} == {0, 2}
             assert all(distance(one[0], weights[layer]) <= CLOSE for (_, layer), one in recorded.items())
-        assert distance(found, answer(host, ids)) > 100 * CLOSE
+        assert distance(result, answer(host, ids)) > 100 * CLOSE
 
 
 def test_explained_by_its_weights() -> None:
@@ -103,22 +103,22 @@ def test_explained_by_its_weights() -> None:
     trace = mmattn.inspect.attribute(model, ids, memory)
     assert trace.weights.shape == (2, 4, 6, 5) and trace.rollout is None
     assert float(trace.weights.sum(-1).max()) < 1 and bool((trace.weights > 0).all())
-    wanted = answer(model, ids, memory=memory)[0, :-1].softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    assert torch.allclose(trace.probability, wanted, atol=1e-6)
+    expected = answer(model, ids, memory=memory)[0, :-1].softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert torch.allclose(trace.probability, expected, atol=1e-6)
     assert trace.dropped is not None and trace.without is not None
     fewer = mmattn.Memory(memory.tokens, torch.tensor([[True, True, False, True, True]]))
-    wanted = answer(model, ids, memory=fewer)[0, :-1].softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    assert torch.allclose(trace.dropped[:, 2], wanted, atol=1e-6)
+    expected = answer(model, ids, memory=fewer)[0, :-1].softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert torch.allclose(trace.dropped[:, 2], expected, atol=1e-6)
 
 
 def test_slots_have_no_order_and_no_place() -> None:
     """Slots in another order are the same memory, also for a text at later positions where nothing is turned."""
     model, ids, memory = adapted("gpt2"), tiny.text(2), tiny.memory(2)
-    found = answer(model, ids, memory=memory)
+    result = answer(model, ids, memory=memory)
     backwards = mmattn.Memory(memory.tokens.flip(1))
-    assert distance(answer(model, ids, memory=backwards), found) <= CLOSE
+    assert distance(answer(model, ids, memory=backwards), result) <= CLOSE
     twice = mmattn.Memory(memory.tokens.repeat(1, 2, 1))
-    assert distance(answer(model, ids, memory=twice), found) > 10 * CLOSE
+    assert distance(answer(model, ids, memory=twice), result) > 10 * CLOSE
     normed = adapted("llama", length_norm=3.0)
     assert distance(answer(normed, ids, memory=twice), answer(normed, ids, memory=memory)) <= CLOSE
 
@@ -150,23 +150,23 @@ def test_beside_others() -> None:
     read, ids, memory = passages.select([[0, 1], []]), tiny.text(2), tiny.memory(2)
     alone = answer(model, ids, memory={"read": read})
     model.add_adapter("joined", JoinedAdapter(tiny.MEMORY_DIM, every=1))
-    given = {"read": read, "joined": memory}
-    assert torch.equal(answer(model, ids, memory=given), alone)
+    inputs = {"read": read, "joined": memory}
+    assert torch.equal(answer(model, ids, memory=inputs), alone)
     tiny.open_gates(model)
-    both = answer(model, ids, memory=given)
+    both = answer(model, ids, memory=inputs)
     assert distance(both, alone) > 100 * CLOSE
     with model.disable_adapter("read"):
-        assert distance(answer(model, ids, memory=given)[1:], both[1:]) <= CLOSE  # a row without passages
+        assert distance(answer(model, ids, memory=inputs)[1:], both[1:]) <= CLOSE  # a row without passages
     model.add_adapter("fresh", JoinedAdapter(tiny.MEMORY_DIM, layers=(0,)))
     for order in (["fresh", "read", "joined"], ["joined", "fresh", "read"]):
         model.set_adapter(order)
-        assert distance(answer(model, ids, memory=given | {"fresh": tiny.memory(2, seed=5)}), both) <= 1e-6
+        assert distance(answer(model, ids, memory=inputs | {"fresh": tiny.memory(2, seed=5)}), both) <= 1e-6
     tiny.open_gates(model)
-    found = []
-    given = {"joined": memory, "fresh": tiny.memory(2, seed=5)}
+    result = []
+    inputs = {"joined": memory, "fresh": tiny.memory(2, seed=5)}
     for order in (["fresh", "joined"], ["joined", "fresh"]):
-        found.append(answer(model, ids, memory={name: given[name] for name in order}))
-    assert distance(*found) <= CLOSE
+        result.append(answer(model, ids, memory={name: inputs[name] for name in order}))
+    assert distance(*result) <= CLOSE
 
 
 def test_what_is_refused(tmp_path: Any) -> None:

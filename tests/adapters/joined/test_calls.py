@@ -25,14 +25,14 @@ WAYS = {name: given for name, given in tiny.WAYS.items() if name not in ("greedy
 def test_generate(family: str, way: str) -> None:
     """Each way to generate writes what plain decoding writes, which is what forwards of the whole text say."""
     model, ids, memory = adapted(family), tiny.text(1), tiny.memory(1)
-    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "memory": memory}
-    wanted = ids
+    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "memory": memory}
+    expected = ids
     for _ in range(NEW):
-        wanted = torch.cat([wanted, answer(model, wanted, memory=memory)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(model.generate(ids, **given), wanted)
-    assert torch.equal(model.generate(ids, **given, **WAYS[way]), wanted)
+        expected = torch.cat([expected, answer(model, expected, memory=memory)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(model.generate(ids, **inputs), expected)
+    assert torch.equal(model.generate(ids, **inputs, **WAYS[way]), expected)
     plain = tiny.make(family).generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    assert not torch.equal(plain, wanted)
+    assert not torch.equal(plain, expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"local_window": 2}], ids=["plain", "local"])
@@ -43,12 +43,12 @@ def test_beams_and_padding(family: str, settings: dict[str, Any]) -> None:
     rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
     ids, keep = tiny.left_padded(rows)
     for beams, cache in ((1, "dynamic"), (3, "dynamic"), (1, "static")):
-        given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
-        given["cache_implementation"] = cache
-        found = model.generate(ids, attention_mask=keep, memory=memory, **given)
+        inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+        inputs["cache_implementation"] = cache
+        result = model.generate(ids, attention_mask=keep, memory=memory, **inputs)
         for number, row in enumerate(rows):
-            alone = model.generate(row[None], memory=memory[[number]], **given)
-            assert torch.equal(found[number, -NEW - len(row) :], alone[0])
+            alone = model.generate(row[None], memory=memory[[number]], **inputs)
+            assert torch.equal(result[number, -NEW - len(row) :], alone[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -61,8 +61,8 @@ def test_continuous_batching(family: str) -> None:
         "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
         "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
     }
-    found = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
-    for ids, memory, written in zip(prompts, memories, found, strict=True):
+    result = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
+    for ids, memory, written in zip(prompts, memories, result, strict=True):
         alone = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         assert written == alone[0, len(ids) :].tolist()
 
@@ -72,13 +72,13 @@ def test_packed_rows() -> None:
     model, memory = adapted("llama"), tiny.memory(4, lengths=[5, 2, 0, 4])
     ids, lengths = tiny.text(2, 9), ((4, 5), (3, 6))
     positions = torch.stack([torch.cat([torch.arange(one) for one in row]) for row in lengths])
-    found = answer(model, ids, position_ids=positions, memory=memory)
+    result = answer(model, ids, position_ids=positions, memory=memory)
     number = 0
-    for row, own in enumerate(lengths):
+    for row, document_lengths in enumerate(lengths):
         start = 0
-        for length in own:
+        for length in document_lengths:
             alone = answer(model, ids[[row], start : start + length], memory=memory[[number]])
-            assert distance(found[[row], start : start + length], alone) <= CLOSE
+            assert distance(result[[row], start : start + length], alone) <= CLOSE
             start, number = start + length, number + 1
 
 
@@ -86,11 +86,11 @@ def test_slots_that_arrive() -> None:
     """A token sees the slots that had arrived at it."""
     model, ids, memory = adapted("llama", length_norm=2.0), tiny.text(1, 6), tiny.memory(1)
     arrived = torch.tensor([[0, 0, 2, 2, 5, 5]])
-    found = answer(model, ids, memory=memory, arrived=arrived)
-    assert torch.equal(found[:, :2], answer(model, ids)[:, :2])
-    assert distance(found[:, :4], answer(model, ids[:, :4], memory=memory, arrived=arrived[:, :4])) <= CLOSE
+    result = answer(model, ids, memory=memory, arrived=arrived)
+    assert torch.equal(result[:, :2], answer(model, ids)[:, :2])
+    assert distance(result[:, :4], answer(model, ids[:, :4], memory=memory, arrived=arrived[:, :4])) <= CLOSE
     whole = answer(model, ids, memory=memory)
-    assert distance(found, whole) > 100 * CLOSE
+    assert distance(result, whole) > 100 * CLOSE
 
 
 def test_projected_once() -> None:
@@ -163,5 +163,5 @@ def test_it_learns_to_read() -> None:
             optimiser.step()
             losses.append(float(loss.detach()))
         target = torch.arange(4)
-        found = answer(model.eval(), torch.full((4, 2), 5), memory=mmattn.Memory(names[:, None]))[:, -1].argmax(-1)
-    assert sum(losses[-20:]) / 20 < losses[0] / 4 and torch.equal(found, words[target])
+        result = answer(model.eval(), torch.full((4, 2), 5), memory=mmattn.Memory(names[:, None]))[:, -1].argmax(-1)
+    assert sum(losses[-20:]) / 20 < losses[0] / 4 and torch.equal(result, words[target])

@@ -25,16 +25,16 @@ def test_each_row_has_its_own(family: str) -> None:
     model, passages = reader(family)
     rows = [[0, 1], [], [2], [1, 1, 0]]
     ids = torch.stack([torch.tensor(TEXT).roll(row) for row in range(4)])
-    found = answer(model, ids, memory=passages.select(rows))
+    result = answer(model, ids, memory=passages.select(rows))
     for number, row in enumerate(rows):
         alone = answer(model, ids[[number]], memory=passages.select([row]))
-        assert distance(found[[number]], alone) <= CLOSE
+        assert distance(result[[number]], alone) <= CLOSE
     host = answer(tiny.make(family), ids)
-    assert torch.equal(found[1], host[1])
+    assert torch.equal(result[1], host[1])
     assert torch.equal(answer(model, ids, memory=passages.select([[]] * 4)), host)
     assert torch.equal(answer(model, ids), host)
     for number in (0, 2, 3):
-        assert distance(found[[number]], host[[number]]) > 100 * CLOSE
+        assert distance(result[[number]], host[[number]]) > 100 * CLOSE
     some = passages.select(rows)[[3, 0]]
     assert some.batch == 2 and torch.equal(
         answer(model, ids[[3, 0]], memory=some)[1:],
@@ -61,28 +61,28 @@ WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}
 def test_generate(family: str, way: str) -> None:
     """`generate` after a leading passage writes what it writes with the passage in the prompt."""
     model, passages = reader(family)
-    given = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | WAYS[way]
+    inputs = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | WAYS[way]
     whole = torch.tensor([[*PASSAGES[0], *TEXT]])
-    wanted = tiny.make(family).generate(whole, **given)[:, len(PASSAGES[0]) :]
-    found = model.generate(text(), memory=passages.select([[0]]), **given)
-    assert torch.equal(found, wanted)
+    expected = tiny.make(family).generate(whole, **inputs)[:, len(PASSAGES[0]) :]
+    result = model.generate(text(), memory=passages.select([[0]]), **inputs)
+    assert torch.equal(result, expected)
     with model.condition(passages.select([[0]])):
-        assert torch.equal(model.host.generate(text(), **given), wanted)
-    plain = tiny.make(family).generate(text(), **given)
-    assert torch.equal(model.generate(text(), **given), plain) and not torch.equal(plain, wanted)
+        assert torch.equal(model.host.generate(text(), **inputs), expected)
+    plain = tiny.make(family).generate(text(), **inputs)
+    assert torch.equal(model.generate(text(), **inputs), plain) and not torch.equal(plain, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
 def test_padded_prompts(family: str) -> None:
     """Prompts of several lengths, padded on the left, write what each writes alone."""
     model, passages = reader(family)
-    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     short = 5
     ids = torch.tensor([TEXT, [0] * (len(TEXT) - short) + list(TEXT[:short])])
-    found = model.generate(ids, attention_mask=ids != 0, memory=passages.select([[2, 0], [1]]), **given)
-    first = model.generate(ids[:1], memory=passages.select([[2, 0]]), **given)
-    second = model.generate(ids[1:, -short:], memory=passages.select([[1]]), **given)
-    assert torch.equal(found[:1], first) and torch.equal(found[1:, -NEW - short :], second)
+    result = model.generate(ids, attention_mask=ids != 0, memory=passages.select([[2, 0], [1]]), **inputs)
+    first = model.generate(ids[:1], memory=passages.select([[2, 0]]), **inputs)
+    second = model.generate(ids[1:, -short:], memory=passages.select([[1]]), **inputs)
+    assert torch.equal(result[:1], first) and torch.equal(result[1:, -NEW - short :], second)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
@@ -95,11 +95,11 @@ def test_continuous_batching(family: str) -> None:
         "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
         "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
     }
-    found = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
-    for ids, memory, written in zip(prompts, memories, found, strict=True):
+    result = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
+    for ids, memory, written in zip(prompts, memories, result, strict=True):
         alone = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         assert written == alone[0, len(ids) :].tolist()
-    assert found[0] != found[3]
+    assert result[0] != result[3]
 
 
 def test_text_goes_on_in_a_cache_of_the_caller() -> None:
@@ -107,29 +107,29 @@ def test_text_goes_on_in_a_cache_of_the_caller() -> None:
     for family in ("llama", "gpt2"):
         model, passages = reader(family)
         memory, ids = passages.select([[1, 2]]), text()
-        wanted = answer(model, ids, memory=memory)
+        expected = answer(model, ids, memory=memory)
         with torch.no_grad():
             first = model(ids[:, :5], memory=memory, use_cache=True)
             second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
-        assert distance(second.logits, wanted[:, 5:]) <= CLOSE
+        assert distance(second.logits, expected[:, 5:]) <= CLOSE
 
 
 def test_beside_other_adapters() -> None:
     """Passages stand beside a gated adapter: each reads its own memory, given by name."""
     model, passages = reader("llama")
     model = mmattn.attach(
-        model, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "eye"
+        model, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "picture"
     )
     tiny.open_gates(model)
-    seen, read = tiny.memory(1), passages.select([[0, 1]])
-    both = answer(model, text(), memory={"eye": seen, "default": read})
-    assert distance(both, answer(model, text(), memory={"eye": seen})) > 100 * CLOSE
+    outputs, read = tiny.memory(1), passages.select([[0, 1]])
+    both = answer(model, text(), memory={"picture": outputs, "default": read})
+    assert distance(both, answer(model, text(), memory={"picture": outputs})) > 100 * CLOSE
     only = answer(model, text(), memory={"default": read})
     assert distance(both, only) > 100 * CLOSE
     alone, others = reader("llama")
     assert torch.equal(only, answer(alone, text(), memory=others.select([[0, 1]])))
-    with model.disable_adapter("eye"):
-        assert torch.equal(answer(model, text(), memory={"eye": seen, "default": read}), only)
+    with model.disable_adapter("picture"):
+        assert torch.equal(answer(model, text(), memory={"picture": outputs, "default": read}), only)
 
 
 def test_two_that_stand_before_the_text_are_refused() -> None:
@@ -174,14 +174,14 @@ def test_unloaded_without_a_trace() -> None:
         model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
         passages = mmattn.hosts.PassageCache(model)
         passages.add(PASSAGES, progress=False)
-        wanted = answer(model, text(), memory=passages.select([[0, 1]]))
+        expected = answer(model, text(), memory=passages.select([[0, 1]]))
         twin = copy.deepcopy(model)
         assert model.unload() is host
         no_trace(host, before, family)
         assert torch.equal(answer(host, text()), plain)
         others = mmattn.hosts.PassageCache(twin)
         others.add(PASSAGES, progress=False)
-        assert torch.equal(answer(twin, text(), memory=others.select([[0, 1]])), wanted)
+        assert torch.equal(answer(twin, text(), memory=others.select([[0, 1]])), expected)
 
 
 def test_layers_that_lost_their_hook_are_noticed() -> None:
@@ -235,7 +235,7 @@ def test_recorded_weights(family: str) -> None:
     host.set_attn_implementation("eager")
     begin = len(PASSAGES[0])
     with torch.no_grad():
-        wanted = host(torch.tensor([[*PASSAGES[0], *TEXT]]), output_attentions=True).attentions
+        expected = host(torch.tensor([[*PASSAGES[0], *TEXT]]), output_attentions=True).attentions
     for layer in range(tiny.LAYERS):
-        (found,) = weights["default", layer]
-        assert distance(found, wanted[layer][:, :, begin:, :begin]) <= CLOSE
+        (result,) = weights["default", layer]
+        assert distance(result, expected[layer][:, :, begin:, :begin]) <= CLOSE

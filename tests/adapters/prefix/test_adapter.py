@@ -45,25 +45,25 @@ def test_hosts(family: str) -> None:
     """On every host that is reached a prefix is a cache of its keys and values, and a row without one is the host's."""
     host = tiny.make(family)
     before, ids = traces(host), tiny.text(4, 11)
-    own = answer(host, ids)
+    host_output = answer(host, ids)
     model = mmattn.attach(host, PrefixAdapter(P, 3))
     model.adapters.load_state_dict(adapted(family).adapters.state_dict())
     memory = torch.tensor([2, -1, 0, 2])
-    found = answer(model, ids, memory=memory)
-    assert torch.equal(found[1], own[1])
+    result = answer(model, ids, memory=memory)
+    assert torch.equal(result[1], host_output[1])
     for row in (0, 2, 3):
-        wanted = with_cache(tiny.make(family), model.adapter("default"), int(memory[row]), ids[[row]])
-        assert distance(found[[row]], wanted) <= CLOSE
-    assert tiny.differs(found[[0, 2, 3]], own[[0, 2, 3]])
-    for given in ([None] * 4, [[]] * 4, torch.full((4,), -1)):
-        assert torch.equal(answer(model, ids, memory=given), own)
-    assert torch.equal(answer(model, ids), own)
-    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), own)
+        expected = with_cache(tiny.make(family), model.adapter("default"), int(memory[row]), ids[[row]])
+        assert distance(result[[row]], expected) <= CLOSE
+    assert tiny.differs(result[[0, 2, 3]], host_output[[0, 2, 3]])
+    for inputs in ([None] * 4, [[]] * 4, torch.full((4,), -1)):
+        assert torch.equal(answer(model, ids, memory=inputs), host_output)
+    assert torch.equal(answer(model, ids), host_output)
+    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), host_output)
     with model.disable_adapter():
-        assert torch.equal(answer(model, ids, memory=memory), own)
+        assert torch.equal(answer(model, ids, memory=memory), host_output)
     assert model.unload() is host
     no_trace(host, before, family)
-    assert torch.equal(answer(host, ids), own)
+    assert torch.equal(answer(host, ids), host_output)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "glm", "smollm3", "gpt2", "opt", "mistral"])
@@ -77,20 +77,20 @@ def test_begun_from_passages(family: str) -> None:
     adapter.copy_passages(passages.select([[0], [1], [2]]), model.adapter("read"))
     for number, passage in enumerate(PASSAGES):
         whole = torch.tensor([[*passage[:5], *passage_text()[0].tolist()]])
-        wanted = answer(tiny.make(family), whole)[:, 5:]
-        assert distance(answer(model, passage_text(), memory={"prefix": [number]}), wanted) <= CLOSE
+        expected = answer(tiny.make(family), whole)[:, 5:]
+        assert distance(answer(model, passage_text(), memory={"prefix": [number]}), expected) <= CLOSE
     rows = [[2, 0], [1], [], [0, 1, 2]]
     if family in LEARNED:
         with pytest.raises(ConditionError, match="learned positions"):
             answer(model, passage_text(4), memory={"prefix": rows})
         return
-    found = answer(model, passage_text(4), memory={"prefix": rows})
-    wanted = answer(model, passage_text(4), memory={"read": passages.select(rows)})
-    assert distance(found, wanted) <= CLOSE and torch.equal(found[2], wanted[2])
+    result = answer(model, passage_text(4), memory={"prefix": rows})
+    expected = answer(model, passage_text(4), memory={"read": passages.select(rows)})
+    assert distance(result, expected) <= CLOSE and torch.equal(result[2], expected[2])
     with torch.no_grad():
         adapter.copy_passages(passages.select([[1]]), model.adapter("read"), [0])
     again = answer(model, passage_text(1), memory={"prefix": [0]})
-    assert distance(again, found[[1]]) <= CLOSE
+    assert distance(again, result[[1]]) <= CLOSE
     for select, numbers in (([[0]], None), ([[0]], [3]), ([[]], [0])):
         with pytest.raises(ShapeError, match="virtual tokens"):
             adapter.copy_passages(passages.select(select), model.adapter("read"), numbers)
@@ -102,16 +102,16 @@ def test_generate(family: str, way: str) -> None:
     """`generate` writes what each row alone writes, one token after the other in the whole text."""
     model, ids = adapted(family), tiny.text(3 if "lookup" not in str(tiny.WAYS[way]) else 1)
     memory = torch.tensor([1, -1, 2])[: len(ids)]
-    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    found = model.generate(ids, memory=memory, **given, **tiny.WAYS[way])
+    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    result = model.generate(ids, memory=memory, **inputs, **tiny.WAYS[way])
     if way == "beams":
-        given |= tiny.WAYS[way]
-        wanted = torch.cat([model.generate(ids[[row]], memory=memory[[row]], **given) for row in range(3)])
+        inputs |= tiny.WAYS[way]
+        expected = torch.cat([model.generate(ids[[row]], memory=memory[[row]], **inputs) for row in range(3)])
     else:
-        wanted = ids
+        expected = ids
         for _ in range(NEW):
-            wanted = torch.cat([wanted, answer(model, wanted, memory=memory)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(found, wanted)
+            expected = torch.cat([expected, answer(model, expected, memory=memory)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -120,17 +120,17 @@ def test_padded_prompts_and_requests(family: str) -> None:
     model, memory = adapted(family), [0, None, 2]
     rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
     ids, keep = tiny.left_padded(rows)
-    given: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    found = model.generate(ids, attention_mask=keep, memory=memory, **given)
+    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    result = model.generate(ids, attention_mask=keep, memory=memory, **inputs)
     settings = {
-        "generation_config": GenerationConfig(eos_token_id=-1, **given),
+        "generation_config": GenerationConfig(eos_token_id=-1, **inputs),
         "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
     }
     prompts = [row.tolist() for row in rows]
     requests = list(model.generate_batch(prompts, memory=memory, **settings).values())
     for number, row in enumerate(rows):
-        alone = model.generate(row[None], memory=[memory[number]], **given)[0]
-        assert torch.equal(found[number, -NEW - len(row) :], alone)
+        alone = model.generate(row[None], memory=[memory[number]], **inputs)[0]
+        assert torch.equal(result[number, -NEW - len(row) :], alone)
         assert requests[number].generated_tokens == alone[len(row) :].tolist()
 
 

@@ -46,16 +46,16 @@ def test_read(family: str, kind: str, tmp_path: Path) -> None:
     settings = {"prefix_projection": True, "encoder_hidden_size": 12} if kind == "projected" else {}
     theirs = checkpoint(tmp_path, family, kind.replace("projected", "prefix"), **settings)
     ids = tiny.text(2, 11)
-    wanted = answer(theirs, ids, attention_mask=torch.ones_like(ids))
+    expected = answer(theirs, ids, attention_mask=torch.ones_like(ids))
     model = mmattn.hosts.load_prefix_tuning(tiny.make(family), tmp_path)
-    assert distance(answer(model, ids, memory=[0, 0]), wanted) <= CLOSE
-    assert distance(answer(model, ids), wanted) > 100 * CLOSE
+    assert distance(answer(model, ids, memory=[0, 0]), expected) <= CLOSE
+    assert distance(answer(model, ids), expected) > 100 * CLOSE
     written = ids
     for _ in range(5):  # peft's own `generate` loses its prefix under transformers 5.24
         logits = answer(theirs, written, attention_mask=torch.ones_like(written))
         written = torch.cat([written, logits[:, -1:].argmax(-1)], 1)
-    given: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, memory=[0, 0], **given), written)
+    inputs: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, memory=[0, 0], **inputs), written)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -66,8 +66,8 @@ def test_written(family: str, tmp_path: Path) -> None:
     model, ids = adapted(family), tiny.text(2, 11)
     mmattn.hosts.save_prefix_tuning(model, tmp_path, prefix=2)
     theirs = PeftModel.from_pretrained(tiny.make(family), tmp_path).eval()
-    found = answer(theirs, ids, attention_mask=torch.ones_like(ids))
-    assert distance(found, answer(model, ids, memory=[2, 2])) <= CLOSE
+    result = answer(theirs, ids, attention_mask=torch.ones_like(ids))
+    assert distance(result, answer(model, ids, memory=[2, 2])) <= CLOSE
     again = mmattn.hosts.load_prefix_tuning(tiny.make(family), tmp_path)
     assert torch.equal(answer(again, ids, memory=[0, 0]), answer(model, ids, memory=[2, 2]))
 
@@ -77,10 +77,10 @@ def test_several_checkpoints(tmp_path: Path) -> None:
     ids, folders = tiny.text(2), [tmp_path / "a", tmp_path / "b"]
     theirs = [checkpoint(folder, kind=kind) for folder, kind in zip(folders, ("prefix", "cartridge"), strict=True)]
     model = mmattn.hosts.load_prefix_tuning(tiny.make("llama"), folders)
-    found = answer(model, ids, memory=[0, 1])
+    result = answer(model, ids, memory=[0, 1])
     for row, one in enumerate(theirs):
-        wanted = answer(one, ids[[row]], attention_mask=torch.ones(1, 7))
-        assert distance(found[[row]], wanted) <= CLOSE
+        expected = answer(one, ids[[row]], attention_mask=torch.ones(1, 7))
+        assert distance(result[[row]], expected) <= CLOSE
     checkpoint(tmp_path / "c", tokens=P + 1)
     with pytest.raises(AdapterFileError, match="equally many"):
         mmattn.hosts.load_prefix_tuning(model, [*folders, tmp_path / "c"], "more")

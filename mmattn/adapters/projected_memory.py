@@ -68,6 +68,8 @@ class VectorMemory(BoundMemory):
 class ProjectedMemory(VectorMemory):
     """A prepared memory whose keys and values are projected for each layer."""
 
+    view = ProjectedView
+
     def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
         super().__init__(prepared, adapter)
         self.follows_text = adapter.follows_text
@@ -115,7 +117,7 @@ class ProjectedMemory(VectorMemory):
         else:
             queries = text.rows // max(memory.batch, 1) * text.length
             projected = {layer: prepared.project(adapter, layer, memory, queries) for layer in layers}
-        return ProjectedView(projected, rule, seen)
+        return self.view(projected, rule, seen)
 
     def hide_arrivals(self) -> None:
         """Make `step` hide the slots that have not arrived.

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers, random_memory
 from mmattn.adapters.block_adapter import resampler_settings
 from mmattn.adapters.default_sizes import settle_norm
+from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.core.key_value_projection import KeyValueProjection
-from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -148,20 +149,20 @@ class DecoupledBlock(KeyValueProjection):
         k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
         super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
 
-    def forward(
-        self,
-        q: Tensor,
-        memory: Tensor | KeyValue,
-        *,
-        mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        seen: Tensor | None = None,
-        adapter_scale: Any = 1.0,
-        return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the attention (b, h, l, k) of the host's queries, times the scale; 0 in rows without a slot."""
-        result = super().forward(q, memory, mask=mask, return_weights=return_weights)
-        return result * adapter_scale if isinstance(result, Tensor) else (result[0] * adapter_scale, result[1])
+
+class DecoupledView(ProjectedView):
+    """A memory beside the text of a host's attention layer."""
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+        """Return the attention (b, h, l, k) of the host's queries x to the memory, times the scale."""
+        heads: Tensor = block(x, self.projected[layer])
+        return heads * adapter_scale
+
+
+class DecoupledMemory(ProjectedMemory):
+    """A prepared memory bound to a decoupled adapter."""
+
+    view = DecoupledView
 
 
 class DecoupledLayers(AdapterLayers):
@@ -193,6 +194,10 @@ class DecoupledLayers(AdapterLayers):
     def attention(self, layer: int) -> DecoupledBlock:
         """Return the block beside attention layer `layer` of the host."""
         return cast(DecoupledBlock, self.block(layer))
+
+    def bind_vectors(self, prepared: PreparedMemory) -> DecoupledMemory:
+        """Bind a memory of vectors that was checked."""
+        return DecoupledMemory(prepared, self)
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:

@@ -30,11 +30,11 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.composed.text import AugmentedPrompt, token_places
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.layer_choice import augmenting_layers_of, check_layers, check_other_layers, chosen_sites
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
-from mmattn.core.key_rotation import KeyRotation
 from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory

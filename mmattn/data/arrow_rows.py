@@ -24,11 +24,7 @@ class RowTable(Sequence[Mapping[str, Any]]):
     features = None
 
     def default_columns(self, host: str) -> dict[str, str]:
-        """From keys of a row to columns: those of the same names.
-
-        Args:
-            host: "language" or "unet".
-        """
+        """From keys of a row to columns: those of the same names."""
         return {key: key for key in KEYS[host] if key in self.column_names}
 
     def select(self, numbers: Sequence[int]) -> RowTable:

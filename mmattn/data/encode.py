@@ -200,13 +200,7 @@ class _Job:
         return [n for n, one in reports.items() if one is None or sizes.get(shard_name(n)) != one.size]
 
     def make(self, numbers: Sequence[int], advance: Callable[[int], None] = lambda count: None) -> None:
-        """Make shards.
-
-        Raises:
-            ImageError: a picture that cannot be read, with `strict`.
-            TextError: a passage that cannot be read.
-            ConfigError: contents that changed meanwhile, or vectors that do not fit.
-        """
+        """Make shards."""
         parts = self._parts([content for number in numbers for content in self.plan.contents_of(number)])
         for number in numbers:
             broken: dict[int, str] = {}

@@ -286,11 +286,7 @@ def rows_or_reasons(rows: Any, numbers: Iterable[int] | None = None) -> Iterator
 
 
 def finish(plan: Plan, folder: Path) -> None:
-    """Write the rows without those that are left out, and then the manifest.
-
-    Raises:
-        ConfigError: nothing of the source could be used; the folder is as it was before.
-    """
+    """Write the rows without those that are left out, and then the manifest."""
     pa = import_extra("pyarrow", "train")
     manifest = read_description(FileFolder(folder), MANIFEST, Manifest)
     reports = [read_report(folder, plan, number) for number in plan.shards]

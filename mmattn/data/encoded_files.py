@@ -190,11 +190,7 @@ def write_rows(path: Path, batches: Iterable[Any], schema: Any) -> tuple[int, st
 
 
 def read_rows_file(folder: FileFolder, name: str, schema: Any, sha256: str | None = None) -> Any:
-    """Read a file of rows as a `pyarrow.Table`, mapped where it is local.
-
-    Raises:
-        AdapterFileError: it was changed after it was written, or holds something else.
-    """
+    """Read a file of rows as a `pyarrow.Table`, mapped where it is local."""
     pa = import_extra("pyarrow", "train")
     path = folder.path(name)
     raw = folder.mapped(name) if folder.is_local else folder.read(name)
@@ -294,12 +290,7 @@ def block_schema(dim: int, dtype: str) -> Any:
 
 
 def write_shard(path: Path, blocks: Iterable[Sequence[Vectors]], dim: int, dtype: str) -> VectorShard:
-    """Write blocks of contents to a shard, atomically.
-
-    Raises:
-        ConfigError: vectors that are wider than `dim`, or do not fit into `dtype`.
-        OSError: the disk is full, or the folder is not writable.
-    """
+    """Write blocks of contents to a shard, atomically."""
     schema = block_schema(dim, dtype)
     places: list[BlockInfo] = []
     squares = torch.zeros(2, dtype=torch.float64)
@@ -356,12 +347,7 @@ def _lists(lengths: Sequence[int], values: Any) -> Any:
 
 
 def parse_block(raw: Tensor, info: BlockInfo, dim: int, dtype: str, check: bool = True) -> Block:
-    """Return the contents of a block from its bytes (n,) uint8, which the tensors share.
-
-    Raises:
-        AdapterFileError: the bytes are no such block.
-        NonFiniteError: NaN or infinity.
-    """
+    """Return the contents of a block from its bytes (n,) uint8, which the tensors share."""
     pa = import_extra("pyarrow", "train")
     batch = pa.ipc.read_record_batch(pa.py_buffer(raw.numpy()), block_schema(dim, dtype))
     if check:

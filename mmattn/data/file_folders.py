@@ -42,12 +42,7 @@ class FileFolder:
         return f"{self._root.rstrip('/')}/{name}" if self._system is not None else os.path.join(self._root, name)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
-        """Read bytes start to end of a file into a (end - start,) uint8 tensor; safe in several threads.
-
-        Raises:
-            AdapterFileError: the file is missing or ends before.
-            OSError: the file cannot be reached.
-        """
+        """Read bytes start to end of a file into a (end - start,) uint8 tensor; safe in several threads."""
         path, end = self.path(name), self.sizes.get(name, 0) if end is None else end
         if self._system is None:
             values = torch.empty(end - start, dtype=torch.uint8)

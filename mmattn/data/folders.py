@@ -74,14 +74,7 @@ def read_folder(
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
-    """The folders train, validation and test of a folder that has nothing else with pictures; empty if it has others.
-
-    Args:
-        folder: of the data.
-
-    Raises:
-        ConfigError: two folders for one split, or no train among them.
-    """
+    """The folders train, validation and test of a folder that has nothing else with pictures; empty if it has others."""
     if any((folder / name).is_file() for name in CAPTIONS):
         return {}
     found: dict[str, Path] = {}

@@ -76,18 +76,7 @@ def read_lines(path: str | Path, host: str = "language", *, skip_broken: bool = 
 
 
 def without_broken(where: Path, what: str, problems: Sequence[str], total: int, skip_broken: bool) -> Sequence[str]:
-    """The problems, if what has them may be left out.
-
-    Args:
-        where: the file or folder.
-        what: of which there are `total`.
-        problems: a line for each of them that cannot be used.
-        total: how many there are.
-        skip_broken: whether they may be left out.
-
-    Raises:
-        ConfigError: they may not, or there are no others; the first ten are named.
-    """
+    """The problems, if what has them may be left out."""
     if problems and (len(problems) == total or not skip_broken):
         raise ConfigError(f"{len(problems)} of {total} {what} of {where} cannot be used:\n{first_few(problems)}")
     return problems
@@ -120,11 +109,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(raw: bytes) -> str:
-    """UTF-8 with or without a byte-order mark, and with any line ends.
-
-    Raises:
-        ConfigError: another encoding, or a NUL.
-    """
+    """UTF-8 with or without a byte-order mark, and with any line ends."""
     if encoding := _wide_encoding(raw):
         raise ConfigError(f"{encoding} instead of UTF-8: save it as UTF-8")
     if b"\0" in raw:

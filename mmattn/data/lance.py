@@ -55,9 +55,5 @@ class LanceTable(RowTable):
 
 
 def is_lance(path: str) -> bool:
-    """Whether a path names a Lance dataset: a folder with its versions, or an address that ends in .lance.
-
-    Args:
-        path: or address.
-    """
+    """Whether a path names a Lance dataset: a folder with its versions, or an address that ends in .lance."""
     return os.path.isdir(Path(path) / "_versions") or path.rstrip("/").endswith(".lance")

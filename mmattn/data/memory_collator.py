@@ -66,15 +66,7 @@ class MemoryCollator:
 
 
 def row_memory(value: Any) -> Memory | None:
-    """The memory of one row from a value of a dataset; None where there is none.
-
-    Args:
-        value: as `MemoryCollator` takes it.
-
-    Raises:
-        ShapeError: no memory of one row.
-        AdapterFileError: a path that is no saved memory.
-    """
+    """The memory of one row from a value of a dataset; None where there is none."""
     if value is None or isinstance(value, Memory):
         memory = value
     elif isinstance(value, (str, PathLike)):

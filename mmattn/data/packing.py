@@ -14,9 +14,6 @@ from mmattn.memory import Memory
 def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
     """Which documents share a row, by first-fit decreasing: no row is longer than the longest document.
 
-    Args:
-        lengths: of each document.
-
     >>> fill_rows([3, 9, 5, 2, 1])
     [[1], [2, 0, 4], [3]]
     """

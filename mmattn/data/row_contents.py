@@ -46,16 +46,7 @@ def memory_kinds(rows: Any) -> set[str]:
 
 
 def content_sha256(kind: str, part: Any) -> str:
-    """The sha256 of the content of a part, equal for equal files, bytes, texts, arrays or memories.
-
-    Args:
-        kind: "pictures", "passages", or "memories" for a saved one.
-        part: of this kind.
-
-    Raises:
-        ConfigError: a picture of a type that has no content.
-        OSError: a file that cannot be read.
-    """
+    """The sha256 of the content of a part, equal for equal files, bytes, texts, arrays or memories."""
     if kind == "passages":
         return hashlib.sha256(part.encode()).hexdigest()
     if isinstance(part, (str, os.PathLike)):
@@ -81,18 +72,7 @@ def content_sha256(kind: str, part: Any) -> str:
 
 
 def encode_parts(encoder: Any, parts: Sequence[Any], batch_size: int, skip_broken: bool = False) -> list[Tensor | None]:
-    """The vectors (m, e) of each part, without padding, on the CPU.
-
-    Args:
-        encoder: of these parts.
-        parts: pictures or passages, as many as fit into memory at once.
-        batch_size: of the encoder.
-        skip_broken: give None for a picture that cannot be read.
-
-    Raises:
-        ImageError: a picture that cannot be read, and `skip_broken` is False.
-        TextError: a passage that cannot be read.
-    """
+    """The vectors (m, e) of each part, without padding, on the CPU."""
     try:
         memory: Memory = encoder(list(parts), batch_size=batch_size)
         readable = [True] * len(parts)
@@ -113,11 +93,7 @@ def encode_parts(encoder: Any, parts: Sequence[Any], batch_size: int, skip_broke
 
 
 def why_unreadable(image: Any) -> str | None:
-    """Why a picture cannot be read; None where it can.
-
-    Args:
-        image: anything that `mmattn.load_image` may read.
-    """
+    """Why a picture cannot be read; None where it can."""
     try:
         load_image(image)
     except ImageError as error:
@@ -126,15 +102,7 @@ def why_unreadable(image: Any) -> str | None:
 
 
 def given_memory(memory: Any) -> Memory:
-    """The memory (1, m, e) that a row comes with, in float32.
-
-    Args:
-        memory: a memory of one row, or the file of a saved one.
-
-    Raises:
-        ShapeError: a memory of several rows.
-        AdapterFileError: a file that is no saved memory.
-    """
+    """The memory (1, m, e) that a row comes with, in float32."""
     given = memory if isinstance(memory, Memory) else Memory.load(memory)
     if given.batch != 1:
         raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
@@ -143,11 +111,7 @@ def given_memory(memory: Any) -> Memory:
 
 
 def encoders_fingerprint(fingerprints: Sequence[str]) -> str | None:
-    """What identifies one or several encoders together; None where there are none.
-
-    Args:
-        fingerprints: of each, in the order pictures, passages.
-    """
+    """What identifies one or several encoders together; None where there are none."""
     if len(fingerprints) < 2:
         return fingerprints[0] if fingerprints else None
     return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()

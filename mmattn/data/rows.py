@@ -104,13 +104,6 @@ def make_row(given: Mapping[str, Any], host: str = "language", folder: Path | No
 def text_of_label(label: str, template: str | None = None) -> str:
     """The text of a picture of which only the class is known.
 
-    Args:
-        label: the name of the class.
-        template: the text, with {label} where the name belongs; None for "A photo of a {label}."
-
-    Raises:
-        ConfigError: a template without {label}.
-
     >>> text_of_label("oxeye daisy")
     'A photo of a oxeye daisy.'
     """

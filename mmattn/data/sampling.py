@@ -184,12 +184,6 @@ def split_between_processes(
 ) -> list[list[T]]:
     """The micro-batches of a batch that one of several processes learns; some may be empty.
 
-    Args:
-        batch: the rows of one step, over all processes.
-        process_index: of this process, from 0.
-        num_processes: that share the batch.
-        gradient_accumulation_steps: micro-batches of each process.
-
     >>> split_between_processes([0, 1, 2, 3, 4], process_index=1, num_processes=2, gradient_accumulation_steps=2)
     [[1], [3]]
     """
@@ -207,14 +201,7 @@ def derive_seed(*parts: Any) -> int:
 
 
 def batches_by_length(block: Sequence[T], lengths: Sequence[int], batch_size: int, rng: random.Random) -> list[list[T]]:
-    """Batches of like length in random order, and at the end one of the rows that are left over.
-
-    Args:
-        block: rows in random order.
-        lengths: of each row.
-        batch_size: rows of a batch.
-        rng: of the order.
-    """
+    """Batches of like length in random order, and at the end one of the rows that are left over."""
     whole = len(block) // batch_size * batch_size
     ordered = [block[i] for i in sorted(range(whole), key=lambda i: lengths[i])]
     parts = [ordered[start : start + batch_size] for start in range(0, whole, batch_size)]

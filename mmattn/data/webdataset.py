@@ -69,11 +69,7 @@ class TarSamples(RowTable):
         return hashlib.sha256(repr(about).encode()).hexdigest()
 
     def default_columns(self, host: str) -> dict[str, str]:
-        """From keys of a row to columns: the pictures, and a text or the keys of a .json.
-
-        Args:
-            host: "language" or "unet".
-        """
+        """From keys of a row to columns: the pictures, and a text or the keys of a .json."""
         pictures = [name for name in self._names if f".{name}" in PICTURES]
         found = {"image": ";".join(pictures)} if pictures else {}
         texts = [name for name in self._names if name in TEXTS - {"cls"}]
@@ -151,15 +147,7 @@ class _Sample(Mapping[str, Any]):
 
 
 def tar_files(path: str) -> list[Path]:
-    """The tars that a path stands for, in order; none where it stands for something else.
-
-    Args:
-        path: of a .tar, of a folder with tars and nothing that could be pictures, or a pattern such as
-            "data/{00000..00117}.tar" or "data/*.tar".
-
-    Raises:
-        ConfigError: a pattern of which a file is missing, or which has none.
-    """
+    """The tars that a path stands for, in order; none where it stands for something else."""
     place = Path(path)
     if place.is_file():
         return [place] if place.suffix == ".tar" else []

@@ -56,7 +56,7 @@ HOMES = {
     "qdrant_edge": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
-    "lance": ("data.lance",),
+    "lance": ("data.tables",),
     "fsspec": ("data.file_folders",),
     "pyarrow": ("data", "retrieval"),
     "ray": ("data",),

@@ -67,7 +67,7 @@ def encode(
     if isinstance(rows, EncodedDataset):
         raise ConfigError(f"{source} is encoded already: give the rows that are to be encoded")
     accelerator = make_accelerator(device=device)
-    accelerator.print(f"{source}: {rows.found}")
+    accelerator.print(f"{source}: {rows.summary}")
     kinds, pictures, passages = memory_kinds(rows), None, None
     if not kinds:
         raise ConfigError(f"no row of {source} has a picture, a passage or a memory: there is nothing to encode")
@@ -105,7 +105,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _summary(dataset: EncodedDataset, out: Path) -> str:
     """Return what was encoded, what storing it lost, and what was left out."""
-    from mmattn.data.jsonl import first_few
+    from mmattn.data.folders import first_few
 
     size = round(dataset.row_bytes * len(dataset))
     lines = [f"{dataset} in {out}: {size:,} bytes, relative error {dataset.manifest.relative_error:.1e}"]

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmattn.data.datasets import StreamRows
 from mmattn.data.encode_plan import (
     Plan,
     Planner,
@@ -48,6 +47,7 @@ from mmattn.data.encoded_files import (
     write_shard,
 )
 from mmattn.data.file_folders import FileFolder
+from mmattn.data.readers import StreamRows
 from mmattn.data.row_contents import content_key, encode_parts, given_memory, parts_of, why_unreadable
 from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, ImageError, check_choice, check_int, import_extra

@@ -84,7 +84,7 @@ class EncodedRow(Row):
 
     @property
     def has_memory(self) -> bool:
-        """Whether the row has a memory."""
+        """True if the row has a memory."""
         return bool(self.contents) or vars(self).get("_memory") is not None
 
     def __reduce__(self) -> Any:
@@ -177,7 +177,7 @@ class EncodedDataset(Sequence[EncodedRow]):
 
     @property
     def memory_kinds(self) -> set[str]:
-        """What the memories were made of: "pictures", "passages", "memories" that rows came with."""
+        """The kinds of contents: "pictures", "passages", and "memories" that rows came with."""
         return {*self.encoders, *(["memories"] if self.manifest.saved_memories else [])}
 
     @property
@@ -187,7 +187,7 @@ class EncodedDataset(Sequence[EncodedRow]):
         return size / max(1, len(self._table))
 
     @property
-    def found(self) -> str:
+    def summary(self) -> str:
         """One line that describes the dataset."""
         named = [f"{kind} by {one.name or one.fingerprint[:12]}" for kind, one in self.encoders.items()]
         saved = ["saved memories"] if self.manifest.saved_memories else []
@@ -367,8 +367,8 @@ class EncodedDataset(Sequence[EncodedRow]):
         rows = []
         for number, paths, text, prompt, name, metadata in zip(chosen.tolist(), files, *columns.values(), strict=True):
             about = None if metadata is None else parse_json("metadata", metadata.encode(), _MAX_JSON)
-            contents, shown = tuple(self._contents_of(number)), tuple(map(os.fsdecode, paths))
-            rows.append(EncodedRow.of(read, contents, shown, text=text, prompt=prompt, id=name, metadata=about))
+            contents, names = tuple(self._contents_of(number)), tuple(map(os.fsdecode, paths))
+            rows.append(EncodedRow.of(read, contents, names, text=text, prompt=prompt, id=name, metadata=about))
         return rows
 
     def __reduce__(self) -> Any:

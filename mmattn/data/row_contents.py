@@ -1,4 +1,4 @@
-"""What memories are made of: the pictures and passages of a row, their checksums, and their vectors by an encoder."""
+"""Contents of a row's memory: pictures, passages and saved memories, their checksums, and their vectors."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def content_key(kind: str, part: Any) -> bytes:
 
 
 def memory_kinds(rows: Any) -> set[str]:
-    """What the memories of rows are made of: "pictures", "passages", "memories" that they come with.
+    """Return the kinds of contents of rows: "pictures", "passages", and "memories" that they come with.
 
     Args:
         rows: what `read_rows` returned, or any sequence of rows; only the latter are gone through.
     """
-    known: set[str] | None = getattr(rows, "memory_kinds", None)
-    if known is not None:
-        return known
-    found = {kind for row in rows for kind, _ in encoded_parts(row)}
-    return found | {"memories" for row in rows if row.memory is not None}
+    declared: set[str] | None = getattr(rows, "memory_kinds", None)
+    if declared is not None:
+        return declared
+    kinds = {kind for row in rows for kind, _ in encoded_parts(row)}
+    return kinds | {"memories" for row in rows if row.memory is not None}
 
 
 def content_sha256(kind: str, part: Any) -> str:
@@ -85,11 +85,11 @@ def encode_parts(encoder: Any, parts: Sequence[Any], batch_size: int, skip_broke
         memory = encoder([part for part, one in zip(parts, readable, strict=True) if one], batch_size=batch_size)
     tokens, mask = memory.tokens.detach().cpu(), None if memory.mask is None else memory.mask.cpu()
     rows = iter(range(memory.batch))
-    found: list[Tensor | None] = []
+    vectors: list[Tensor | None] = []
     for one in readable:
         row = next(rows) if one else None
-        found.append(None if row is None else tokens[row] if mask is None else tokens[row][mask[row]])
-    return found
+        vectors.append(None if row is None else tokens[row] if mask is None else tokens[row][mask[row]])
+    return vectors
 
 
 def why_unreadable(image: Any) -> str | None:
@@ -103,15 +103,15 @@ def why_unreadable(image: Any) -> str | None:
 
 def given_memory(memory: Any) -> Memory:
     """The memory (1, m, e) that a row comes with, in float32."""
-    given = memory if isinstance(memory, Memory) else Memory.load(memory)
-    if given.batch != 1:
-        raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {given.batch}")
-    scores = None if given.scores is None else given.scores.float()
-    return Memory(given.tokens.float(), given.mask, given.segments, scores, check_finite=given.finite_checked)
+    one = memory if isinstance(memory, Memory) else Memory.load(memory)
+    if one.batch != 1:
+        raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {one.batch}")
+    scores = None if one.scores is None else one.scores.float()
+    return Memory(one.tokens.float(), one.mask, one.segments, scores, check_finite=one.finite_checked)
 
 
 def encoders_fingerprint(fingerprints: Sequence[str]) -> str | None:
-    """What identifies one or several encoders together; None where there are none."""
+    """Return a fingerprint of one or two encoders together; None where there are none."""
     if len(fingerprints) < 2:
         return fingerprints[0] if fingerprints else None
     return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the row has a memory."""
+        """True if the row has a memory."""
         return bool(self.images or self.passages or self.memory is not None)
 
     @property
@@ -62,43 +62,43 @@ class Row:
         return len(self.prompt) + len(self.text)
 
 
-def make_row(given: Mapping[str, Any], host: str = "language", folder: Path | None = None) -> Row:
+def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | None = None) -> Row:
     """A row from its keys and values; an empty value is the same as none.
 
     Args:
-        given: the keys of `KEYS[host]`, and any of `UNUSED`.
+        values: by the keys of `KEYS[host]`, and any of `UNUSED`.
         host: "language" or "unet".
         folder: where relative paths start; None for the working directory.
 
     Raises:
-        ConfigError: unknown or missing keys, values of another kind, or files that are not there.
+        ConfigError: unkeys or missing keys, values of another kind, or files that are not there.
 
     >>> make_row({"text": "a cat", "passages": ["Cats purr."]}).passages
     ('Cats purr.',)
     """
-    known = KEYS[check_choice("host", host, tuple(KEYS))]
-    for key in given:
-        if key not in known and key not in UNUSED:
-            close = difflib.get_close_matches(str(key), known, n=1)
+    keys = KEYS[check_choice("host", host, tuple(KEYS))]
+    for key in values:
+        if key not in keys and key not in UNUSED:
+            close = difflib.get_close_matches(str(key), keys, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ConfigError(f"unknown key {key!r}{hint}; a row for this host may have: {', '.join(known)}")
-    text = _text(given, "text", needed=host == "language")
-    passages = tuple(_texts(given))
-    memory = given.get("memory")
+            raise ConfigError(f"unkeys key {key!r}{hint}; a row for this host may have: {', '.join(keys)}")
+    text = _text(values, "text", needed=host == "language")
+    passages = tuple(_texts(values))
+    memory = values.get("memory")
     if memory is not None and not isinstance(memory, Memory):
         memory = _file("memory", memory, folder)
     if host == "unet":
-        if given.get("image") is None:
+        if values.get("image") is None:
             raise ConfigError("'image' is missing: the picture to be drawn")
-        picture = _picture(given["image"], folder)
-        examples = _several("example", given.get("example"))
+        picture = _picture(values["image"], folder)
+        examples = _several("example", values.get("example"))
         images = tuple(_picture(one, folder) for one in examples)
         if not (images or passages or memory is not None):
             images = (picture,)
         return Row(text, "", images, passages, memory, picture)
-    shown = [*_several("image", given.get("image")), *_several("images", given.get("images"))]
-    images = tuple(_picture(one, folder) for one in shown)
-    return Row(text, _text(given, "prompt", needed=False), images, passages, memory)
+    pictures = [*_several("image", values.get("image")), *_several("images", values.get("images"))]
+    images = tuple(_picture(one, folder) for one in pictures)
+    return Row(text, _text(values, "prompt", needed=False), images, passages, memory)
 
 
 def text_of_label(label: str, template: str | None = None) -> str:

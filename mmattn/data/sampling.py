@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from mmattn.data.datasets import DatasetRows, Rows, StreamRows
 from mmattn.data.encoded_dataset import EncodedDataset
+from mmattn.data.readers import DatasetRows, Rows, StreamRows
 from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, check_int
 
@@ -132,7 +132,7 @@ class RowBatches:
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells the order of these rows from another one; None for a stream."""
+        """A fingerprint of the order; None for a stream."""
         return None if self.sampler is None else str(derive_seed(*self.sampler.lengths))
 
     @property
@@ -171,7 +171,7 @@ class EpochBatches(Protocol):
 
 
 Batches: TypeAlias = EpochBatches | Iterable[Sequence[Any]]
-"""What `train` takes its batches from."""
+"""Batches for `train`."""
 
 
 def text_lengths(rows: Sequence[Row]) -> list[int]:

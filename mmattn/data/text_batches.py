@@ -55,14 +55,14 @@ class TextBatch:
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
-        given: dict[str, Any] = {"input_ids": self.input_ids}
+        kwargs: dict[str, Any] = {"input_ids": self.input_ids}
         if self.position_ids is None:
-            given["attention_mask"] = self.attention_mask
+            kwargs["attention_mask"] = self.attention_mask
         else:  # with a cache, transformers would not keep documents apart
-            given |= {"position_ids": self.position_ids, "use_cache": False}
+            kwargs |= {"position_ids": self.position_ids, "use_cache": False}
         if self.memory is not None:
-            given["memory"] = self.memory
-        return given
+            kwargs["memory"] = self.memory
+        return kwargs
 
 
 def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
@@ -151,10 +151,86 @@ def collate(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | Non
     """
     if not rows or not all(len(row) for row in rows):
         raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
-    given = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
-    if given is not None and given != len(rows):
-        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {given}")
+    count = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
+    if count is not None and count != len(rows):
+        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {count}")
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
     real = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
     return TextBatch(ids, real.long(), ids.masked_fill(~real, IGNORED), memory)
+
+
+def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Return which documents share a row, by first-fit decreasing: no row is longer than the longest document.
+
+    >>> fill_rows([3, 9, 5, 2, 1])
+    [[1], [2, 0, 4], [3]]
+    """
+    longest = max(lengths)
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        row = next((row for row, room in enumerate(left) if room >= lengths[number]), None)
+        if row is None:
+            rows.append([])
+            left.append(longest)
+            row = len(rows) - 1
+        rows[row].append(number)
+        left[row] -= lengths[number]
+    return rows
+
+
+def pack(
+    documents: Sequence[Sequence[int]],
+    memory: Memory | None = None,
+    unlearned: Sequence[int] | None = None,
+    pad: int = 0,
+) -> TextBatch:
+    """Documents in rows, with positions that begin anew in each; what is left of a row is a document without memory.
+
+    Args:
+        documents: ids of each.
+        memory: of as many rows, or None.
+        unlearned: ids at the beginning of each document that are only read; the first never is predicted.
+        pad: id of the padding.
+
+    Raises:
+        ShapeError: no documents, an empty one, or a memory with another number of rows.
+
+    >>> batch = pack([[5, 6, 7], [8], [9, 4]])
+    >>> batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
+    ([[5, 6, 7], [9, 4, 8]], [[0, 1, 2], [0, 1, 0]], [[-100, 6, 7], [-100, 4, -100]])
+    """
+    if not documents or not all(len(one) for one in documents):
+        raise ShapeError(f"a batch needs documents of at least one id, got {len(documents)}; leave empty texts out")
+    if memory is not None and memory.batch != len(documents):
+        raise ShapeError(f"{len(documents)} documents need {len(documents)} rows of memory, got {memory.batch}")
+    longest = max(map(len, documents))
+    ids, positions, labels, order = [], [], [], []
+    for row in fill_rows([len(one) for one in documents]):
+        parts = [list(documents[number]) for number in row]
+        learned = [max(1, 0 if unlearned is None else unlearned[number]) for number in row]
+        order += row
+        missing = longest - sum(map(len, parts))
+        if missing:
+            parts.append([pad] * missing)
+            learned.append(missing)
+            order.append(-1)
+        ids.append([one for part in parts for one in part])
+        positions.append([place for part in parts for place in range(len(part))])
+        labels.append(
+            [
+                one if place >= begin else IGNORED
+                for part, begin in zip(parts, learned, strict=True)
+                for place, one in enumerate(part)
+            ]
+        )
+    read = None if memory is None else _ordered(memory, order)
+    return TextBatch(torch.tensor(ids), None, torch.tensor(labels), read, torch.tensor(positions))
+
+
+def _ordered(memory: Memory, order: Sequence[int]) -> Memory:
+    """The rows of a memory in this order; -1 is one without any slot."""
+    chosen, present = memory[[max(0, row) for row in order]], torch.tensor(order, device=memory.device) >= 0
+    mask = chosen.real_slots() & present[:, None]
+    return Memory(chosen.tokens, mask, chosen.segments, chosen.scores, check_finite=chosen.finite_checked)

@@ -8,24 +8,18 @@ from mmattn.lazy import lazy_exports
 from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run  # at once: a function has the name of its module
 
 if TYPE_CHECKING:
-    from mmattn.data.augmentation import augment_memory
-    from mmattn.data.collator import RowCollator
-    from mmattn.data.datasets import DatasetRows, StreamRows
+    from mmattn.data.collators import MemoryCollator, RowCollator
     from mmattn.data.encode import encode_rows
     from mmattn.data.encoded_batches import EncodedBatches
     from mmattn.data.encoded_dataset import EncodedDataset
-    from mmattn.data.folders import read_folder
-    from mmattn.data.jsonl import FileRows, read_lines
-    from mmattn.data.memory_collator import MemoryCollator
-    from mmattn.data.packing import pack
-    from mmattn.data.read_rows import read_rows
+    from mmattn.data.folders import FileRows, read_folder, read_lines
+    from mmattn.data.readers import DatasetRows, StreamRows, read_rows
     from mmattn.data.row_contents import memory_kinds
-    from mmattn.data.row_memories import MemorySource, RowMemories
+    from mmattn.data.row_memories import MemorySource, RowMemories, augment_memory
     from mmattn.data.rows import Row, make_row
     from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
-    from mmattn.data.shuffled_memories import ShuffledMemories, shuffle_memories
-    from mmattn.data.splits import held_out_split, split_rows
-    from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts
+    from mmattn.data.splits import ShuffledMemories, held_out_split, shuffle_memories, split_rows
+    from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.hosts.lora import add_lora, load_lora, matched_lora, ranks_for
     from mmattn.progress import tracked
     from mmattn.training.checkpoints import last_step

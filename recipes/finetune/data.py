@@ -58,7 +58,7 @@ def read(settings: Config, say: Callable[[str], None] = print) -> Data:
         "skip_broken": not asked.strict,
     }
     rows = training.read_rows(path, settings.host, split=asked.split, **options)
-    say(f"{path}: {rows.found}")
+    say(f"{path}: {rows.summary}")
     encoded = isinstance(rows, training.EncodedDataset)
     if encoded and settings.host == "unet":
         raise ConfigError(f"{path} has encoded memories, and a UNet needs the pictures that it is to draw: name them")
@@ -70,7 +70,7 @@ def read(settings: Config, say: Callable[[str], None] = print) -> Data:
         kept, held_out = training.split_rows(rows, share, settings.seed)
         return Data(kept, held_out, tuple(rows.left_out))
     held_out = training.read_rows(path, settings.host, split=own, **options | {"streaming": False})
-    say(f"held out, {own}: {held_out.found}")
+    say(f"held out, {own}: {held_out.summary}")
     return Data(rows, held_out, (*rows.left_out, *held_out.left_out))
 
 

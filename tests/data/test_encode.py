@@ -115,7 +115,7 @@ class TestWhatComesBack:
         assert store.encoders["passages"].pooling == "none" and store.manifest.saved_memories
         assert [(one.name, one.rows, one.total) for one in store.manifest.sources] == [("everything", 9, 9)]
         assert store[0].files == (str(tmp_path / "1.png"),) and store[0].memory.length == 1
-        assert "9 encoded rows (pictures by tiny:eye, passages by" in store.found
+        assert "9 encoded rows (pictures by tiny:eye, passages by" in store.summary
         assert sorted(contents(tmp_path / "store")) == ["encoded.json", "rows-000.arrow", "vectors-000000.arrow"]
 
     def test_only_encoders_that_were_needed_are_named(self, reader: TextEncoder, tmp_path: Path) -> None:

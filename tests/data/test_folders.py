@@ -17,7 +17,7 @@ class TestClassFolders:
         rows = training.read_rows(str(class_folders(tmp_path)))
         assert [row.text for row in rows] == ["A photo of a daisy."] * 3 + ["A photo of a lily valley."] * 3
         assert [Path(row.images[0]).parent.name for row in rows] == ["daisy"] * 3 + ["lily-valley"] * 3
-        assert rows.found == "6 pictures in 2 class folders" and rows.left_out == ()
+        assert rows.summary == "6 pictures in 2 class folders" and rows.left_out == ()
         rows = training.read_rows(str(tmp_path), template="{label}, {label}!")
         assert rows[0].text == "daisy, daisy!"
         with pytest.raises(ConfigError, match=r"where the name of the class belongs, with \{label\}; got 'A flower'"):
@@ -108,13 +108,13 @@ class TestClassFolders:
         class_folders(tmp_path / "classes")
         (tmp_path / "classes" / "daisy" / "9.HEIC").write_bytes(b"from a telephone")
         said = "6 pictures in 2 class folders; 1 file of a kind that is not read (.heic)"
-        assert training.read_rows(str(tmp_path / "classes")).found == said
+        assert training.read_rows(str(tmp_path / "classes")).summary == said
         class_folders(tmp_path / "beside", 1)
         for name in ("daisy", "lily-valley"):
             (tmp_path / "beside" / name / "0.txt").write_text(f"one {name}")
         rows = training.read_rows(str(tmp_path / "beside"))
-        assert (rows.found, rows[0].text) == ("2 pictures with a .txt beside each", "one daisy")
+        assert (rows.summary, rows[0].text) == ("2 pictures with a .txt beside each", "one daisy")
         class_folders(tmp_path / "named")
         lines(tmp_path / "named" / "captions.jsonl", {"file": "daisy/0.png", "caption": "a daisy"})
         said = "1 text in captions.jsonl; 5 other pictures in the folder have no line there"
-        assert training.read_rows(str(tmp_path / "named")).found == said
+        assert training.read_rows(str(tmp_path / "named")).summary == said

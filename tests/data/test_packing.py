@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 
 import mmattn
 from mmattn import training
-from mmattn.data.packing import fill_rows
+from mmattn.data.text_batches import fill_rows
 from mmattn.errors import ShapeError
 from tests import tiny
 from tests.training import small_run

@@ -51,7 +51,7 @@ def folder(tmp_path: Path, shown: list[bytes]) -> Path:
 class TestTars:
     def test_rows_by_number(self, folder: Path, shown: list[bytes]) -> None:
         rows = training.read_rows(str(folder))
-        assert rows.found == "11 rows of webdataset tars (image=png, text=txt)"
+        assert rows.summary == "11 rows of webdataset tars (image=png, text=txt)"
         for number in (0, 10, 4, 3, 5, -1):
             assert rows[number].text == f"text {number % 11}" and rows[number].images == (shown[number],)
         assert [row.text for row in rows[3:6]] == ["text 3", "text 4", "text 5"]
@@ -79,7 +79,7 @@ class TestTars:
         assert rows[2].text == "It is text 2." and not rows[2].images
         with pytest.raises(ConfigError, match=r"are png, txt, json, json.caption, and .*image=jpg does not fit"):
             training.read_rows(str(folder), columns={"text": "txt", "image": "jpg"})
-        with pytest.raises(ConfigError, match="split is for"):
+        with pytest.raises(ConfigError, match="split only applies to"):
             training.read_rows(str(folder), split="train")
 
     def test_captions_in_json_and_pictures_of_two_kinds(self, tmp_path: Path, shown: list[bytes]) -> None:
@@ -146,7 +146,7 @@ class TestTars:
         for label in ("daisy", "poppy"):
             picture(tmp_path / "data" / label / "1.png")
         tar(tmp_path / "data" / "all.tar", {"a": {"png": shown[0], "txt": "one"}})
-        assert training.read_rows(str(tmp_path / "data")).found == "2 pictures in 2 class folders"
+        assert training.read_rows(str(tmp_path / "data")).summary == "2 pictures in 2 class folders"
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its reader leaves files open
     def test_what_webdataset_writes(self, tmp_path: Path, shown: list[bytes]) -> None:
@@ -176,7 +176,7 @@ class TestLance:
 
     def test_rows_by_number(self, path: Path, shown: list[bytes]) -> None:
         rows = training.read_rows(str(path), columns={"text": "caption", "image": "photo"})
-        assert rows.found == "11 rows of a Lance dataset (text=caption, image=photo)"
+        assert rows.summary == "11 rows of a Lance dataset (text=caption, image=photo)"
         assert [row.text for row in rows] == [f"text {n}" for n in range(11)]
         assert rows[-1].images == (shown[10],) and [row.text for row in rows.select([4, 1])] == ["text 4", "text 1"]
         assert rows.text_lengths() == [len(f"text {n}") for n in range(11)]

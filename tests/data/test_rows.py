@@ -254,7 +254,7 @@ class TestDatasets:
         assert (len(kept), len(away)) == (4, 2) and len(kept[:3]) == 3
         with pytest.raises(ConfigError, match=r"columns of .* are caption, picture, source.*nothing for text"):
             training.read_rows(str(saved))
-        with pytest.raises(ConfigError, match="template is for class folders"):
+        with pytest.raises(ConfigError, match="template only applies to class folders"):
             training.read_rows(str(saved), columns=columns, template="{label}")
 
     def test_pictures_without_texts(self, saved: Path) -> None:
@@ -274,7 +274,7 @@ class TestDatasets:
         rows = training.read_rows(str(tmp_path / "one"), template="A {label}.")
         assert [row.text for row in rows] == ["A daisy.", "A lily valley.", "A lily valley.", "A daisy."]
         assert rows.text_lengths() == [len(row.text) for row in rows]
-        assert rows.found == "4 rows of a dataset of Hugging Face (image=image, label=label)"
+        assert rows.summary == "4 rows of a dataset of Hugging Face (image=image, label=label)"
         stream = training.read_rows(str(tmp_path / "one"), streaming=True)
         assert [row.text for row in stream][1] == "A photo of a lily valley."
         kept, away = training.split_rows(rows, 1)

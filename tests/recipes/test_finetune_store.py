@@ -155,7 +155,7 @@ class TestRefused:
     def test_settings_of_other_data(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
         given = asked(tmp_path, store)
         given["data"] |= {"columns": {"text": "caption"}}
-        with pytest.raises(ConfigError, match="columns is for a dataset"):
+        with pytest.raises(ConfigError, match="columns only applies to a dataset"):
             recipe.train.main(given)
 
 
@@ -199,7 +199,7 @@ class TestTheCommand:
         [
             (["gone"], "there is no file or folder 'gone'"),
             ([FLORA, "--columns", "text"], "--columns takes KEY=NAME, such as text=caption; got 'text'"),
-            ([FLORA, "--columns", "text=caption"], "columns is for a dataset of Hugging Face"),
+            ([FLORA, "--columns", "text=caption"], "columns only applies to a dataset of Hugging Face"),
             ([FLORA, "--dtype", "float64"], "--dtype must be one of"),
             ([FLORA, "--encoder", "nosuch"], "nosuch"),
         ],

@@ -1,9 +1,4 @@
-"""Samples in tar files, as webdataset writes them: files of one name and different endings, one after the other.
-
-    000017.jpg    000017.txt    000018.jpg    000018.txt    …
-
-The headers of all tars are read once; after that each file is read from its own place.
-"""
+"""Tables that `DatasetRows` reads like a dataset of Hugging Face: tars of webdataset, and Lance datasets."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import bisect
 import glob
 import hashlib
 import json
+import os
 import re
 import tarfile
 from array import array
@@ -18,11 +14,103 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmattn.data.arrow_rows import RowTable
-from mmattn.data.folders import CAPTIONS, PICTURES
-from mmattn.data.jsonl import read_text
+from mmattn.data.folders import CAPTIONS, PICTURES, read_text
 from mmattn.data.rows import KEYS
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, import_extra
+
+
+class RowTable(Sequence[Mapping[str, Any]]):
+    """A table, whose rows are read when they are asked for.
+
+    Attributes:
+        described: what it is, in a word or two.
+        column_names: of its columns.
+        fingerprint: what tells it from another table.
+    """
+
+    described: str
+    column_names: Sequence[str]
+    fingerprint: str
+    features = None
+
+    def default_columns(self, host: str) -> dict[str, str]:
+        """From keys of a row to columns: those of the same names."""
+        return {key: key for key in KEYS[host] if key in self.column_names}
+
+    def select(self, numbers: Sequence[int]) -> RowTable:
+        """The rows of these numbers, in their order."""
+        return _Selected(self, numbers)
+
+    def select_columns(self, names: Sequence[str]) -> RowTable:
+        """The same rows, of which only these columns are asked for."""
+        return self
+
+
+class _Selected(RowTable):
+    def __init__(self, table: RowTable, numbers: Sequence[int]) -> None:
+        self.table, self.numbers = table, numbers
+        self.described, self.column_names = table.described, table.column_names
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return hashlib.sha256(f"{self.table.fingerprint} {list(self.numbers)}".encode()).hexdigest()
+
+    def select_columns(self, names: Sequence[str]) -> RowTable:
+        return _Selected(self.table.select_columns(names), self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.table[self.numbers[number]]
+
+
+class LanceTable(RowTable):
+    """The rows of a Lance dataset, on this machine or at an address.
+
+    Args:
+        path: of the dataset, or an address that Lance reads.
+        columns: that are read; None for all.
+
+    Raises:
+        ConfigError: there is no such dataset.
+        MissingExtraError: lance is not installed.
+    """
+
+    described = "a Lance dataset"
+
+    def __init__(self, path: str, columns: Sequence[str] | None = None) -> None:
+        lance = import_extra("lance", "lance")
+        try:
+            self.dataset = lance.dataset(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path!r} cannot be read as a Lance dataset: {' '.join(str(error).split())[:300]}"
+            ) from error
+        self.path, self.columns = path, columns
+        self.column_names = list(self.dataset.schema.names)
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """A fingerprint of the version of the dataset."""
+        return hashlib.sha256(f"lance {self.path} {self.dataset.version} {len(self)}".encode()).hexdigest()
+
+    def select_columns(self, names: Sequence[str]) -> LanceTable:
+        """The same rows, of which only these columns are read."""
+        return LanceTable(self.path, names)
+
+    def __len__(self) -> int:
+        return int(self.dataset.count_rows())
+
+    def __getitem__(self, number: Any) -> Any:
+        (row,) = self.dataset.take([range(len(self))[number]], columns=self.columns).to_pylist()
+        return row
+
+
+def is_lance(path: str) -> bool:
+    """Return True for a folder with versions of Lance, and for an address that ends in .lance."""
+    return os.path.isdir(Path(path) / "_versions") or path.rstrip("/").endswith(".lance")
+
 
 TEXTS = frozenset({"txt", "text", "caption", "transcript", "cls"})
 # A sample's files have one name up to the first point.
@@ -64,7 +152,7 @@ class TarSamples(RowTable):
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]
-        """What tells these tars from others, by their names and sizes."""
+        """A fingerprint of the names and sizes of the tars."""
         about = [(path.name, path.stat().st_size) for path in self.paths]
         return hashlib.sha256(repr(about).encode()).hexdigest()
 

@@ -122,13 +122,10 @@ def encode_rows(
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("executor", executor, ("local", "ray"))
     sizes = {"batch_size": batch_size, "contents_per_shard": contents_per_shard, "block_bytes": block_bytes}
-    for name, count in sizes.items():
+    for name, count in (sizes if dim is None else sizes | {"dim": dim}).items():
         check_int(name, count)
-    if dim is not None:
-        check_int("dim", dim)
-    if executor == "ray" and not isinstance(rows, Sequence):
-        raise ConfigError("executor='ray' needs rows with numbers, and these are a stream: use executor='local'")
     if isinstance(rows, StreamRows):
+        check_choice("executor", executor, ("local",))  # a stream has no numbers to share out
         rows = copy.copy(rows)
         rows.skip_broken = not strict
     both: dict[Kind, Any] = {"pictures": pictures, "passages": passages}
@@ -276,17 +273,20 @@ class _Job:
                 some = own[start : start + size]
                 contents = [self._read(part) for part in some]
                 tokens = encode_parts(encoder, contents, self.batch_size, kind == "pictures")
-                for part, content, one in zip(some, contents, tokens, strict=True):
-                    if one is not None:
+                for part, one in zip(some, tokens, strict=True):
+                    if one is None:
+                        broken[part.number] = self._reason(part)
+                    else:
                         encoded[part.number] = Vectors(one)
-                        continue
-                    path = part.content if isinstance(part.content, (str, os.PathLike)) else None
-                    why = why_unreadable(content if path is None else path) or "it cannot be read"
-                    if self.strict:
-                        where = "" if path is not None else f"row {part.row} of {self.plan.source}: "
-                        raise ImageError(f"{where}{why}; without strict=True such rows are left out and named")
-                    broken[part.number] = why
         return encoded
+
+    def _reason(self, part: _Part) -> str:
+        """Return why a picture cannot be read; raise it with `strict`."""
+        why = why_unreadable(part.content) or "it cannot be read"
+        if self.strict:
+            where = "" if isinstance(part.content, (str, os.PathLike)) else f"row {part.row} of {self.plan.source}: "
+            raise ImageError(f"{where}{why}; without strict=True such rows are left out and named")
+        return why
 
     def _read(self, part: _Part) -> Any:
         """Return a content, of a picture's file its bytes, whose key is the one in the plan."""

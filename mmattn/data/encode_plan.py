@@ -140,16 +140,7 @@ class Planner:
         total = len(self.rows) if isinstance(self.rows, Sequence) else None
         with counted(total, "reading rows", self.progress) as reader.advance:
             _, sha256 = write_rows(work / "rows.arrow", reader.batches(), rows_schema(with_numbers=True))
-        unusable = [reason for number, reason in reader.left_out if number >= 0 or not reader.usable]
-        if unusable and (self.strict or not reader.usable):
-            shutil.rmtree(work)
-            with contextlib.suppress(OSError):  # another dataset is there
-                self.folder.rmdir()
-            shown = "\n  ".join(unusable[:10] + ["…"] * (len(unusable) > 10))
-            raise ConfigError(
-                f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {shown}\n"
-                "repair them, or leave them out"
-            )
+        self._check_usable(reader)
         missing = next((kind for kind in ("pictures", "passages") if kind in reader.kinds - set(self.encoders)), None)
         if missing is not None:
             raise ConfigError(f"rows of {self.source} have {missing}, and there is no encoder for them")
@@ -174,6 +165,20 @@ class Planner:
         )
         write_description(self.folder / PLAN, plan)
         return plan
+
+    def _check_usable(self, reader: _RowReader) -> None:
+        """Refuse rows of which none can be used, or with `strict` not all; leave nothing behind."""
+        unusable = [reason for number, reason in reader.left_out if number >= 0 or not reader.usable]
+        if not unusable or (reader.usable and not self.strict):
+            return
+        shutil.rmtree(self.folder / WORK)
+        with contextlib.suppress(OSError):  # another dataset is there
+            self.folder.rmdir()
+        reasons = "\n  ".join(unusable[:10] + ["…"] * (len(unusable) > 10))
+        raise ConfigError(
+            f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {reasons}\n"
+            "repair them, or leave them out"
+        )
 
     def _check_width(self, widths: Sequence[int], dim: int | None) -> None:
         if dim is not None and max(widths, default=0) > dim:
@@ -287,30 +292,21 @@ def rows_or_reasons(rows: Any, numbers: Iterable[int] | None = None) -> Iterator
 
 def finish(plan: Plan, folder: Path) -> None:
     """Write the rows without those that are left out, and then the manifest."""
-    pa = import_extra("pyarrow", "train")
     manifest = read_description(FileFolder(folder), MANIFEST, Manifest)
     reports = [read_report(folder, plan, number) for number in plan.shards]
     broken = {number: why for report in reports if report is not None for number, why in report.broken.items()}
     table = read_rows_file(FileFolder(folder / WORK), "rows.arrow", rows_schema(with_numbers=True), plan.rows_sha256)
-    left_out = list(plan.left_out)
-    if broken:
-        usable = []
-        for row in table.select(["contents", "files", "number"]).to_pylist():
-            why = next((broken[number] for number in row["contents"] if number in broken), None)
-            usable.append(why is None)
-            if why is not None:
-                files = [os.fsdecode(file) for file in row["files"]]
-                named = any(file in why for file in files)
-                where = f"row {row['number']} of {plan.source}" + f" ({', '.join(files)})" * bool(files)
-                left_out.append((row["number"], why if named else f"{where}: {why}"))
-        table = table.filter(pa.array(usable))
+    table, left_out = _without_broken(table, broken, plan) if broken else (table, plan.left_out)
     reasons = [line for _, line in sorted(left_out, key=lambda pair: pair[0])]
     if not len(table):
         for number in plan.shards:
             (folder / shard_name(number)).unlink()
         shutil.rmtree(folder / WORK)
         raise ConfigError(f"nothing of {plan.source} can be used:\n  " + "\n  ".join(reasons[:10]))
-    sources, shards = ([], []) if manifest is None else (manifest.sources, manifest.shards)
+    sources, shards, encoders, saved = [], [], {}, False
+    if manifest is not None:
+        sources, shards = manifest.sources, manifest.shards
+        encoders, saved = manifest.encoders, manifest.saved_memories
     batches = table.select(rows_schema().names).combine_chunks().to_batches()
     made = [VectorShard(**one.model_dump(include=set(VectorShard.model_fields))) for one in reports if one is not None]
     size, sha256 = write_rows(folder / rows_name(len(sources)), batches, rows_schema())
@@ -326,13 +322,28 @@ def finish(plan: Plan, folder: Path) -> None:
     complete = Manifest(
         dim=plan.dim,
         dtype=plan.dtype,
-        encoders={**({} if manifest is None else manifest.encoders), **plan.encoders},
-        saved_memories=plan.saved_memories or (manifest is not None and manifest.saved_memories),
+        encoders={**encoders, **plan.encoders},
+        saved_memories=plan.saved_memories or saved,
         sources=[*sources, source],
         shards=[*shards, *made],
     )
     write_description(folder / MANIFEST, complete)
     shutil.rmtree(folder / WORK)
+
+
+def _without_broken(table: Any, broken: Mapping[int, str], plan: Plan) -> tuple[Any, list[tuple[int, str]]]:
+    """Return the rows whose contents could all be read, and the reasons of all others."""
+    pa = import_extra("pyarrow", "train")
+    left_out, usable = list(plan.left_out), []
+    for row in table.select(["contents", "files", "number"]).to_pylist():
+        why = next((broken[number] for number in row["contents"] if number in broken), None)
+        usable.append(why is None)
+        if why is not None:
+            files = [os.fsdecode(file) for file in row["files"]]
+            named = any(file in why for file in files)
+            where = f"row {row['number']} of {plan.source}" + f" ({', '.join(files)})" * bool(files)
+            left_out.append((row["number"], why if named else f"{where}: {why}"))
+    return table.filter(pa.array(usable)), left_out
 
 
 def read_plan(folder: Path) -> Plan | None:

@@ -234,19 +234,22 @@ class EncodedDataset(Sequence[EncodedRow]):
         Raises:
             ConfigError: a row with pictures or passages that are not encoded.
         """
-        for row in rows:
-            if row.images or row.passages:
-                raise ConfigError("a row has pictures or passages, and an encoded dataset has no encoder for them")
+        if any(row.images or row.passages for row in rows):
+            raise ConfigError("a row has pictures or passages, and an encoded dataset has no encoder for them")
         vectors = [row.vectors() if isinstance(row, EncodedRow) else [] for row in rows]
         if rows and all(len(one) == 1 for one in vectors):
             alike = stacked([one[0] for one in vectors])
             if alike is not None:
                 return alike
-        memories = [row.memory for row in rows]
-        if all(memory is None for memory in memories):
+        if not any(row.has_memory for row in rows):
             return None
-        blank = Memory(torch.zeros(1, 0, self.dim), segments=torch.zeros(1, 0, dtype=torch.long))
-        return Memory.stack([blank if one is None else given_memory(one) for one in memories]).to(torch.float32)
+        return Memory.stack([self._memory(row) for row in rows]).to(torch.float32)
+
+    def _memory(self, row: Row) -> Memory:
+        memory = row.memory
+        if memory is None:
+            return Memory(torch.zeros(1, 0, self.dim), segments=torch.zeros(1, 0, dtype=torch.long))
+        return given_memory(memory)
 
     def entries(self, size: int = 4096) -> Iterator[tuple[list[str], list[str], list[dict[str, Any]], torch.Tensor]]:
         """Iterate over ids, texts, metadata and vectors (n, e) float32 of up to `size` rows at a time, for an index.

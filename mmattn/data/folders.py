@@ -108,27 +108,27 @@ class _Folder:
         beside = {file for file in pictures if file.with_suffix(".txt").is_file()}
         if (self.folder / "metadata.csv").is_file() and not captions:
             raise ConfigError(f"{self.folder} has a metadata.csv: write it as metadata.jsonl, a JSON object a line")
-        ways = [*captions, *([f"a .txt beside {len(beside)} of {len(pictures)} pictures"] if beside else [])]
-        if len(ways) > 1:
+        if len(captions) + bool(beside) > 1:
+            texts = [*captions, f"a .txt beside {len(beside)} of {len(pictures)} pictures"][
+                : len(captions) + bool(beside)
+            ]
             raise ConfigError(
-                f"{self.folder} has {' and '.join(ways)}: texts can come from one of them; remove the others"
+                f"{self.folder} has {' and '.join(texts)}: texts can come from one of them; remove the others"
             )
         if captions:
             return self._captions(captions[0], pictures)
         if not pictures:
             raise ConfigError(f"{self.folder} holds no pictures; they end in {', '.join(sorted(PICTURES))}")
-        unread = sorted({file.suffix.lower() for file in files} & _UNREAD)
-        count = sum(file.suffix.lower() in unread for file in files)
-        other = f"; {_count(count, 'file')} of a kind that is not read ({', '.join(unread)})" if unread else ""
+        other = _unread_files(files)
         depths = {len(file.relative_to(self.folder).parts) for file in pictures}
-        if beside and (depths == {1} or len(beside) == len(pictures)):
-            return self._beside(pictures, beside, other)
-        if beside:
+        if not beside:
+            return self._classes(pictures, depths, other)
+        if depths != {1} and len(beside) < len(pictures):
             raise ConfigError(
                 f"{len(beside)} of the {len(pictures)} pictures in {self.folder} have a .txt beside them, and others "
                 "lie in folders without one: give each a .txt, or none, so that the folders are their classes"
             )
-        return self._classes(pictures, depths, other)
+        return self._beside(pictures, beside, other)
 
     def _captions(self, name: str, pictures: Sequence[Path]) -> FileRows:
         self._refuse_template(name)
@@ -196,6 +196,13 @@ class _Folder:
             raise ConfigError(
                 f"template is for class folders, and the texts of {self.folder} come from {layout}: leave it out"
             )
+
+
+def _unread_files(files: Sequence[Path]) -> str:
+    """Describe pictures and films of kinds that are not read."""
+    unread = sorted({file.suffix.lower() for file in files} & _UNREAD)
+    count = sum(file.suffix.lower() in unread for file in files)
+    return f"; {_count(count, 'file')} of a kind that is not read ({', '.join(unread)})" if unread else ""
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -61,9 +61,7 @@ def read_rows(
     if tars or is_lance(path):
         _refuse(path, split=split, streaming=streaming)
         table = TarSamples(tars) if tars else LanceTable(path)
-        chosen = _chosen_columns(path, table.column_names, table.default_columns(host), columns, host)
-        if template is not None and "label" not in chosen:
-            _refuse(path, template=template)
+        chosen = _chosen_columns(path, table.column_names, table.default_columns(host), columns, host, template)
         return DatasetRows(table, chosen, host, template)
     if place.is_file():
         _refuse(path, split=split, streaming=streaming, columns=columns, template=template)
@@ -72,25 +70,21 @@ def read_rows(
     if place.is_dir() and not saved and not streaming:
         _refuse(path, columns=columns)
         return read_folder(place, host, split=split, template=template, skip_broken=skip_broken)
-    if not place.is_dir() and not _is_hub_name(path):
-        # Asked for it, the hub is tried again and again where it cannot be reached.
-        raise ConfigError(
-            f"there is no file or folder {path!r}, and a dataset on the hub is named organisation/name: give a .jsonl "
-            "file, a folder of pictures with texts, or such a dataset"
-        )
     dataset = _dataset(path, saved, split or "train", streaming)
     names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
-    chosen = _chosen_columns(path, names, _columns(names, host), columns, host)
-    if template is not None and "label" not in chosen:
-        _refuse(path, template=template)
+    chosen = _chosen_columns(path, names, _columns(names, host), columns, host, template)
     dataset = _undecoded(dataset, chosen)
-    if streaming:
-        return StreamRows(dataset, chosen, host, template=template)
-    return DatasetRows(dataset, chosen, host, template)
+    reader = StreamRows if streaming else DatasetRows
+    return reader(dataset, chosen, host, template=template)
 
 
 def _chosen_columns(
-    path: str, names: Sequence[str], own: Mapping[str, str], columns: Mapping[str, str] | None, host: str
+    path: str,
+    names: Sequence[str],
+    own: Mapping[str, str],
+    columns: Mapping[str, str] | None,
+    host: str,
+    template: str | None,
 ) -> dict[str, str]:
     """From keys of a row to columns, checked."""
     chosen = dict(columns) if columns else dict(own)
@@ -106,6 +100,7 @@ def _chosen_columns(
             f"{', '.join(KEYS[host])}: {said} does not fit; say which column is which with "
             "columns={text: NAME, …}, or with columns={label: NAME, …} where it holds classes"
         )
+    _refuse(path, template=None if "label" in chosen else template)
     return chosen
 
 
@@ -147,6 +142,12 @@ def _refuse(path: str, **settings: Any) -> None:
 
 
 def _dataset(path: str, saved: bool, split: str, streaming: bool) -> Any:
+    if not Path(path).is_dir() and not _is_hub_name(path):
+        # Without this the hub is tried again and again where it cannot be reached.
+        raise ConfigError(
+            f"there is no file or folder {path!r}, and a dataset on the hub is named organisation/name: give a .jsonl "
+            "file, a folder of pictures with texts, or such a dataset"
+        )
     datasets = import_extra("datasets", "train")
     try:
         if not saved:

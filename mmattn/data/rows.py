@@ -71,7 +71,7 @@ def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | N
         folder: where relative paths start; None for the working directory.
 
     Raises:
-        ConfigError: unkeys or missing keys, values of another kind, or files that are not there.
+        ConfigError: unknown or missing keys, values of another kind, or files that are not there.
 
     >>> make_row({"text": "a cat", "passages": ["Cats purr."]}).passages
     ('Cats purr.',)
@@ -81,7 +81,7 @@ def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | N
         if key not in keys and key not in UNUSED:
             close = difflib.get_close_matches(str(key), keys, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ConfigError(f"unkeys key {key!r}{hint}; a row for this host may have: {', '.join(keys)}")
+            raise ConfigError(f"unknown key {key!r}{hint}; a row for this host may have: {', '.join(keys)}")
     text = _text(values, "text", needed=host == "language")
     passages = tuple(_texts(values))
     memory = values.get("memory")

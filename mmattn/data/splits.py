@@ -52,12 +52,7 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
     """
     check_float("held_out", held_out, at_least=0)
     if isinstance(rows, StreamRows):
-        if held_out != int(held_out):
-            raise ConfigError(f"a stream has no length, so held_out must be a number of its rows, got {held_out}")
-        count = int(held_out)
-        settings = (rows.dataset, rows.columns, rows.host)
-        first = StreamRows(*settings, take=count, template=rows.template)
-        return StreamRows(*settings, skip=count, template=rows.template), list(first)
+        return _split_stream(rows, held_out)
     count = round(held_out * len(rows)) if held_out < 1 else int(held_out)
     count = max(1, count) if held_out else 0
     if count >= len(rows):
@@ -65,19 +60,33 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
     if isinstance(rows, DatasetRows):
         order = _shuffled(range(len(rows)), seed)
         return rows.select(sorted(order[count:])), rows.select(sorted(order[:count]))
-    # A picture with several captions must not be on both sides.
+    away = _held_out_numbers(rows, count, seed)
+    rest = [number for number in range(len(rows)) if number not in away]
+    if isinstance(rows, EncodedDataset):
+        return rows.select(rest), rows.select(sorted(away))
+    return [rows[number] for number in rest], [rows[number] for number in sorted(away)]
+
+
+def _split_stream(rows: StreamRows, held_out: float) -> tuple[StreamRows, list[Row]]:
+    """Hold out the first rows of a stream."""
+    if held_out != int(held_out):
+        raise ConfigError(f"a stream has no length, so held_out must be a number of its rows, got {held_out}")
+    count = int(held_out)
+    settings = (rows.dataset, rows.columns, rows.host)
+    first = StreamRows(*settings, take=count, template=rows.template)
+    return StreamRows(*settings, skip=count, template=rows.template), list(first)
+
+
+def _held_out_numbers(rows: Sequence[Row], count: int, seed: int) -> set[int]:
+    """Return numbers of rows, at least so many where there are; a picture with several captions is on one side."""
     groups: dict[Any, list[int]] = {}
-    for number, shown in enumerate(_shown(rows)):
-        groups.setdefault(number if shown is None else shown, []).append(number)
-    away: list[int] = []
+    for number, content in enumerate(_shown(rows)):
+        groups.setdefault(number if content is None else content, []).append(number)
+    away: set[int] = set()
     for group in _shuffled(groups.values(), seed)[:-1]:
         if len(away) < count:
-            away += group
-    away_numbers = set(away)
-    kept = [number for number in range(len(rows)) if number not in away_numbers]
-    if isinstance(rows, EncodedDataset):
-        return rows.select(kept), rows.select(sorted(away))
-    return [rows[number] for number in kept], [rows[number] for number in sorted(away)]
+            away.update(group)
+    return away
 
 
 def _shown(rows: Sequence[Row]) -> Iterator[Any]:

@@ -240,9 +240,7 @@ def tar_files(path: str) -> list[Path]:
     if place.is_file():
         return [place] if place.suffix == ".tar" else []
     if place.is_dir():
-        names = [one for one in place.iterdir() if not one.name.startswith(".")]
-        others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
-        return [] if others else sorted(one for one in names if one.suffix == ".tar")
+        return _tars_in(place)
     if not path.endswith(".tar"):
         return []
     found = [Path(one) for each in _expanded(path) for one in sorted(glob.glob(each) or [each])]
@@ -250,6 +248,13 @@ def tar_files(path: str) -> list[Path]:
     if missing:
         raise ConfigError(f"there is no file {missing[0]} ({len(missing)} of the {len(found)} that {path} stands for)")
     return found
+
+
+def _tars_in(folder: Path) -> list[Path]:
+    """Return the tars in a folder; none where it has folders, pictures or captions, too."""
+    names = [one for one in folder.iterdir() if not one.name.startswith(".")]
+    others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
+    return [] if others else sorted(one for one in names if one.suffix == ".tar")
 
 
 def _expanded(pattern: str) -> list[str]:

@@ -88,8 +88,8 @@ def _chosen_columns(
 ) -> dict[str, str]:
     """From keys of a row to columns, checked."""
     chosen = dict(columns) if columns else dict(own)
-    known = {column: any(part in names for part in column.split(";")) for column in chosen.values()}
-    wrong = {key: name for key, name in chosen.items() if key not in (*KEYS[host], "label") or not known[name]}
+    keys = (*KEYS[host], "label")
+    wrong = {key: name for key, name in chosen.items() if key not in keys or not set(name.split(";")) & set(names)}
     needed = {"text"} if host == "language" else {"image"}
     if wrong or not needed <= {ROW_KEY.get(key, key) for key in chosen} or {"text", "label"} <= set(chosen):
         said = ", ".join(f"{key}={name}" for key, name in wrong.items()) or f"nothing for {', '.join(needed)}"

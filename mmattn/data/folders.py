@@ -108,10 +108,8 @@ class _Folder:
         beside = {file for file in pictures if file.with_suffix(".txt").is_file()}
         if (self.folder / "metadata.csv").is_file() and not captions:
             raise ConfigError(f"{self.folder} has a metadata.csv: write it as metadata.jsonl, a JSON object a line")
-        if len(captions) + bool(beside) > 1:
-            texts = [*captions, f"a .txt beside {len(beside)} of {len(pictures)} pictures"][
-                : len(captions) + bool(beside)
-            ]
+        texts = captions + [f"a .txt beside {len(beside)} of {len(pictures)} pictures"] * bool(beside)
+        if len(texts) > 1:
             raise ConfigError(
                 f"{self.folder} has {' and '.join(texts)}: texts can come from one of them; remove the others"
             )

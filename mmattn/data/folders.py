@@ -104,10 +104,8 @@ class _Folder:
     def rows(self) -> FileRows:
         files = sorted(_walk(self.folder))
         pictures = [file for file in files if file.suffix.lower() in PICTURES]
-        captions = [name for name in CAPTIONS if (self.folder / name).is_file()]
+        captions = self._caption_files()
         beside = {file for file in pictures if file.with_suffix(".txt").is_file()}
-        if (self.folder / "metadata.csv").is_file() and not captions:
-            raise ConfigError(f"{self.folder} has a metadata.csv: write it as metadata.jsonl, a JSON object a line")
         texts = captions + [f"a .txt beside {len(beside)} of {len(pictures)} pictures"] * bool(beside)
         if len(texts) > 1:
             raise ConfigError(
@@ -127,6 +125,12 @@ class _Folder:
                 "lie in folders without one: give each a .txt, or none, so that the folders are their classes"
             )
         return self._beside(pictures, beside, other)
+
+    def _caption_files(self) -> list[str]:
+        names = [name for name in CAPTIONS if (self.folder / name).is_file()]
+        if (self.folder / "metadata.csv").is_file() and not names:
+            raise ConfigError(f"{self.folder} has a metadata.csv: write it as metadata.jsonl, a JSON object a line")
+        return names
 
     def _captions(self, name: str, pictures: Sequence[Path]) -> FileRows:
         self._refuse_template(name)

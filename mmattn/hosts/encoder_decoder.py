@@ -30,6 +30,7 @@ from mmattn.hosts.layers import layers_width
 from mmattn.hosts.probe import LENGTH, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
+from mmattn.hosts.replaced import replace_method
 from mmattn.storage.hub import load_model
 
 DECODER, ENCODER = "decoder", "encoder"
@@ -193,8 +194,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         super().join()
         inner = inner_host(self.host)
         if hasattr(type(inner), "generate_with_fallback"):
-            own = {"generate_with_fallback": self._write_segment, "_need_fallback": self._written}
-            inner.__dict__.update(own)
+            replace_method(inner, "generate_with_fallback", self._write_segment)
+            replace_method(inner, "_need_fallback", self._written)
 
     def _write_segment(self, *args: Any, **kwargs: Any) -> Any:
         """Generate one segment of the recordings that have not ended, in place of `generate_with_fallback`."""

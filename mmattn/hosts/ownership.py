@@ -14,6 +14,7 @@ from mmattn.hosts.interop.peft import has_peft, host_attribute, inner_host, watc
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.recomputation import forget_context
+from mmattn.hosts.replaced import replace_method, restore_methods
 
 #: Attribute of a host that leads to its adapted model.
 MARK = "_mmattn"
@@ -74,15 +75,16 @@ class AttachedModel(nn.Module):
             self._frozen = [parameter for parameter in self.host.parameters() if parameter.requires_grad]
             for parameter in self._frozen:
                 parameter.requires_grad_(False)
-        self.host.__dict__.update({"_apply": self._host_apply, "train": self._host_train, MARK: self})
+        replace_method(self.host, "_apply", self._host_apply)
+        replace_method(self.host, "train", self._host_train)
+        self.host.__dict__[MARK] = self
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for name in ("_apply", "train", MARK, *self.replaced):
-            self.host.__dict__.pop(name, None)
+        restore_methods(self.host, "_apply", "train", MARK, *self.replaced)
         if self._frozen and not has_peft(self.host):
             # Since peft came on, what is trained of the host is for peft to say.
             for parameter in self._frozen:

@@ -20,6 +20,7 @@ from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
+from mmattn.hosts.replaced import replace_method
 
 Sources = Mapping[str, BoundMemory]
 
@@ -61,8 +62,7 @@ class RequestBoundary:
         ):
             mine = getattr(self, name)
             if getattr(owner, name) != mine:
-                self._own[name] = getattr(owner, name)
-                setattr(owner, name, mine)
+                self._own[name] = replace_method(owner, name, mine)
 
     def admit(self, request_id: Any, sources: Sources) -> Sources:
         """What a request sees in a step: nothing where its memory is not finite, in which case it ends after the step.

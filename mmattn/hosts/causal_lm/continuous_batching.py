@@ -22,6 +22,7 @@ from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.causal_lm.boundary import RequestBoundary
 from mmattn.hosts.context import Call
+from mmattn.hosts.replaced import replace_method
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
 _PENDING: ContextVar[Iterator[Any] | None] = ContextVar("mmattn_pending", default=None)
@@ -91,8 +92,7 @@ class RequestMemories:
             (router, ("deliver", "deliver_batch")),
         ):
             for name in names:
-                self._own[name] = getattr(owner, name)
-                setattr(owner, name, getattr(self, name))
+                self._own[name] = replace_method(owner, name, getattr(self, name))
 
     def __len__(self) -> int:
         """Requests with a memory that have not ended."""
@@ -197,8 +197,7 @@ class RequestMemories:
         cache = processor.cache
         if getattr(cache, "memories", None) is None:
             name = "prepare_fork_request" if hasattr(cache, "prepare_fork_request") else "fork_request"
-            self._own["fork"] = getattr(cache, name)
-            setattr(cache, name, self._fork)
+            self._own["fork"] = replace_method(cache, name, self._fork)
         cache.memories = self
         self.boundary.guard(processor)
         return processor

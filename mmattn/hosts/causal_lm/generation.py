@@ -13,6 +13,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import take_memories
 from mmattn.hosts.context import NOTED
 from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.replaced import replace_method, restore_methods
 
 # Ways of transformers to generate in a thread of its own.
 IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -115,12 +116,12 @@ def note_texts(model: Any, host: nn.Module) -> None:
     """Have `generate` of this host tell the call under way which text it is at."""
     inner = inner_host(host)
     if hasattr(inner, "prepare_inputs_for_generation"):
-        inner.__dict__["prepare_inputs_for_generation"] = TextNotes(model, inner)
+        replace_method(inner, "prepare_inputs_for_generation", TextNotes(model, inner))
 
 
 def forget_texts(host: nn.Module) -> None:
     """Undo `note_texts`."""
-    inner_host(host).__dict__.pop("prepare_inputs_for_generation", None)
+    restore_methods(inner_host(host), "prepare_inputs_for_generation")
 
 
 class InThreads:
@@ -180,10 +181,11 @@ def for_memories(config: Any) -> Any:
 def guard_threads(model: Any, host: nn.Module) -> None:
     """Have the host refuse to generate in a thread of its own while a memory is given here."""
     inner = inner_host(host)
-    inner.__dict__.update({name: InThreads(model, inner, name) for name in IN_THREADS if hasattr(type(inner), name)})
+    for name in IN_THREADS:
+        if hasattr(type(inner), name):
+            replace_method(inner, name, InThreads(model, inner, name))
 
 
 def unguard_threads(host: nn.Module) -> None:
     """Undo `guard_threads`."""
-    for name in IN_THREADS:
-        inner_host(host).__dict__.pop(name, None)
+    restore_methods(inner_host(host), *IN_THREADS)

@@ -56,6 +56,7 @@ from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
+from mmattn.hosts.replaced import replace_method, restore_methods
 from mmattn.kv_store.store import Bank
 from mmattn.memory import Memory
 from mmattn.storage.hub import load_model
@@ -525,18 +526,17 @@ class AdaptedCausalLM(AdaptedModel):
         """Freeze the host, and take part in its ways to generate."""
         super().join()
         if hasattr(type(self.host), "generate"):
-            self.host.__dict__["generate"] = self._host_generate
+            replace_method(self.host, "generate", self._host_generate)
         inner = inner_host(self.host)
         if hasattr(type(inner), "_expand_inputs_for_generation"):
-            inner.__dict__["_expand_inputs_for_generation"] = self._expand_inputs
+            replace_method(inner, "_expand_inputs_for_generation", self._expand_inputs)
         guard_threads(self, self.host)
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
         forget_texts(self.host)
         unguard_threads(self.host)
-        for name in self.replaced:
-            inner_host(self.host).__dict__.pop(name, None)
+        restore_methods(inner_host(self.host), *self.replaced)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Methods of torch, transformers and diffusers that are replaced on single objects, because upstream offers no hook.
+
+`replace_method` puts a method on the object, not on its class, and `restore_methods` takes it away again. Two attributes
+are replaced besides: `config` of attention layers (`attention_hooks`), `_gradient_checkpointing_func` (`recomputation`).
+`tests/hosts/test_replaced.py` fails when upstream renames one of them or one of the arguments that are relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Replaced(NamedTuple):
+    """One method that is replaced.
+
+    Attributes:
+        owner: module and class, as "module:Class".
+        name: of the method, or the names it has in different versions.
+        arguments: those that are relied on.
+        why: the effect that no hook has.
+    """
+
+    owner: str
+    name: str | tuple[str, ...]
+    arguments: tuple[str, ...]
+    why: str
+
+
+_MANAGER = "transformers.generation.continuous_batching.continuous_api"
+_CACHE = "transformers.generation.continuous_batching.cache:PagedAttentionCache"
+_RUNNER = "transformers.generation.continuous_batching.model_runner:ModelRunner"
+_MIXIN = "transformers.generation.utils:GenerationMixin"
+_WHISPER = "transformers.models.whisper.generation_whisper:WhisperGenerationMixin"
+
+REPLACED = (
+    Replaced("torch.nn:Module", "_apply", ("fn", "recurse"), "adapters follow the host's .to() and .half()"),
+    Replaced("torch.nn:Module", "train", ("mode",), "adapters follow the host's .train() and .eval()"),
+    Replaced(_MIXIN, "generate", (), "rows are checked before beams multiply them"),
+    Replaced(_MIXIN, "_expand_inputs_for_generation", ("expand_size",), "beams have the memory of their row"),
+    Replaced(_MIXIN, "prepare_inputs_for_generation", ("input_ids",), "a memory that follows the text knows all of it"),
+    Replaced("diffusers.models.cache_utils:CacheMixin", "cache_context", ("name",), "tells which half is conditional"),
+    Replaced(_WHISPER, "generate_with_fallback", ("generation_config", "batch_idx_map", "seek", "batch_size"), "rows"),
+    Replaced(_WHISPER, "_need_fallback", ("seek_sequence", "seek_outputs", "index"), "rows that are written again"),
+    Replaced(f"{_MANAGER}:ContinuousMixin", "generate_batch", (), "a memory set here does not hold in its thread"),
+    Replaced(f"{_MANAGER}:ContinuousMixin", "init_continuous_batching", ("continuous_batching_config",), "likewise"),
+    Replaced(f"{_MANAGER}:ContinuousMixin", "continuous_batching_context_manager", (), "likewise"),
+    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "add_request", ("input_ids", "request_id"), "takes memory="),
+    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "add_requests", ("inputs",), "takes names that are free"),
+    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "cancel_request", ("request_id",), "frees the memory"),
+    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "stop", (), "frees all memories"),
+    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "_create_batch_processor", (), "the cache leads to the memories"),
+    Replaced(f"{_MANAGER}:OutputRouter", "deliver", ("output",), "a request that ended frees its memory"),
+    Replaced(f"{_MANAGER}:OutputRouter", "deliver_batch", ("outputs",), "likewise"),
+    Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "_generation_step", ("model",), "a broken memory ends one"),
+    Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "update_batch", (), "likewise"),
+    Replaced(_CACHE, "update", ("key_states", "value_states"), "values that are not finite reach no other request"),
+    Replaced(_CACHE, ("prepare_fork_request", "fork_request"), (), "answers to one prompt share its memory"),
+    Replaced(_RUNNER, "_sample", ("scores",), "scores that are not finite choose no token"),
+)
+
+
+def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a method on an object in place of the one of its class, and return that."""
+    own: Callable[..., Any] = getattr(owner, name)
+    vars(owner)[name] = method
+    return own
+
+
+def restore_methods(owner: Any, *names: str) -> None:
+    """Give an object the methods of its class again."""
+    for name in names:
+        vars(owner).pop(name, None)

@@ -1,0 +1,32 @@
+"""What is replaced on objects of torch and transformers is still there, with the arguments that are relied on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from mmattn.hosts.replaced import REPLACED, Replaced, replace_method, restore_methods
+
+
+@pytest.mark.parametrize("one", REPLACED, ids=lambda one: f"{one.owner.partition(':')[2]}.{one.name}")
+def test_upstream_has_what_is_replaced(one: Replaced):
+    module, _, name = one.owner.partition(":")
+    owner = getattr(importlib.import_module(module), name)
+    names = (one.name,) if isinstance(one.name, str) else one.name
+    methods = [vars(base)[each] for base in owner.__mro__ for each in names if each in vars(base)]
+    assert methods, f"{one.owner} has no {one.name} any more: {one.why}"
+    assert set(one.arguments) <= set(inspect.signature(methods[0]).parameters), one
+
+
+def test_only_the_object_is_changed():
+    class Owner:
+        def method(self) -> str:
+            return "own"
+
+    owner, other = Owner(), Owner()
+    own = replace_method(owner, "method", lambda: "replaced")
+    assert (owner.method(), own(), other.method()) == ("replaced", "own", "own")
+    restore_methods(owner, "method", "absent")
+    assert owner.method() == "own" and not vars(owner)

@@ -83,11 +83,7 @@ class BlockAdapter:
         object.__setattr__(self, "layout", layout)
 
     def sites(self, host: Host) -> list[Site]:
-        """The layers that `layers` or `every` names.
-
-        Raises:
-            AttachError: the host is not that deep.
-        """
+        """The layers that `layers` or `every` names."""
         return chosen_sites(self.offered(host), self.every, self.layers)
 
     def offered(self, host: Host) -> list[Site]:
@@ -95,14 +91,7 @@ class BlockAdapter:
         return [site for site in host.sites(self.position) if site.part != "encoder"]
 
     def sized(self, host_dim: int) -> BlockAdapter:
-        """These settings with the numbers of heads that they have on a host of width d.
-
-        Args:
-            host_dim: d.
-
-        Raises:
-            ConfigError: `num_kv_heads` does not divide the default `num_heads`.
-        """
+        """These settings with the numbers of heads that they have on a host of width d."""
         heads, width = default_heads(host_dim, self.memory_dim, self.num_heads, self.head_dim)
         return replace(self, num_heads=heads, head_dim=width)
 
@@ -151,11 +140,7 @@ class SlotAdapter(BlockAdapter):
 
 
 def as_settings(config: Any, name: str, kind: type, optional: bool = False) -> None:
-    """Turn a field given as a mapping (of a YAML file) into its dataclass.
-
-    Raises:
-        ConfigError: it is neither, or has unknown settings.
-    """
+    """Turn a field given as a mapping (of a YAML file) into its dataclass."""
     value = getattr(config, name)
     if isinstance(value, dict):
         try:
@@ -168,23 +153,14 @@ def as_settings(config: Any, name: str, kind: type, optional: bool = False) -> N
 
 
 def resampler_settings(config: Any) -> None:
-    """Turn the field `resampler`, where it is there, into a `Resampler` with the sizes that it has on this memory.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Turn the field `resampler`, where it is there, into a `Resampler` with the sizes that it has on this memory."""
     as_settings(config, "resampler", Resampler, optional=True)
     if config.resampler is not None:
         object.__setattr__(config, "resampler", config.resampler.sized(config.memory_dim))
 
 
 class BlockLayers(AdapterLayers):
-    """Gated blocks at some layers of one host, and how the memory is read for them.
-
-    Args:
-        config: the settings.
-        sites: where the blocks are.
-    """
+    """Gated blocks at some layers of one host, and how the memory is read for them."""
 
     def __init__(self, config: BlockAdapter, sites: Sequence[Site]) -> None:
         config = config.sized(sites[0].width)
@@ -216,11 +192,7 @@ class BlockLayers(AdapterLayers):
         return self.block(layer).attention
 
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory that this adapter cannot read.
-
-        Raises:
-            ShapeError: another width, or scores are missing.
-        """
+        """Refuse a memory that this adapter cannot read."""
         super().check_memory(memory)
         if self.score_bias and memory.scores is None:
             raise ShapeError(f"adapter {self.name!r} was made with score_bias=True and the memory has no scores")
@@ -237,9 +209,5 @@ class BlockLayers(AdapterLayers):
         return None if self.resampler is None else "its resampler mixes all slots"
 
     def slot_norm(self) -> nn.LayerNorm | None:
-        """The norm of the memory, which is all that `read` does to a slot where nothing is resampled.
-
-        Raises:
-            ConditionError: a resampler mixes all slots.
-        """
+        """The norm of the memory, which is all that `read` does to a slot where nothing is resampled."""
         return self.memory_norm if self.resampler is None else super().slot_norm()

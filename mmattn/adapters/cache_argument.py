@@ -25,10 +25,6 @@ def given_cache(values: Mapping[str, Any]) -> Any:
 
 
 def cache_name(model: nn.Module) -> str:
-    """Under which name a model takes its cache.
-
-    Args:
-        model: of transformers, with or without a head.
-    """
+    """Under which name a model takes its cache."""
     known = inspect.signature(model.forward).parameters
     return "cache" if "cache" in known and "past_key_values" not in known else "past_key_values"

@@ -33,21 +33,12 @@ def default_heads(d: int, e: int, num_heads: int | None = None, head_dim: int | 
 
 
 def normalises(asked: bool | None, e: int) -> bool:
-    """Whether vectors of width e go through a norm.
-
-    Args:
-        asked: the setting; None is where they are 12 wide or more.
-        e: their width.
-    """
+    """Whether vectors of width e go through a norm."""
     return e >= NARROW if asked is None else asked
 
 
 def settle_norm(config: Any) -> None:
-    """Check the setting `memory_norm` of a frozen dataclass, and decide it by the width of its memory where it is open.
-
-    Raises:
-        ConfigError: it is neither a bool nor None.
-    """
+    """Set `memory_norm` of a frozen dataclass by the width of its memory, where it is None."""
     if config.memory_norm is not None:
         check_bool("memory_norm", config.memory_norm)
     object.__setattr__(config, "memory_norm", normalises(config.memory_norm, config.memory_dim))

@@ -22,11 +22,7 @@ def depth_of(lm: nn.Module) -> int | None:
 
 
 def width_of(lm: nn.Module) -> int:
-    """Width d of the hidden states by the config.
-
-    Raises:
-        AttachError: the config does not say.
-    """
+    """Width d of the hidden states by the config."""
     width = getattr(text_config(lm), "hidden_size", None)
     if not isinstance(width, int):
         raise AttachError(f"the config of {type(lm).__name__} has no hidden_size: is it a language model?")

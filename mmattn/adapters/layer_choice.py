@@ -12,15 +12,7 @@ EVERY = 4
 
 
 def check_layers(every: int | None, layers: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The list of layers, sorted; None where there is none.
-
-    Args:
-        every: as in the settings of an adapter.
-        layers: likewise.
-
-    Raises:
-        ConfigError: both are given, or one is not what it must be.
-    """
+    """The list of layers, sorted; None where there is none."""
     if every is not None and layers is not None:
         raise ConfigError(f"give every or layers, not both; got every={every} and layers={layers}")
     if every is not None:
@@ -36,15 +28,7 @@ def check_layers(every: int | None, layers: Sequence[int] | None) -> tuple[int, 
 
 
 def check_other_layers(others: Sequence[int] | None, layers: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The layers of an augmenting model that go with those of a host, in the order of the host's; None is none.
-
-    Args:
-        others: as given, one for each of `layers`.
-        layers: as in the settings of an adapter.
-
-    Raises:
-        ConfigError: no such list, or of another length.
-    """
+    """The layers of an augmenting model that go with those of a host, in the order of the host's; None is none."""
     if others is None:
         return None
     if not isinstance(others, Sequence) or isinstance(others, str) or not others:
@@ -71,17 +55,7 @@ def augmenting_layers_of(others: Sequence[int] | None, layers: Sequence[int]) ->
 
 
 def chosen_sites(offered: Sequence[Site], every: int | None, layers: Sequence[int] | None) -> list[Site]:
-    """The sites that `layers` or `every` names.
-
-    Args:
-        offered: a site for each layer of the host.
-        every: a site at every n-th layer (layers n-1, 2n-1, …); 4 where `layers` is not given either,
-            or the depth of a host with fewer.
-        layers: or the list of layers, sorted.
-
-    Raises:
-        AttachError: the host is not that deep.
-    """
+    """The sites that `layers` or `every` names."""
     depth = len(offered)
     if layers is not None:
         if layers[-1] >= depth:

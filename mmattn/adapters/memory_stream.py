@@ -111,12 +111,7 @@ class StreamMemory(BoundMemory):
         self.name, self.rows = adapter.name, shared.batch
 
     def step(self, text: TextState) -> ProjectedView:
-        """Return what this forward attends to.
-
-        Raises:
-            ShapeError: the rows of the text are not those of the stream.
-            ConditionError: so much has arrived meanwhile that slots of this forward are forgotten.
-        """
+        """Return what this forward attends to."""
         with self.stream.stream.lock:
             window = StreamWindow(self.stream.stream, *self.stream.window(text))
             bound = self.adapter.bind_vectors(window)
@@ -138,12 +133,7 @@ def _project(adapter: AdapterLayers, layer: int, memory: Memory) -> KeyValue:
 
 
 def bind_stream(stream: MemoryStream | StreamInCall, adapter: AdapterLayers, host: nn.Module) -> StreamMemory:
-    """Bind a stream to an adapter for one call.
-
-    Raises:
-        ShapeError: another width than that of the adapter, or scores are missing.
-        ConditionError: the adapter must read all slots together.
-    """
+    """Bind a stream to an adapter for one call."""
     shared = StreamInCall(stream) if isinstance(stream, MemoryStream) else stream
     adapter.check_parts("stream", "a Memory, such as stream.memory()")
     adapter.check_memory(shared.stream.memory())

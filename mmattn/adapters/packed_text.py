@@ -35,11 +35,7 @@ class PackedText:
 
     @classmethod
     def of(cls, documents: Tensor) -> PackedText:
-        """From the number of the document of each token.
-
-        Args:
-            documents: (b, l), rising through the flattened rows; -1 is none.
-        """
+        """From the number of the document of each token."""
         flat = documents.flatten()
         tokens = (flat >= 0).nonzero()[:, 0]
         _, lengths = torch.unique_consecutive(flat[tokens], return_counts=True)
@@ -59,31 +55,18 @@ class PackedText:
         return self.places.shape[1]
 
     def select(self, rows: Sequence[int]) -> PackedText:
-        """The same rows with some of their documents only; the others are passed by.
-
-        Args:
-            rows: numbers of the documents, in order.
-        """
+        """The same rows with some of their documents only; the others are passed by."""
         real = self.real[rows]
         longest = int(real.sum(1).max())
         places, real = self.places[rows, :longest], real[:, :longest]
         return PackedText(self.numbers, places[real], places, real)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Documents as rows (s, longest, …); what follows a shorter one repeats its last token.
-
-        Args:
-            x: (b, l, …).
-        """
+        """Documents as rows (s, longest, …); what follows a shorter one repeats its last token."""
         return x.flatten(0, 1)[self.places.to(x.device)]
 
     def pack(self, documents: Tensor, x: Tensor) -> Tensor:
-        """x (b, l, …) with the tokens of the documents in place of its own.
-
-        Args:
-            documents: (s, longest, …).
-            x: (b, l, …).
-        """
+        """x (b, l, …) with the tokens of the documents in place of its own."""
         flat, tokens = x.flatten(0, 1), self.tokens.to(x.device)
         return flat.index_copy(0, tokens, documents[self.real.to(x.device)]).view_as(x)
 
@@ -97,11 +80,6 @@ def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText
 
     A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so. Where a mask says of
     each token what it sees (four dimensions, or another object), positions say nothing: those of a tree repeat.
-
-    Args:
-        kwargs: of the call.
-        rows: b of the text.
-        length: l of the text.
     """
     if torch.compiler.is_compiling():
         return None  # it depends on values, which a graph has not

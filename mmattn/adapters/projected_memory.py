@@ -20,13 +20,7 @@ from mmattn.memory import Memory
 
 
 class ProjectedView(View):
-    """A memory in one forward: its keys and values, and which slots each token attends to.
-
-    Args:
-        projected: keys and values by host layer.
-        attention_mask: (b, 1, l, m) bool, which slots each token attends to; None for all that are real.
-        seen: (b, l or 1, 1) bool, which tokens attend to anything; None for all.
-    """
+    """A memory in one forward: its keys and values, and which slots each token attends to."""
 
     def __init__(self, projected: Mapping[int, Any], attention_mask: Tensor | None, seen: Tensor | None) -> None:
         self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
@@ -78,11 +72,7 @@ class ProjectedMemory(VectorMemory):
         self._read_by_graph = False
 
     def step(self, text: TextState) -> ProjectedView:
-        """Return what this forward attends to; the same object until a tensor that it depends on changes.
-
-        Raises:
-            ShapeError: the rows of the text are not those of the memory.
-        """
+        """Return what this forward attends to; the same object until a tensor that it depends on changes."""
         if text.rows != self.rows:
             self.check_rows(text)
         prepared, adapter = self.prepared, self.adapter
@@ -120,11 +110,7 @@ class ProjectedMemory(VectorMemory):
         return self.view(projected, rule, seen)
 
     def hide_arrivals(self) -> None:
-        """Make `step` hide the slots that have not arrived.
-
-        Raises:
-            ConditionError: a resampler mixes the slots.
-        """
+        """Make `step` hide the slots that have not arrived."""
         if self.adapter.resampler is not None:
             super().hide_arrivals()
         self.follows_text = True
@@ -132,12 +118,7 @@ class ProjectedMemory(VectorMemory):
     # Continuous batching ---------------------------------------------------------------------------------------------
 
     def for_request(self) -> BoundMemory:
-        """Return this memory, which must be of one row.
-
-        Raises:
-            ShapeError: it has several rows.
-            ConditionError: what tokens attend to depends on the text.
-        """
+        """Return this memory, which must be of one row."""
         if self.follows_text:
             super().for_request()
         check_one_row(self)
@@ -165,11 +146,7 @@ class ProjectedMemory(VectorMemory):
     # Compiled hosts --------------------------------------------------------------------------------------------------
 
     def prepare_graph(self) -> None:
-        """Compute the inputs of a compiled host, where they may be cached.
-
-        Raises:
-            ConditionError: as in `check_graph`, of the inputs before.
-        """
+        """Compute the inputs of a compiled host, where they may be cached."""
         if torch.compiler.is_compiling() or self._may_not_cache():
             return
         self.check_graph()
@@ -177,11 +154,7 @@ class ProjectedMemory(VectorMemory):
         self._graph_version = TensorVersion(self._graph_sources())
 
     def check_graph(self) -> None:
-        """Refuse results of a compiled host for which the weights or the memory were edited too late.
-
-        Raises:
-            ConditionError: they were, since the call was begun.
-        """
+        """Refuse results of a compiled host for which the weights or the memory were edited too late."""
         version = self._graph_version
         if self._read_by_graph and version is not None and not version.holds(self._graph_sources()):
             raise ConditionError(
@@ -235,14 +208,7 @@ class GraphInputs:
 
 
 class RequestMemories(BoundMemory):
-    """The memories of the requests in one step of continuous batching, which share one packed row, for one adapter.
-
-    Args:
-        name: of the adapter.
-        requests: the memory of each request; None for a request without one.
-        join: puts keys and values of one layer together.
-        keep: takes the changed hidden states that are finite.
-    """
+    """The memories of the requests in one step of continuous batching, which share one packed row, for one adapter."""
 
     def __init__(self, name: str, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> None:
         self.name, self._join, self._keep = name, join, keep
@@ -250,11 +216,7 @@ class RequestMemories(BoundMemory):
         self.rows = len(requests)
 
     def step(self, text: TextState) -> RequestsView:
-        """Return what each request attends to; one without a memory passes through.
-
-        Raises:
-            ShapeError: the text is not that of the requests.
-        """
+        """Return what each request attends to; one without a memory passes through."""
         self.check_rows(text)
         packed = text.packed
         assert packed is not None, "transformers says where the requests of a step begin"
@@ -275,12 +237,7 @@ class RequestMemories(BoundMemory):
 
 
 class RequestsView(View):
-    """The memories of requests in one step, in groups of one length: nothing is computed on padding.
-
-    Args:
-        views: of each group.
-        keep: takes the changed hidden states that are finite.
-    """
+    """The memories of requests in one step, in groups of one length: nothing is computed on padding."""
 
     is_packed = True
 

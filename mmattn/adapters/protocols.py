@@ -107,12 +107,7 @@ class View(ABC):
 
 
 class PackedView(View):
-    """The memory as the documents of packed rows attend to it.
-
-    Args:
-        view: for the documents as rows.
-        text: where the documents lie.
-    """
+    """The memory as the documents of packed rows attend to it."""
 
     is_packed = True
 
@@ -248,11 +243,7 @@ class BoundMemory(ABC):
 
 
 def check_one_row(memory: BoundMemory) -> None:
-    """Check that the memory of a request has one row.
-
-    Raises:
-        ShapeError: it has several.
-    """
+    """Check that the memory of a request has one row."""
     if memory.rows != 1:
         raise ShapeError(f"a request has one row of memory, got {memory.rows}: add a request for each row")
 

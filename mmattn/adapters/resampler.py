@@ -57,11 +57,7 @@ class Resampler:
         check_float("feed_forward", self.feed_forward, at_least=0.01, below=64.1)
 
     def sized(self, memory_dim: int) -> Resampler:
-        """These settings with nothing left open.
-
-        Args:
-            memory_dim: e, width of the memory.
-        """
+        """These settings with nothing left open."""
         heads, width = default_heads(memory_dim, memory_dim, self.num_heads, self.head_dim)
         return replace(self, num_heads=heads, head_dim=width, norm=normalises(self.norm, memory_dim))
 
@@ -115,12 +111,7 @@ class PerceiverResampler(nn.Module):
 
 
 class ResamplerLayer(nn.Module):
-    """Cross-attention of latents over the memory and themselves, then a feed-forward, both with residuals.
-
-    Args:
-        config: settings of the resampler, with nothing left open.
-        dim: e.
-    """
+    """Cross-attention of latents over the memory and themselves, then a feed-forward, both with residuals."""
 
     def __init__(self, config: Resampler, dim: int) -> None:
         super().__init__()
@@ -134,13 +125,7 @@ class ResamplerLayer(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, latents: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """The latents after this layer.
-
-        Args:
-            latents: (b, n, e).
-            tokens: (b, m, e), the memory.
-            mask: (b, m) bool, True = may be attended to.
-        """
+        """The latents after this layer."""
         own = self.latent_norm(latents)
         attended = torch.cat([self.memory_norm(tokens), own], 1)
         if mask is not None:

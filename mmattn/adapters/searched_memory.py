@@ -62,12 +62,7 @@ class BoundSearch(BoundMemory):
         self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
 
     def step(self, text: TextState) -> SearchedView:
-        """Return what this forward attends to.
-
-        Raises:
-            ShapeError: the rows of the text are not those that there are scores for.
-            ConditionError: slots that arrive while the text is read, or a graph being traced.
-        """
+        """Return what this forward attends to."""
         self.check_rows(text)
         if torch.compiler.is_compiling():
             raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
@@ -83,12 +78,7 @@ class BoundSearch(BoundMemory):
 
 
 def bind_searched(memory: SearchedMemory, adapter: AdapterLayers, host: nn.Module) -> BoundSearch:
-    """Bind a searched memory to an adapter.
-
-    Raises:
-        ShapeError: another width than that of the adapter, or it has no scores and the adapter needs them.
-        ConditionError: the keys of the adapter are no plain projections of single slots.
-    """
+    """Bind a searched memory to an adapter."""
     adapter.check_parts("memory that is searched", "a Memory, such as hits.memory() of a search")
     adapter.slot_norm()
     if memory.dim != adapter.config.memory_dim:

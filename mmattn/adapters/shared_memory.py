@@ -20,11 +20,7 @@ from mmattn.memory import Memory, ShardedMemory, SharedMemory
 
 
 def bind_parts(memory: SharedMemory | ShardedMemory, adapter: AdapterLayers, host: nn.Module) -> PartedMemory:
-    """Bind each part of a memory to an adapter.
-
-    Raises:
-        ConditionError: the adapter must read all slots together.
-    """
+    """Bind each part of a memory to an adapter."""
     adapter.check_parts("memory in parts", "one Memory, such as Memory.cat([shared.expand(b), own])")
     parts = [part for part in (adapter.bind(one, host) for one in memory.parts) if isinstance(part, ProjectedMemory)]
     return PartedMemory(parts, memory.group)
@@ -35,12 +31,7 @@ register_memory_type(ShardedMemory, bind_parts)
 
 
 class PartedMemory(BoundMemory):
-    """The parts of one memory, bound to the adapter that reads them.
-
-    Args:
-        parts: the last is of the rows, one before it is shared by all.
-        group: of `torch.distributed`, where each process has slots of its own.
-    """
+    """The parts of one memory, bound to the adapter that reads them."""
 
     def __init__(self, parts: Sequence[ProjectedMemory], group: Any) -> None:
         self.parts, self.group = parts, group
@@ -55,11 +46,7 @@ class PartedMemory(BoundMemory):
         return SharedMemory(first, last) if self.group is None else ShardedMemory(last, self.group)
 
     def step(self, text: TextState) -> ProjectedView:
-        """Return what this forward attends to.
-
-        Raises:
-            ShapeError: the rows of the text are not those of the memory.
-        """
+        """Return what this forward attends to."""
         views = [part.step(text) for part in self.parts]
         seen = None
         if all(one.seen is not None for one in views):
@@ -75,21 +62,13 @@ class PartedMemory(BoundMemory):
         return ProjectedView(projected, views[-1].attention_mask, seen)
 
     def for_request(self) -> BoundMemory:
-        """Refuse: a request has a memory of one part.
-
-        Raises:
-            ConditionError: always.
-        """
+        """Refuse: a request has a memory of one part."""
         raise ConditionError(
             "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
         )
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return all slots as one memory.
-
-        Raises:
-            ConditionError: they lie in several processes.
-        """
+        """Return all slots as one memory."""
         if self.group is not None:
             raise ConditionError("the slots of this memory lie in several processes: examine it in one")
         memories = [part.as_memory(text) for part in self.parts]

@@ -78,11 +78,7 @@ class TextState:
     timestep: Tensor | None = None
 
     def rows_of(self, tokens: Tensor) -> list[int]:
-        """The rows, or documents, in which some tokens are that are no padding.
-
-        Args:
-            tokens: (b, l) bool, those of this forward as the host was given them, or only the last ones.
-        """
+        """The rows, or documents, in which some tokens are that are no padding."""
         number, mask = torch.arange(len(tokens), device=tokens.device)[:, None], self.attention_mask
         if self.packed is not None:
             number = self.packed.numbers.to(tokens.device)[:, -tokens.shape[1] :]
@@ -98,11 +94,7 @@ class TextState:
 
     @cached_property
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """The text up to the end of this forward: which tokens are real (b, t) bool, and their ids (b, t) where known.
-
-        Raises:
-            ConditionError: it is not known how much text came before, or which of it is padding.
-        """
+        """Return which tokens of the text so far are real (b, t) bool, and their ids (b, t) if known."""
         if self.inputs is None:
             raise ConditionError(
                 "what this adapter reads depends on the whole text, and only a part of the host was called: call the "
@@ -133,14 +125,7 @@ class TextState:
         return real, ids if ids.shape == real.shape and not ids.is_floating_point() else None
 
     def images_begun(self, media_token: int | None) -> Tensor:
-        """How many images began at or before each token of this forward, (b, l).
-
-        Args:
-            media_token: id of the token that stands for an image.
-
-        Raises:
-            ConditionError: it cannot be known here.
-        """
+        """How many images began at or before each token of this forward, (b, l)."""
         known, ids = self.images, self.input_ids
         if known is None and media_token is not None:
             if self.prompt is not None and not self.prompt.is_floating_point():
@@ -155,14 +140,7 @@ class TextState:
         return self._of_tokens("images", known)
 
     def arrived_slots(self, slots: int) -> Tensor | None:
-        """Which slots each token of this forward sees, (b, 1, l, m), where the caller says what had arrived.
-
-        Args:
-            slots: m.
-
-        Raises:
-            ConditionError: it is not known which tokens of the text these are.
-        """
+        """Which slots each token of this forward sees, (b, 1, l, m), where the caller says what had arrived."""
         if self.arrivals is None:
             return None
         count = self._of_tokens("arrived", self.arrivals.count)[:, None, :, None]

@@ -62,11 +62,7 @@ def attach(
 
 
 def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> Any:
-    """The adapted model of a host that has none yet; the host is not changed.
-
-    Raises:
-        AttachError: no kind of host matches, or `path` is not for this kind.
-    """
+    """The adapted model of a host that has none yet; the host is not changed."""
     kind = host_kind(check_host(host))
     options: dict[str, Any] = {"require_memory": require_memory}
     if path is not None:
@@ -80,11 +76,7 @@ def adapted_model(host: nn.Module, path: str | None, require_memory: bool = Fals
 
 
 def check_same_options(model: AdaptedModel, path: str | None, require_memory: bool) -> None:
-    """Refuse options that an earlier `attach` has decided otherwise.
-
-    Raises:
-        AttachError: one differs.
-    """
+    """Refuse options that an earlier `attach` has decided otherwise."""
     decided = getattr(model, "path", None)
     if path is not None and path != decided:
         raise AttachError(f"path={path!r} was given, and the first attach decided path={decided!r}: unload() first")

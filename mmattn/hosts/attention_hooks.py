@@ -29,12 +29,7 @@ WITH_MASKS = ("sdpa", "eager")
 
 
 class HookedConfig:
-    """The config of one attention layer, with a function of ours in place of the host's own.
-
-    Args:
-        own: the config that it stands for.
-        listener: gives what the attention becomes, of a `HostAttention`.
-    """
+    """The config of one attention layer, with a function of ours in place of the host's own."""
 
     _attn_implementation = NAME
 
@@ -48,12 +43,7 @@ class HookedConfig:
 
 
 class AttentionHook:
-    """A hook in the attention of one layer, until it is removed.
-
-    Args:
-        module: the attention layer.
-        listener: as for `HookedConfig`.
-    """
+    """A hook in the attention of one layer, until it is removed."""
 
     def __init__(self, module: nn.Module, listener: Callable[[HostAttention], HostAttention]) -> None:
         _register()
@@ -74,12 +64,7 @@ class AttentionHook:
 
 
 class JoinMemory:
-    """Hands the attention of one layer of a host to the adapters.
-
-    Args:
-        model: the adapted model.
-        layer: number of the layer.
-    """
+    """Hands the attention of one layer of a host to the adapters."""
 
     def __init__(self, model: Any, layer: int) -> None:
         self.model, self.layer = model, layer
@@ -106,11 +91,7 @@ def hook_attention(model: Any, module: nn.Module, layer: int) -> AttentionHook:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, Any]:
-    """The attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None.
-
-    Raises:
-        ConditionError: a memory is joined, and the host's own function takes no mask.
-    """
+    """The attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None."""
     config: Any = module.config
     cache, function = options.get("cache"), own_function(module)
     if cache is not None and str(config.own._attn_implementation).removeprefix("paged|") == "sdpa":
@@ -138,11 +119,7 @@ def own_function(module: nn.Module) -> Callable[..., Any]:
 
 
 def check_function(config: Any) -> None:
-    """Refuse a host whose attention is told by lengths alone which token sees which key.
-
-    Raises:
-        ConditionError: it is.
-    """
+    """Refuse a host whose attention is told by lengths alone which token sees which key."""
     name = str(config._attn_implementation)
     if name.removeprefix("paged|") not in WITH_MASKS:
         raise ConditionError(
@@ -152,16 +129,7 @@ def check_function(config: Any) -> None:
 
 
 def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[int, tuple[str, HeadSizes]]:
-    """The attention of each decoder layer by number: its dotted name and sizes, as a short text finds them.
-
-    Args:
-        host: the language model.
-        layers: its decoder layers.
-        path: dotted name of their list.
-
-    Raises:
-        AttachError: layers without such an attention, or with several.
-    """
+    """The attention of each decoder layer by number: its dotted name and sizes, as a short text finds them."""
     found: dict[int, list[tuple[str, HeadSizes]]] = {}
 
     def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
@@ -195,11 +163,7 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
 
 @contextlib.contextmanager
 def attention_hooks(listeners: Mapping[nn.Module, Callable[[HostAttention], HostAttention]]) -> Iterator[None]:
-    """Inside the block these attention layers are hooked.
-
-    Args:
-        listeners: by layer.
-    """
+    """Inside the block these attention layers are hooked."""
     hooks = [AttentionHook(module, listener) for module, listener in listeners.items()]
     try:
         yield

@@ -71,13 +71,7 @@ class AdaptedModel(NamedAdapters):
         return TextState(given.shape[0], given.shape[1], given, past=0, images=call.images)
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
-        """A random batch as the host is called with, without a memory; for the doctor and the shared tests.
-
-        Args:
-            generator: of the random numbers.
-            config: settings of the adapter that it is for.
-            rows: b.
-        """
+        """A random batch as the host is called with, without a memory; for the doctor and the shared tests."""
         raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
 
     @classmethod
@@ -86,23 +80,14 @@ class AdaptedModel(NamedAdapters):
         raise ConditionError(f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)")
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
-        """The settings and tensors of an adapter published as one file, for hosts that know such a layout.
-
-        Raises:
-            AdapterFileError: this kind of host knows none.
-        """
+        """The settings and tensors of an adapter published as one file, for hosts that know such a layout."""
         raise AdapterFileError(
             f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
             "save_adapter wrote"
         )
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove that what an adapter writes at its sites reaches the host's answer.
-
-        Raises:
-            AttachError: it cannot be proved.
-            ConditionError: it does not.
-        """
+        """Prove that what an adapter writes at its sites reaches the host's answer."""
 
     # Memory --------------------------------------------------------------------------------------------------------
 
@@ -212,42 +197,26 @@ class AdaptedModel(NamedAdapters):
             yield self
 
     def check_attached(self) -> None:
-        """Refuse to act on a host that these adapters were taken from.
-
-        Raises:
-            ConditionError: they were.
-        """
+        """Refuse to act on a host that these adapters were taken from."""
         if self.host.__dict__.get(MARK) is not self:
             raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
     def check_not_required(self) -> None:
-        """Refuse a call without a memory, where one is required.
-
-        Raises:
-            ConditionError: it is.
-        """
+        """Refuse a call without a memory, where one is required."""
         if self.require_memory:
             raise ConditionError("this host was attached with require_memory=True and no memory was given")
 
     # One forward ---------------------------------------------------------------------------------------------------
 
     def current_call(self) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a call made here, and the adapters that do not exist for it.
-
-        Raises:
-            ConditionError: a memory is required and there is none.
-        """
+        """Return the memories of a call made here, and the adapters that do not exist for it."""
         found, call, disabled = self.open_blocks.in_force()
         if not found:
             self.miss_memory()
         return call, disabled
 
     def miss_memory(self) -> None:
-        """Warn of a memory that is set elsewhere, where a call finds none.
-
-        Raises:
-            ConditionError: a memory is required.
-        """
+        """Warn of a memory that is set elsewhere, where a call finds none."""
         if self.require_memory:
             raise ConditionError(
                 "this host was attached with require_memory=True and was called without: give memory= or use "
@@ -257,12 +226,7 @@ class AdaptedModel(NamedAdapters):
             self.open_blocks.warn_of_others()
 
     def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a forward that begins, and the adapters that do not exist for it.
-
-        Args:
-            host: the part of the host that is called.
-            kwargs: with which it is called.
-        """
+        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
         return self.current_call()
 
     def forward_step(
@@ -343,14 +307,7 @@ class AdaptedModel(NamedAdapters):
         return sorted({layer for layer, _ in step.actions} - step.visited)
 
     def check_reached(self, layers: Sequence[int]) -> None:
-        """Refuse an answer that memory did not reach, because layers of the host are not where they were.
-
-        Args:
-            layers: whose hooks did not run.
-
-        Raises:
-            ConditionError: one is no longer part of the host.
-        """
+        """Refuse an answer that memory did not reach, because layers of the host are not where they were."""
         parts = set(self.host.modules())
         lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
         if lost:
@@ -360,15 +317,7 @@ class AdaptedModel(NamedAdapters):
             )
 
     def check_answer(self, step: ForwardStep, output: Any) -> None:
-        """Refuse an answer to a memory that is not finite.
-
-        Args:
-            step: the forward.
-            output: what the host gave.
-
-        Raises:
-            NonFiniteError: it is not.
-        """
+        """Refuse an answer to a memory that is not finite."""
 
     # For looking on ------------------------------------------------------------------------------------------------
 
@@ -391,15 +340,7 @@ class AdaptedModel(NamedAdapters):
 
 
 def check_unused(adapter_scale: Any = 1.0, **given: Any) -> None:
-    """Refuse what only has a meaning together with a memory.
-
-    Args:
-        adapter_scale: as it was given, 1 by default.
-        given: others by name, None by default.
-
-    Raises:
-        ConditionError: one was given.
-    """
+    """Refuse what only has a meaning together with a memory."""
     if not (isinstance(adapter_scale, (int, float)) and adapter_scale == 1):
         given["adapter_scale"] = adapter_scale
     for name, value in given.items():

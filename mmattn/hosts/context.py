@@ -72,11 +72,7 @@ class Call:
 
 @contextlib.contextmanager
 def prepared_for_graphs(call: Call | None) -> Iterator[None]:
-    """A block inside of which a compiled host may be called.
-
-    Raises:
-        ConditionError: weights or a memory were changed inside, and a graph missed it.
-    """
+    """A block inside of which a compiled host may be called."""
     if call is None:
         yield
         return
@@ -87,11 +83,7 @@ def prepared_for_graphs(call: Call | None) -> Iterator[None]:
 
 
 def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collection[str]) -> dict[str, float]:
-    """Return the factor of the result of each adapter of a call.
-
-    Raises:
-        ConfigError: no finite number, or names that are not exactly these.
-    """
+    """Return the factor of the result of each adapter of a call."""
     if type(adapter_scale) is float and adapter_scale == 1.0:
         return dict.fromkeys(names, 1.0)
     if not isinstance(adapter_scale, Mapping):
@@ -122,15 +114,7 @@ class InForce(NamedTuple):
 
 
 class Block:
-    """One `condition` or `disable_adapter` block, or one call with `memory=`; a context manager.
-
-    Args:
-        home: the blocks of its host.
-        call: the memories of calls inside it; None for none.
-        disabled: adapters that do not exist inside it.
-        is_condition: a caller's `condition` block, inside of which other threads may be started.
-        gives: it says which memory calls inside it have.
-    """
+    """One `condition` or `disable_adapter` block, or one call with `memory=`; a context manager."""
 
     def __init__(self, home: OpenBlocks, call: Any, disabled: frozenset[str], is_condition: bool, gives: bool) -> None:
         self.home, self.call, self.disabled, self.gives = home, call, disabled, gives
@@ -218,12 +202,6 @@ def refuse_generator(frame: FrameType | None) -> None:
     """Refuse a `condition` block that a generator opens: while it waits, the block would hold for its caller.
 
     Helpers made by `contextlib` are passed over: they wait while their block is open.
-
-    Args:
-        frame: the function that opens the block.
-
-    Raises:
-        ConditionError: it is a generator.
     """
     library, generators = contextlib.__file__, inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
     while frame is not None and frame.f_back is not None:

@@ -18,12 +18,7 @@ from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_conte
 
 
 class CrossAttentionHook:
-    """Hands the hidden states before or after one layer of a host to the adapters.
-
-    Args:
-        model: the adapted model.
-        layer: number of the layer.
-    """
+    """Hands the hidden states before or after one layer of a host to the adapters."""
 
     position = ""
 
@@ -88,11 +83,7 @@ def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
 
 
 class BeforeHost:
-    """A forward pre-hook of a host: asks the memories of the current call what this forward attends to.
-
-    Args:
-        model: the adapted model.
-    """
+    """A forward pre-hook of a host: asks the memories of the current call what this forward attends to."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -147,11 +138,7 @@ def arguments_by_name(
 
 
 def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of the adapted model that a host which takes any keyword would drop in silence.
-
-    Raises:
-        ConditionError: a memory was given to the host.
-    """
+    """Refuse arguments of the adapted model that a host which takes any keyword would drop in silence."""
     for name in ("memory", "adapter_scale"):
         if name in kwargs and name not in inspect.signature(type(host).forward).parameters:
             raise ConditionError(
@@ -161,11 +148,7 @@ def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 class AfterHost:
-    """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed.
-
-    Args:
-        model: the adapted model.
-    """
+    """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -20,15 +20,7 @@ NEAR = 0.81
 
 
 def check_keywords(model: Any, names: Iterable[str]) -> None:
-    """Refuse keywords that are near misses of ours, and that no part of the host names.
-
-    Args:
-        model: the adapted model.
-        names: of the keywords.
-
-    Raises:
-        ConfigError: one is.
-    """
+    """Refuse keywords that are near misses of ours, and that no part of the host names."""
     ours = ("memory", *model.memory_keywords)
     for name in names:
         if name in ours:
@@ -42,11 +34,7 @@ def check_keywords(model: Any, names: Iterable[str]) -> None:
 
 
 def named_by_parts(host: nn.Module) -> set[str]:
-    """The keywords that a host or a part of it names in its forward, or when it generates; peft has a list of its own.
-
-    Args:
-        host: the frozen model.
-    """
+    """Return the keywords that a host or a part of it names in its forward, or when it generates."""
     known = set(getattr(host, "special_peft_forward_args", ()))
     for kind in {type(part) for part in host.modules()}:
         known |= {*_parameters(kind.forward), *_renamed(kind.forward)}
@@ -96,10 +84,6 @@ def shown_as(model: Any, host: nn.Module) -> Any:
     """The class of an adapted model whose forward has the signature of the host's, with our keywords beside it.
 
     Trainers ask a model's forward which columns of the data it reads, and its class which of them are labels.
-
-    Args:
-        model: the adapted model, of the class of its kind.
-        host: the frozen model.
     """
     kinds: list[Any] = [type(model), type(host), type(inner_host(host))]
     return _shown_as(*kinds)

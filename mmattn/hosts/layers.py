@@ -19,17 +19,7 @@ _WIDTHS = ("hidden_size", "d_model")
 
 
 def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
-    """The path and list of the layers of a host, of a language model those of its decoder.
-
-    Args:
-        host: the model.
-        path: where the list is; by default the outermost `nn.ModuleList` that is as long as the config says. Of
-            several, or where none is, the one that the host's main input passes, layer by layer: in a language model
-            that also sees or hears, a text alone.
-
-    Raises:
-        AttachError: none or several fit; the message lists what was found.
-    """
+    """The path and list of the layers of a host, of a language model those of its decoder."""
     lists = {name: module for name, module in host.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     named = [f"{name} ({len(module)} × {type(module[0]).__name__})" for name, module in lists.items()]
     found = ", ".join(named) or "none"
@@ -98,15 +88,7 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
 
 
 def layers_width(layers: nn.ModuleList, configs: Sequence[Any]) -> int:
-    """Width d of the hidden states: the one of a config that norms of a layer have, or what most of them have.
-
-    Args:
-        layers: of a part of a host.
-        configs: of the part and of the host.
-
-    Raises:
-        AttachError: neither tells.
-    """
+    """Width d of the hidden states: the one of a config that norms of a layer have, or what most of them have."""
     sizes = [size for size in map(_norm_width, layers[0].modules()) if size is not None]
     known = [getattr(config, name, None) for config in configs for name in _WIDTHS]
     for width in known:

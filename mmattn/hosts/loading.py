@@ -78,11 +78,7 @@ def load(
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse what no adapter can run in.
-
-    Raises:
-        ConfigError: no floating-point dtype of 16 bits or more, "auto" or None.
-    """
+    """Refuse what no adapter can run in."""
     floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
     if not (dtype is None or dtype == "auto" or floats):
         raise ConfigError(

@@ -14,16 +14,7 @@ from mmattn.errors import AttachError, ConfigError, check_float
 
 @torch.no_grad()
 def weighted_sum(parts: Any, weights: Sequence[float]) -> dict[str, Tensor]:
-    """The weighted sum of the weights of adapters of equal settings, as a state dict.
-
-    Args:
-        parts: the trainable parts.
-        weights: one for each.
-
-    Raises:
-        AttachError: settings that differ.
-        ConfigError: another number of weights than adapters, or no list of adapters.
-    """
+    """The weighted sum of the weights of adapters of equal settings, as a state dict."""
     if isinstance(parts, str) or not parts:
         raise ConfigError(f"give the names of the adapters to merge as a list, got {parts!r}")
     names = [part.name for part in parts]

@@ -19,11 +19,7 @@ from mmattn.hosts.save_pretrained import SavedModel
 
 
 class NamedAdapters(SavedModel):
-    """A host and its adapters by name, of which some are active.
-
-    Args:
-        host: the frozen model.
-    """
+    """A host and its adapters by name, of which some are active."""
 
     kind: ClassVar[str] = ""
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
@@ -139,11 +135,7 @@ class NamedAdapters(SavedModel):
             )
 
     def adapter(self, name: str) -> AdapterLayers:
-        """The trainable part of the adapter of this name.
-
-        Raises:
-            AttachError: there is none.
-        """
+        """The trainable part of the adapter of this name."""
         adapters: Any = self._modules["adapters"]
         layers: AdapterLayers | None = adapters._modules.get(name)
         if layers is None:

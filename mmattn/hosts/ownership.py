@@ -25,9 +25,6 @@ class AttachedModel(nn.Module):
 
     The host keeps its own modules, hooks apart: `host.state_dict()`, `save_pretrained` and every tool that walks the
     host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
-
-    Args:
-        host: the frozen model.
     """
 
     # Methods of the host that are replaced on it while adapters are attached, by name.
@@ -134,12 +131,7 @@ def forget_compiled() -> None:
 
 
 def check_host(host: object) -> nn.Module:
-    """Refuse what cannot be joined.
-
-    Raises:
-        AttachError: not a module.
-        ConditionError: compiled, or weights not loaded.
-    """
+    """Refuse what cannot be joined."""
     if not isinstance(host, nn.Module):
         raise AttachError(f"attach needs a model, got {type(host).__name__}")
     if hasattr(host, "_orig_mod") or getattr(host, "_compiled_call_impl", None) is not None:

@@ -14,11 +14,7 @@ _ATTRIBUTE = "_gradient_checkpointing_func"
 
 
 class InContext:
-    """A checkpointing function whose second forward, in the backward pass, sees the memory of the first.
-
-    Args:
-        checkpoint: the host's own.
-    """
+    """A checkpointing function whose second forward, in the backward pass, sees the memory of the first."""
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
@@ -56,12 +52,7 @@ def runs_hooks_again(layer: nn.Module) -> bool:
 
 
 def keep_context_of_hooks(host: nn.Module, sites: Mapping[tuple[int, str], nn.Module]) -> None:
-    """`keep_context` for what runs a second time in the backward pass: hooks of layers, and attention within them.
-
-    Args:
-        host: the model.
-        sites: by number of the layer and position, where adapters act.
-    """
+    """`keep_context` for what runs a second time in the backward pass: hooks of layers, and attention within them."""
     if any(position == "joined" for _, position in sites):
         keep_context(host)
         return
@@ -71,11 +62,7 @@ def keep_context_of_hooks(host: nn.Module, sites: Mapping[tuple[int, str], nn.Mo
 
 
 def refuse_reentrant(host: nn.Module) -> None:
-    """Refuse recomputed layers in which the gradients of what was joined with their attention would be lost.
-
-    Raises:
-        ConditionError: gradient checkpointing of the host is reentrant.
-    """
+    """Refuse recomputed layers in which the gradients of what was joined with their attention would be lost."""
     for module in host.modules():
         checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
         if checkpoint is None or not getattr(module, "gradient_checkpointing", False):
@@ -89,11 +76,7 @@ def refuse_reentrant(host: nn.Module) -> None:
 
 
 def refuse_other_context(layer: nn.Module) -> None:
-    """Refuse a layer whose hooks would run a second time where another memory is in force, or lose its gradients.
-
-    Raises:
-        ConditionError: they would.
-    """
+    """Refuse a layer whose hooks would run a second time where another memory is in force, or lose its gradients."""
     if not getattr(layer, "gradient_checkpointing", False) or not runs_hooks_again(layer):
         return
     kept = layer.__dict__.get(_ATTRIBUTE)

@@ -1,7 +1,7 @@
 """Methods of torch, transformers and diffusers that are replaced on single objects, because upstream offers no hook.
 
-`replace_method` puts a method on the object, not on its class, and `restore_methods` takes it away again. Two attributes
-are replaced besides: `config` of attention layers (`attention_hooks`), `_gradient_checkpointing_func` (`recomputation`).
+`replace_method` puts a method on the object, not on its class, and `restore_methods` takes it away again. Beside them,
+`attention_hooks` replaces `config` of attention layers, and `recomputation` `_gradient_checkpointing_func` of layers.
 `tests/hosts/test_replaced.py` fails when upstream renames one of them or one of the arguments that are relied on.
 """
 

@@ -28,11 +28,7 @@ _MAX_JSON = 1 << 20
 
 
 class SavedModel(AttachedModel):
-    """A host and its adapters, whose checkpoints hold what is trained.
-
-    Args:
-        host: the frozen model.
-    """
+    """A host and its adapters, whose checkpoints hold what is trained."""
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
@@ -182,15 +178,7 @@ def _expect_no_host(model: nn.Module, keys: Any) -> None:
 
 
 def saved_settings(state: Mapping[str, Tensor], source: str) -> dict[str, dict[str, Any]]:
-    """The settings of each adapter in the state dict of an adapted model; none where it is of something else.
-
-    Args:
-        state: tensors by name.
-        source: what messages call it.
-
-    Raises:
-        AdapterFileError: they are damaged, or of a newer format.
-    """
+    """The settings of each adapter in the state dict of an adapted model; none where it is of something else."""
     found = {}
     for key in state:
         room, _, rest = key.partition(".")

@@ -20,17 +20,7 @@ from mmattn.storage.fingerprints import fingerprint
 
 
 def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
-    """Write the adapter `name` of an adapted model as a folder.
-
-    Args:
-        model: the adapted model.
-        folder: where to.
-        name: of the adapter.
-        encoder: fingerprint of the encoder whose memories it was trained on.
-
-    Raises:
-        ConfigError: its kind is not registered.
-    """
+    """Write the adapter `name` of an adapted model as a folder."""
     adapter = model.adapter(name)
     config = adapter.config
     if adapter_kinds().get(config.kind) is not type(config):
@@ -45,14 +35,7 @@ def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None
 def adapter_config(
     model: Any, name: str, encoder: str | None = None, *, with_fingerprint: bool = True
 ) -> dict[str, Any]:
-    """What the files of an adapter say of it, as JSON values.
-
-    Args:
-        model: the adapted model.
-        name: of the adapter.
-        encoder: fingerprint of the encoder whose memories it was trained on.
-        with_fingerprint: of the host's weights, for which all of them are read.
-    """
+    """What the files of an adapter say of it, as JSON values."""
     adapter = model.adapter(name)
     return {
         "format": FORMAT,
@@ -87,12 +70,7 @@ def describe_host(model: Any, position: str, with_fingerprint: bool = True) -> d
 
 
 def host_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | None:
-    """The fingerprint of a host's weights, or None where some of them are elsewhere.
-
-    Args:
-        model: the adapted model.
-        dtype: as if the weights had this one.
-    """
+    """The fingerprint of a host's weights, or None where some of them are elsewhere."""
     inner = _inner(model)
     return None if weights_elsewhere(inner) else fingerprint(inner.state_dict(), dtype)
 

@@ -90,11 +90,7 @@ class GatedAdapter(SlotAdapter):
             check_choice("where", self.where, PARTS)
 
     def offered(self, host: Host) -> list[Site]:
-        """The sites of the part that `where` names.
-
-        Raises:
-            AttachError: the host has no parts.
-        """
+        """The sites of the part that `where` names."""
         if self.where is None:
             return super().offered(host)
         sites = [site for site in host.sites(self.position) if site.part == self.where]
@@ -118,11 +114,7 @@ class GatedLayers(BlockLayers):
     """The trainable part of one gated adapter on one host."""
 
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory that this adapter cannot read.
-
-        Raises:
-            ShapeError: another width, or scores or segments are missing.
-        """
+        """Refuse a memory that this adapter cannot read."""
         super().check_memory(memory)
         visible = self.config.visible_segments
         if visible != "all" and memory.segments is None:

@@ -53,9 +53,6 @@ class Gate(nn.Module):
     """tanh of learned numbers that start at 0: the adapter starts as exactly nothing.
 
     Stays in float32 at least when the rest becomes half precision: its first steps are smaller than half can hold.
-
-    Args:
-        shape: of the numbers.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -75,13 +72,7 @@ class Gate(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """Gated cross-attention and feed-forward at one host layer.
-
-    Args:
-        config: settings of a `BlockAdapter`.
-        host_dim: d.
-        attention: further arguments of its `CrossAttention`.
-    """
+    """Gated cross-attention and feed-forward at one host layer."""
 
     def __init__(self, config: Any, host_dim: int, attention: dict[str, Any]) -> None:
         super().__init__()
@@ -117,16 +108,7 @@ class GatedBlock(nn.Module):
         seen: Tensor | None = None,
         adapter_scale: float = 1.0,
     ) -> Tensor:
-        """x + tanh(α) · attend(norm(x), M), then the same with the feed-forward; in the dtype of x.
-
-        Args:
-            x: hidden states (b, l, d) of the host.
-            memory: keys and values of M, as `self.attention.project` computes them.
-            attention_mask: (b, 1, l, m) bool, which slots each token sees; None for all that are real.
-            query_positions: of x, for rotary positions.
-            seen: (b, l or 1, 1) bool, which tokens change; the others pass through bit for bit. None for all.
-            adapter_scale: multiplies what is added.
-        """
+        """x + tanh(α) · attend(norm(x), M), then the same with the feed-forward; in the dtype of x."""
         norm = self.norm
         wide = x if x.dtype is norm.weight.dtype else x.to(norm.weight.dtype)
         gate = self.gate()
@@ -148,13 +130,7 @@ class GatedBlock(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """norm, up, GELU, down; or for SwiGLU swish(x W₁) · (x W₂) between norm and down (arXiv 2002.05202, equation 6).
-
-    Args:
-        layout: norm and activation.
-        dim: d.
-        hidden: width between up and down.
-    """
+    """norm, up, GELU, down; or for SwiGLU swish(x W₁) · (x W₂) between norm and down (arXiv 2002.05202, equation 6)."""
 
     def __init__(self, layout: BlockLayout, dim: int, hidden: int) -> None:
         super().__init__()

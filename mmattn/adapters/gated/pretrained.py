@@ -143,22 +143,6 @@ def read_published(
     """The settings and weights of the gated blocks among the tensors of a published model.
 
     Tensors of other parts (text, vision, resampler) are ignored.
-
-    Args:
-        family: "idefics", "mllama" or "openflamingo".
-        tensors: the state dict of the published model, or that of its blocks.
-        host: the text model that the adapter will be attached to.
-        visible_segments: as in `GatedAdapter`.
-        media_token: as in `GatedAdapter`.
-        num_heads: h; by default from the width of the query norms, or from the host (Idefics), or heads of width 64.
-        source: the name of the tensors in messages.
-
-    Returns:
-        the settings and the state dict of the adapter.
-
-    Raises:
-        AdapterFileError: no blocks, tensors missing, unknown or of another shape, or blocks for another host.
-        NonFiniteError: NaN or infinity.
     """
     known = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
     prefix, blocks, others = _find_blocks(family, known, tensors, source)

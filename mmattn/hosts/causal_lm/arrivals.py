@@ -13,13 +13,7 @@ from mmattn.errors import MaskError, ShapeError, check_int
 
 
 def arrivals_of(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:
-    """Return the slots that had arrived at each token (b, l), for the memories of one call.
-
-    Raises:
-        MaskError: no integers.
-        ShapeError: another number of rows than the memory has.
-        ConditionError: adapters that do not read the slots one by one.
-    """
+    """Return the slots that had arrived at each token (b, l), for the memories of one call."""
     if arrived.is_floating_point() or arrived.dtype is torch.bool:
         raise MaskError(f"arrived counts slots and must hold integers, got {arrived.dtype}")
     for source in sources:

@@ -26,11 +26,7 @@ Sources = Mapping[str, BoundMemory]
 
 
 class RequestBoundary:
-    """Keeps the requests of one manager apart.
-
-    Attributes:
-        refused: by request what is wrong with its memory; it ends with this error in its first step.
-    """
+    """Keeps the requests of one manager apart."""
 
     def __init__(self) -> None:
         self.refused: dict[Any, str] = {}
@@ -43,11 +39,7 @@ class RequestBoundary:
         self._read: WeakKeyDictionary[Any, TensorVersion] = WeakKeyDictionary()
 
     def guard(self, processor: Any) -> None:
-        """Stand between what runs the steps of a manager, its cache and the answers.
-
-        Args:
-            processor: of transformers.
-        """
+        """Stand between what runs the steps of a manager, its cache and the answers."""
         if self._processor is processor:
             return
         self._processor = processor
@@ -68,10 +60,6 @@ class RequestBoundary:
         """What a request sees in a step: nothing where its memory is not finite, in which case it ends after the step.
 
         Keys and values are computed here where that has not been done since the memory last changed.
-
-        Args:
-            request_id: of the request.
-            sources: its memory, bound to the adapters.
         """
         for name, source in sources.items():
             if request_id in self.refused:
@@ -92,11 +80,7 @@ class RequestBoundary:
     # In place of what transformers has -------------------------------------------------------------------------------
 
     def _generation_step(self, model: Any) -> None:
-        """Run a step; once more where a memory was edited after it had been admitted, without that.
-
-        Args:
-            model: the host.
-        """
+        """Run a step; once more where a memory was edited after it had been admitted, without that."""
         try:
             self._own["_generation_step"](model)
         except NonFiniteError:
@@ -105,14 +89,7 @@ class RequestBoundary:
             self._own["_generation_step"](model)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the keys and values (1, g, t, k) of the tokens of a step to the cache, 0 for those that are not finite.
-
-        Args:
-            key_states: of all requests.
-            value_states: likewise.
-            args: transformers' own.
-            kwargs: likewise.
-        """
+        """Write keys and values (1, g, t, k) of a step to the cache, 0 for tokens that are not finite."""
         if not (may_read(key_states) and all_finite(key_states, value_states)):
             broken = self._note(_sizes(key_states) + _sizes(value_states))
             hidden = broken[None, None, :, None]
@@ -123,10 +100,6 @@ class RequestBoundary:
         """What adapters made of hidden states, those as they were whose tokens are not finite now.
 
         Some matrix products take NaN from one token to the next.
-
-        Args:
-            x: (1, t, d), hidden states of all requests.
-            adapted: (1, t, d), with what was found in memories.
         """
         if may_read(adapted) and all_finite(adapted):
             return adapted
@@ -140,13 +113,7 @@ class RequestBoundary:
         return broken
 
     def _sample(self, scores: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Choose the next tokens; of scores (1, n, v) that are not finite one of no meaning, which nobody is given.
-
-        Args:
-            scores: of the requests that are given a token.
-            args: transformers' own.
-            kwargs: likewise.
-        """
+        """Choose the next tokens; of scores (1, n, v) that are not finite one of no meaning, which nobody is given."""
         batches = self._processor.inputs_and_outputs
         if hasattr(batches, "io_pairs"):
             batches = batches.io_pairs[batches.current_pair].host_io

@@ -71,12 +71,7 @@ class Held:
 
 
 class RequestMemories:
-    """The memories of the requests of one manager; its `add_request` takes `memory=`.
-
-    Args:
-        model: the adapted model.
-        manager: `ContinuousBatchingManager` of transformers.
-    """
+    """The memories of the requests of one manager; its `add_request` takes `memory=`."""
 
     def __init__(self, model: Any, manager: Any) -> None:
         self.model, self.manager, self._lock = model, manager, threading.Lock()
@@ -112,21 +107,7 @@ class RequestMemories:
     def add_request(
         self, input_ids: list[int], request_id: str | None = None, *args: Any, memory: Any = None, **kwargs: Any
     ) -> str | None:
-        """Queue a request, with a memory of its own, one shared with others, or none.
-
-        Args:
-            input_ids: of the prompt.
-            request_id: made up where it is None.
-            args: the manager's own.
-            memory: of one row; for requests that share one, the same object. Its keys and values are computed once, and
-                freed with the last request that uses it.
-            kwargs: the manager's own.
-
-        Raises:
-            ShapeError: a memory of several rows, or one that does not fit the adapters.
-            ConditionError: adapters for which a token sees a part of its memory only, or a request of this name that
-                has not ended.
-        """
+        """Queue a request, with a memory of its own, one shared with others, or none."""
         pending = _PENDING.get()
         if memory is None and pending is not None:
             memory = next(pending)
@@ -203,13 +184,7 @@ class RequestMemories:
         return processor
 
     def _fork(self, source: Any, names: list[str], *args: Any) -> Any:
-        """Begin further answers to a prompt, which attend to what the first one does.
-
-        Args:
-            source: the state of the request, or its name.
-            names: of the further answers.
-            args: transformers' own.
-        """
+        """Begin further answers to a prompt, which attend to what the first one does."""
         with self._lock:
             held = getattr(source, "held", None) or self._by_request.get(getattr(source, "request_id", source))
             if held is not None:
@@ -298,23 +273,13 @@ class RequestMemories:
 
 
 def take_memories(model: Any, manager: Any) -> None:
-    """Have a manager take a memory with each request.
-
-    Args:
-        model: the adapted model.
-        manager: of transformers; one that does so already stays as it is.
-    """
+    """Have a manager take a memory with each request."""
     if getattr(manager, "memories", None) is None:
         manager.memories = RequestMemories(model, manager)
 
 
 def bind_request(model: Any, memory: Any) -> dict[str, BoundMemory]:
-    """Return the memory of one request, bound to the adapters.
-
-    Raises:
-        ShapeError: a memory of several rows, or one that does not fit the adapters.
-        ConditionError: adapters for which a token sees a part of its memory only.
-    """
+    """Return the memory of one request, bound to the adapters."""
     bound = {name: one.for_request() for name, one in model.bind(memory).items()}
     return {name: one for name, one in bound.items() if one is not None}
 
@@ -328,10 +293,6 @@ def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
     """Return the memories of requests, all of them checked, and read where the host reads them itself.
 
     In place of one that is not finite is the error with which its request ends.
-
-    Raises:
-        ShapeError: a memory of several rows, or one that does not fit the adapters.
-        ConditionError: adapters for which a token sees a part of its memory only.
     """
     checked: dict[int, Any] = {}
     for one in {id(one): one for one in memories}.values():
@@ -354,9 +315,6 @@ def paused(model: Any) -> Iterator[None]:
 
     transformers keeps on the config of a model what holds for the step under way: a forward in another thread, beside
     it, attends otherwise than it does alone.
-
-    Args:
-        model: the adapted model.
     """
     with ExitStack() as stack:
         for one in list(_MEMORIES):
@@ -367,11 +325,7 @@ def paused(model: Any) -> Iterator[None]:
 
 @contextmanager
 def pending(memories: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, requests that are added without a memory get these, one after the other.
-
-    Args:
-        memories: of each request; None is none.
-    """
+    """Inside the block, requests that are added without a memory get these, one after the other."""
     token = _PENDING.set(iter(memories))
     try:
         yield
@@ -380,15 +334,7 @@ def pending(memories: Sequence[Any]) -> Iterator[None]:
 
 
 def rows_of(memory: Any, requests: int) -> list[Any]:
-    """The memory of each request.
-
-    Args:
-        memory: None, a list with one for each request, or one whose rows are those of the requests.
-        requests: how many there are.
-
-    Raises:
-        ShapeError: another number of them.
-    """
+    """The memory of each request."""
     if memory is None:
         return [None] * requests
     if isinstance(memory, (list, tuple)):

@@ -93,10 +93,6 @@ class TextNotes:
     text.
 
     Nowhere else do beams, drafts and chunks of a prompt appear in full.
-
-    Args:
-        model: the adapted model.
-        host: whose method it stands for.
     """
 
     def __init__(self, model: Any, host: Any) -> None:
@@ -128,11 +124,6 @@ class InThreads:
     """A method of the host that generates in a thread of its own, where the memory of this context does not hold.
 
     The manager that it makes takes a memory with each request.
-
-    Args:
-        model: the adapted model.
-        host: whose method it stands for.
-        name: of the method.
     """
 
     def __init__(self, model: Any, host: nn.Module, name: str) -> None:
@@ -159,12 +150,6 @@ def for_memories(config: Any) -> Any:
 
     Prompts that begin alike must not share the host's keys and values, which depend on the memory, and a captured graph
     would run without adapters.
-
-    Args:
-        config: as it was given; it stays as it is.
-
-    Raises:
-        ConditionError: a compiled forward is asked for.
     """
     from transformers import ContinuousBatchingConfig
 

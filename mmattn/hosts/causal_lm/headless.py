@@ -16,11 +16,7 @@ from mmattn.hosts.keywords import check_keywords
 
 
 class HeadlessHost:
-    """What `base_model` of an adapted language model is. Whatever is not found here is looked up on the host's own.
-
-    Args:
-        model: the adapted model.
-    """
+    """What `base_model` of an adapted language model is. Whatever is not found here is looked up on the host's own."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -36,22 +32,7 @@ class HeadlessHost:
         adapter_scale: float | Mapping[str, float] = 1.0,
         **kwargs: Any,
     ) -> Any:
-        """Call the host's base model with a memory; returns what it returns.
-
-        Args:
-            args: the base model's own.
-            memory: as in the adapted model's `forward`.
-            images: as in `condition`.
-            arrived: as in `condition`.
-            window: as in `condition`.
-            adapter_scale: as in `condition`.
-            kwargs: the base model's own.
-
-        Raises:
-            ConfigError: a keyword that is a near miss of ours.
-            ConditionError: prompts of peft that would be left out, or a call in training that could train nothing,
-                since it has no memory.
-        """
+        """Call the host's base model with a memory; returns what it returns."""
         model = self._model
         check_keywords(model, kwargs)
         if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
@@ -77,11 +58,7 @@ class HeadlessHost:
         return output
 
     def _check_trains(self) -> None:
-        """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached.
-
-        Raises:
-            ConditionError: nothing would be trained.
-        """
+        """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached."""
         model = self._model
         if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().found:
             return

@@ -125,12 +125,7 @@ class AdaptedCausalLM(AdaptedModel):
         ]
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove with one forward of two tokens that what the adapter writes at its layers reaches the answer.
-
-        Raises:
-            AttachError: the host cannot be called as a language model is, or hands on states of another shape.
-            ConditionError: a layer whose output does not matter.
-        """
+        """Prove with one forward of two tokens that what the adapter writes at its layers reaches the answer."""
         if adapter.position == "joined":
             probe_joined(self, adapter.sites)
         else:
@@ -227,11 +222,7 @@ class AdaptedCausalLM(AdaptedModel):
         return step
 
     def check_reached(self, layers: Sequence[int]) -> None:
-        """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design.
-
-        Raises:
-            ConditionError: layers were replaced, or not run.
-        """
+        """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design."""
         super().check_reached(layers)
         call = self.open_blocks.in_force().call
         if self.host.training or (call is not None and call.early_exit):
@@ -249,9 +240,6 @@ class AdaptedCausalLM(AdaptedModel):
         the adapter's or in the host, and what a memory holds that was not checked. A matrix product may take NaN from
         one row to the next (bfloat16 on the CPU, odd widths). Tokens that go on with a cache are looked at only beside
         a memory that was not checked, whose own rows may be NaN.
-
-        Raises:
-            NonFiniteError: there are such; the message names the rows.
         """
         text, call, logits = step.details, step.call, getattr(output, "logits", None)
         if text is None or call is None or call.reads_memory:
@@ -505,11 +493,7 @@ class AdaptedCausalLM(AdaptedModel):
             return own.generate(self.host, *args, **kwargs)
 
     def _expand_inputs(self, expand_size: int = 1, **kwargs: Any) -> Any:
-        """What `generate` repeats its rows by; those that it was called with, or that are known to be left of them.
-
-        Raises:
-            ConditionError: it goes on with other rows.
-        """
+        """What `generate` repeats its rows by; those that it was called with, or that are known to be left of them."""
         inner: Any = inner_host(self.host)
         call, given = self.open_blocks.in_force().call, kwargs.get("input_ids")
         if call is not None and call.rows and given is not None:
@@ -555,10 +539,6 @@ class AdaptedCausalLM(AdaptedModel):
 
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """The language model of this name or in this folder.
-
-        Raises:
-            AdapterFileError: there is none.
-        """
+        """The language model of this name or in this folder."""
         model: nn.Module = load_model("AutoModelForCausalLM", name, "language model")
         return model

@@ -24,14 +24,6 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> 
 
     transformers does so by itself where positions start again and neither a mask nor a cache is given. What does not
     (ALiBi, for one) may read a mask of four dimensions. Which it is, a call of seven tokens proves once for each host.
-
-    Args:
-        host: the language model.
-        kwargs: of the call.
-        text: where its documents lie.
-
-    Raises:
-        ConditionError: the host mixes documents whatever it is given, or the call has a mask or a cache of its own.
     """
     mask = kwargs.get("attention_mask")
     if kwargs.get("use_cache") or given_cache(kwargs) is not None:

@@ -22,7 +22,7 @@ def attach(
     *,
     path: str | None = None,
     require_memory: bool = False,
-) -> Any:
+) -> AdaptedModel:
     """Put an adapter on a frozen host; the host's answers stay bit for bit what they were until it is trained.
 
     Args:
@@ -61,7 +61,7 @@ def attach(
     return model
 
 
-def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> Any:
+def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> AdaptedModel:
     """The adapted model of a host that has none yet; the host is not changed."""
     kind = host_kind(check_host(host))
     options: dict[str, Any] = {"require_memory": require_memory}

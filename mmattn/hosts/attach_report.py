@@ -106,7 +106,7 @@ def attach_check(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             _without_values(host)
-            cls = host_kind(host)
+            cls: Any = host_kind(host)
             kind = cls.kind
             model = cls(host) if path is None else cls(host, path)
             stacks = _stacks(model.sites("inside" if denoises else "after"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.context import step_of
+from mmattn.hosts.context import Action, HookedModel, step_of
 from mmattn.hosts.probe import in_eval_mode
 from mmattn.hosts.probe_inputs import text_inputs
 
@@ -66,7 +66,7 @@ class AttentionHook:
 class JoinMemory:
     """Hands the attention of one layer of a host to the adapters."""
 
-    def __init__(self, model: Any, layer: int) -> None:
+    def __init__(self, model: HookedModel, layer: int) -> None:
         self.model, self.layer = model, layer
 
     def __call__(self, x: HostAttention) -> HostAttention:
@@ -75,7 +75,7 @@ class JoinMemory:
         site = self.layer, "joined"
         if step is not None:
             step.visited.add(self.layer)
-            actions = step.actions.get(site, ())
+            actions: Sequence[Action] = step.actions.get(site, ())
         else:
             actions = self.model.actions_of_part(x.query.transpose(1, 2), site)
         for view, block, adapter_scale in actions:
@@ -83,7 +83,7 @@ class JoinMemory:
         return x
 
 
-def hook_attention(model: Any, module: nn.Module, layer: int) -> AttentionHook:
+def hook_attention(model: HookedModel, module: nn.Module, layer: int) -> AttentionHook:
     """Hook the adapters of a model to the attention of one layer."""
     return AttentionHook(module, JoinMemory(model, layer))
 

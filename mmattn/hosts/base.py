@@ -21,7 +21,9 @@ from mmattn.hosts.context import (
     Action,
     Call,
     ForwardStep,
+    Keywords,
     OpenBlocks,
+    Positional,
     prepared_for_graphs,
     refuse_generator,
     scale_by_adapter,
@@ -29,7 +31,7 @@ from mmattn.hosts.context import (
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
-from mmattn.hosts.ownership import MARK, forget_compiled
+from mmattn.hosts.ownership import MARK, Handle, forget_compiled
 
 
 class AdaptedModel(NamedAdapters):
@@ -65,7 +67,7 @@ class AdaptedModel(NamedAdapters):
     def matches(cls, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
 
-    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """What the host is given in one forward; by default its first argument is what it reads, without a cache."""
         given = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         return TextState(given.shape[0], given.shape[1], given, past=0, images=call.images)
@@ -91,7 +93,7 @@ class AdaptedModel(NamedAdapters):
 
     # Memory --------------------------------------------------------------------------------------------------------
 
-    def prepare(self, memory: Any) -> Any:
+    def prepare(self, memory: object) -> Any:
         """Check a memory and cache what the adapters compute of it, for many calls; give the result as `memory`.
 
         Args:
@@ -121,7 +123,7 @@ class AdaptedModel(NamedAdapters):
         return bound
 
     def make_call(
-        self, memory: Any, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
+        self, memory: object, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
     ) -> Call | None:
         """What a call with this memory sees; None is no memory."""
         self.check_attached()
@@ -137,7 +139,7 @@ class AdaptedModel(NamedAdapters):
         return Call(sources, scales, images) if sources or not scales else None
 
     @contextlib.contextmanager
-    def condition(self, memory: Any, *, adapter_scale: float | Mapping[str, float] = 1.0) -> Iterator[Any]:
+    def condition(self, memory: object, *, adapter_scale: float | Mapping[str, float] = 1.0) -> Iterator[Any]:
         """Every call of the host inside the block sees this memory; None is no memory.
 
         Args:
@@ -156,7 +158,7 @@ class AdaptedModel(NamedAdapters):
             yield self
 
     def forward(
-        self, *args: Any, memory: Any = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
+        self, *args: Any, memory: object = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
     ) -> Any:
         """Call the host with a memory; returns what the host returns.
 
@@ -225,12 +227,12 @@ class AdaptedModel(NamedAdapters):
         if not torch.compiler.is_compiling():
             self.open_blocks.warn_of_others()
 
-    def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Call | None, frozenset[str]]:
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins, and the adapters that do not exist for it."""
         return self.current_call()
 
     def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """What the adapters do in one forward of the host."""
         text = self.text_state(call, args, kwargs)
@@ -286,9 +288,9 @@ class AdaptedModel(NamedAdapters):
             hook.remove()
         self._hooks = self.install_hooks()
 
-    def install_hooks(self) -> list[Any]:
+    def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers; the handles."""
-        hooks = [
+        hooks: list[Handle] = [
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(self), always_call=True),
         ]

@@ -12,11 +12,11 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,45 @@ def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collecti
     return {name: check_float(f"adapter_scale[{name!r}]", one) for name, one in adapter_scale.items()}
 
 
+#: Arguments of a host by name, as a call gives them; and with what changes them.
+Keywords = Mapping[str, Any]
+Arguments = dict[str, Any]
+#: Arguments of a host by their place.
+Positional = tuple[Any, ...]
+
+
+class HookedModel(Protocol):
+    """The part of an adapted model that its hooks call."""
+
+    host: nn.Module
+    open_blocks: OpenBlocks
+    hooked: dict[tuple[int, str], nn.Module]
+    stream_axis: int | None
+
+    def is_apart(self, layer: int) -> bool:
+        """Return whether a layer belongs to a part that may be called by itself."""
+
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
+    ) -> ForwardStep:
+        """Return what the adapters do in one forward of the host."""
+
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
+        """Return what the adapters do to hidden states where only a part of the host was called."""
+
+    def lost_layers(self, step: ForwardStep) -> list[int]:
+        """Return the layers that memory was meant for in a forward and did not reach."""
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Raise if these layers are not where they were."""
+
+    def check_answer(self, step: ForwardStep, output: Any) -> None:
+        """Raise if the output of the host is not finite."""
+
+
 # Blocks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -109,14 +148,16 @@ class InForce(NamedTuple):
     """
 
     found: bool
-    call: Any
+    call: Call | None
     disabled: frozenset[str]
 
 
 class Block:
     """One `condition` or `disable_adapter` block, or one call with `memory=`; a context manager."""
 
-    def __init__(self, home: OpenBlocks, call: Any, disabled: frozenset[str], is_condition: bool, gives: bool) -> None:
+    def __init__(
+        self, home: OpenBlocks, call: Call | None, disabled: frozenset[str], is_condition: bool, gives: bool
+    ) -> None:
         self.home, self.call, self.disabled, self.gives = home, call, disabled, gives
         self.is_condition = is_condition and call is not None
         self.is_open = False
@@ -238,7 +279,7 @@ class ForwardStep:
         inputs: arguments by name with which the host is called instead of the caller's; None for those.
     """
 
-    model: Any
+    model: HookedModel
     module: nn.Module
     outer: ForwardStep | None
     actions: Mapping[tuple[int, str], list[Action]]
@@ -246,7 +287,7 @@ class ForwardStep:
     call: Call | None = None
     visited: set[int] = field(default_factory=set)
     nested: int = 0
-    inputs: dict[str, Any] | None = None
+    inputs: Arguments | None = None
 
 
 FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)
@@ -256,7 +297,7 @@ FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=N
 NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_noted", default=None)
 
 
-def step_of(model: Any) -> ForwardStep | None:
+def step_of(model: object) -> ForwardStep | None:
     """Return the forward of a model's host that is under way; those of hosts that are parts of it may run inside."""
     step = FORWARD.get()
     while step is not None and step.model is not model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,17 @@ from torch import Tensor, nn
 
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import hook_attention
-from mmattn.hosts.context import FORWARD, ForwardStep, step_of
+from mmattn.hosts.context import (
+    FORWARD,
+    Arguments,
+    ForwardStep,
+    HookedModel,
+    Keywords,
+    Positional,
+    step_of,
+)
 from mmattn.hosts.keywords import Signature, signature_of
+from mmattn.hosts.ownership import Handle
 from mmattn.hosts.probe import change_streams
 from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
 
@@ -22,7 +30,7 @@ class CrossAttentionHook:
 
     position = ""
 
-    def __init__(self, model: Any, layer: int) -> None:
+    def __init__(self, model: HookedModel, layer: int) -> None:
         self.model, self.layer = model, layer
         self.site = layer, self.position
         self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
@@ -52,7 +60,7 @@ class AfterLayer(CrossAttentionHook):
 
     position = "after"
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def __call__(self, layer: nn.Module, args: Positional, output: Any) -> Any:
         if layer.training:
             refuse_other_context(layer)
         if isinstance(output, Tensor):
@@ -65,7 +73,7 @@ class BeforeLayer(CrossAttentionHook):
 
     position = "before"
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> Any:
         if layer.training:
             refuse_other_context(layer)
         if args:
@@ -73,7 +81,7 @@ class BeforeLayer(CrossAttentionHook):
         return args, kwargs | {"hidden_states": self.adapt_streams(kwargs["hidden_states"])}
 
 
-def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
+def hook_layer(model: HookedModel, module: nn.Module, layer: int, position: str) -> Handle:
     """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
     if position == "joined":
         return hook_attention(model, module, layer)
@@ -85,11 +93,11 @@ def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Any:
 class BeforeHost:
     """A forward pre-hook of a host: asks the memories of the current call what this forward attends to."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: HookedModel) -> None:
         self.model = model
         self._signatures: dict[type, Signature] = {}
 
-    def __call__(self, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> Any:
         model, outer = self.model, FORWARD.get()
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
@@ -116,9 +124,7 @@ class BeforeHost:
         return None if step.inputs is None else (places, step.inputs)
 
 
-def arguments_by_name(
-    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:
     """Return the arguments of a call under the names of the host's forward.
 
     Those given by their place get their names, and those under a deprecated name, which decorators of transformers
@@ -137,7 +143,7 @@ def arguments_by_name(
     return (), by_name
 
 
-def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_misplaced(host: nn.Module, kwargs: Arguments) -> None:
     """Refuse arguments of the adapted model that a host which takes any keyword would drop in silence."""
     for name in ("memory", "adapter_scale"):
         if name in kwargs and name not in inspect.signature(type(host).forward).parameters:
@@ -150,10 +156,10 @@ def refuse_misplaced(host: nn.Module, kwargs: dict[str, Any]) -> None:
 class AfterHost:
     """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: HookedModel) -> None:
         self.model = model
 
-    def __call__(self, host: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, host: nn.Module, args: Positional, output: Any) -> None:
         step = FORWARD.get()
         if step is None or step.model is not self.model:
             return

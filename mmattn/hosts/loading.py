@@ -34,7 +34,7 @@ def load(
     path: str | None = None,
     revision: str | None = None,
     dtype: torch.dtype | Literal["auto"] | None = None,
-) -> Any:
+) -> AdaptedModel:
     """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
 
     In whatever precision an adapter was saved, and whatever the host has, it comes in float32, as `attach` makes it and
@@ -92,7 +92,7 @@ def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
     return inside if os.path.isfile(os.path.join(inside, TENSORS)) else folder
 
 
-def _check_fits(model: Any, config: dict[str, Any], shapes: Any) -> Any:
+def _check_fits(model: AdaptedModel, config: dict[str, Any], shapes: Any) -> Any:
     """The settings of an adapter, everything checked against a host that is not changed."""
     settings = parse_config(config, adapter_kinds())
     host_class = type(model.host).__name__
@@ -125,7 +125,7 @@ def _check_fits(model: Any, config: dict[str, Any], shapes: Any) -> Any:
     return settings
 
 
-def _read_state(model: Any, folder: str | PathLike[str], name: str) -> tuple[Any, dict[str, Tensor]] | None:
+def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> tuple[Any, dict[str, Tensor]] | None:
     """The settings and tensors of an adapter in the state dict that a Trainer wrote; None where there is none."""
     path = os.path.join(folder, STATE)
     if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, own)) for own in (CONFIG, TENSORS)):
@@ -146,7 +146,7 @@ def _read_state(model: Any, folder: str | PathLike[str], name: str) -> tuple[Any
     return settings, tensors
 
 
-def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
     """The settings and tensors of an adapter, everything checked against a host that is not changed."""
     config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
     settings = parse_config(config, adapter_kinds())
@@ -162,7 +162,7 @@ def _read_folder(model: Any, folder: str | PathLike[str]) -> tuple[Any, dict[str
     return settings, tensors
 
 
-def _fingerprints(model: Any) -> Iterator[str | None]:
+def _fingerprints(model: AdaptedModel) -> Iterator[str | None]:
     """Of the host as it is, and as it would be in the dtypes that hosts are stored in."""
     yield host_fingerprint(model)
     there = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
@@ -214,7 +214,7 @@ def load_published(
     media_token: int | None = None,
     num_heads: int | None = None,
     path: str | None = None,
-) -> Any:
+) -> AdaptedModel:
     """Put the gated cross-attention of a published model on a host that holds the rest of its text part.
 
     The memory is what the published blocks attend to: for Idefics the states of its vision model, resampled where it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,13 @@ from mmattn.hosts.replaced import replace_method, restore_methods
 
 #: Attribute of a host that leads to its adapted model.
 MARK = "_mmattn"
+
+
+class Handle(Protocol):
+    """A hook that can be removed."""
+
+    def remove(self) -> None:
+        """Remove it."""
 
 
 class AttachedModel(nn.Module):
@@ -38,7 +45,7 @@ class AttachedModel(nn.Module):
         self.adapters = nn.ModuleDict().train(host.training)
         # nn.Module finds sub-modules by `__getattr__`, which each call would go through several times.
         self.__dict__.update(host=host, adapters=self.adapters)
-        self._hooks: list[Any] = []
+        self._hooks: list[Handle] = []
         self._frozen: list[nn.Parameter] = []
         self._stored: list[nn.Module] = []
 
@@ -99,6 +106,7 @@ class AttachedModel(nn.Module):
         except AttributeError:
             if name == "host":
                 raise
+            watch_peft(AttachedModel)
             host: Any = super().__getattr__("host")
             return host_attribute(host, name)
 

@@ -29,14 +29,14 @@ class RequestBoundary:
     """Keeps the requests of one manager apart."""
 
     def __init__(self) -> None:
-        self.refused: dict[Any, str] = {}
+        self.refused: dict[str, str] = {}
         self._processor: Any = None
         self._own: dict[str, Any] = {}
         # Of the forward under way: which of its tokens have keys or values that are not finite, (t,) bool.
         self._broken: Tensor | None = None
         # Of steps whose tokens are not handed out yet: requests, and which tokens and logits are not finite.
         self._steps: deque[tuple[list[Any], Tensor | None, Tensor]] = deque()
-        self._read: WeakKeyDictionary[Any, TensorVersion] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[BoundMemory, TensorVersion] = WeakKeyDictionary()
 
     def guard(self, processor: Any) -> None:
         """Stand between what runs the steps of a manager, its cache and the answers."""
@@ -56,7 +56,7 @@ class RequestBoundary:
             if getattr(owner, name) != mine:
                 self._own[name] = replace_method(owner, name, mine)
 
-    def admit(self, request_id: Any, sources: Sources) -> Sources:
+    def admit(self, request_id: str, sources: Sources) -> Sources:
         """What a request sees in a step: nothing where its memory is not finite, in which case it ends after the step.
 
         Keys and values are computed here where that has not been done since the memory last changed.
@@ -171,7 +171,7 @@ class RequestBoundary:
         # A batch that is prepared already passes over a request that has finished.
         state.status = type(state.status).FINISHED
 
-    def _failed(self, requests: Sequence[Any], broken: Tensor | None, lost: Tensor) -> dict[Any, str]:
+    def _failed(self, requests: Sequence[Any], broken: Tensor | None, lost: Tensor) -> dict[str, str]:
         """The requests of a step that are not finite, with what is wrong."""
         names = [one.state.request_id for one in requests]
         failed = {name: self.refused[name] for name in names if name in self.refused}

@@ -20,12 +20,13 @@ from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.boundary import RequestBoundary
 from mmattn.hosts.context import Call
 from mmattn.hosts.replaced import replace_method
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
-_PENDING: ContextVar[Iterator[Any] | None] = ContextVar("mmattn_pending", default=None)
+_PENDING: ContextVar[Iterator[object] | None] = ContextVar("mmattn_pending", default=None)
 
 #: Of every manager that runs requests with memories.
 _MEMORIES: WeakSet[RequestMemories] = WeakSet()
@@ -45,8 +46,8 @@ class Shared:
         users: how many requests use it.
     """
 
-    given: Mapping[str, Any]
-    prepared: Mapping[str, Any]
+    given: Mapping[str, object]
+    prepared: Mapping[str, object]
     users: int = 0
 
 
@@ -63,19 +64,19 @@ class Held:
 
     shared: Shared | None
     sources: Mapping[str, BoundMemory]
-    names: tuple[Any, ...]
-    running: set[Any] = field(default_factory=set)
+    names: tuple[str, ...]
+    running: set[str] = field(default_factory=set)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+    def __deepcopy__(self, memo: dict[int, object]) -> Held:
         return self  # transformers copies the state of a request for each further answer
 
 
 class RequestMemories:
     """The memories of the requests of one manager; its `add_request` takes `memory=`."""
 
-    def __init__(self, model: Any, manager: Any) -> None:
+    def __init__(self, model: AdaptedModel, manager: Any) -> None:
         self.model, self.manager, self._lock = model, manager, threading.Lock()
-        self._by_request: dict[Any, Held] = {}
+        self._by_request: dict[str, Held] = {}
         self._by_memory: dict[tuple[tuple[str, int], ...], Shared] = {}
         self._joined: dict[tuple[str, int], tuple[list[KeyValue], KeyValue]] = {}
         self._releases = 0
@@ -105,7 +106,7 @@ class RequestMemories:
     # What the manager does -------------------------------------------------------------------------------------------
 
     def add_request(
-        self, input_ids: list[int], request_id: str | None = None, *args: Any, memory: Any = None, **kwargs: Any
+        self, input_ids: list[int], request_id: str | None = None, *args: Any, memory: object = None, **kwargs: Any
     ) -> str | None:
         """Queue a request, with a memory of its own, one shared with others, or none."""
         pending = _PENDING.get()
@@ -192,7 +193,7 @@ class RequestMemories:
                 self._by_request.update(dict.fromkeys(names, held))
         return self._own["fork"](source, names, *args)
 
-    def _hold(self, request_id: Any, memory: Any) -> None:
+    def _hold(self, request_id: str, memory: object) -> None:
         shared: Shared | None = None
         sources: Mapping[str, BoundMemory] = {}
         if memory is not None:
@@ -217,7 +218,7 @@ class RequestMemories:
                 shared.users += 1
             self._by_request[request_id] = Held(shared, sources, names, {request_id})
 
-    def _end(self, request_id: Any) -> None:
+    def _end(self, request_id: str) -> None:
         """One answer of a request has ended; with the last one its memory is let go, if no other request has it."""
         with self._lock:
             held = self._by_request.pop(request_id, None)
@@ -272,29 +273,29 @@ class RequestMemories:
         return Call(together) if together else None
 
 
-def take_memories(model: Any, manager: Any) -> None:
+def take_memories(model: AdaptedModel, manager: Any) -> None:
     """Have a manager take a memory with each request."""
     if getattr(manager, "memories", None) is None:
         manager.memories = RequestMemories(model, manager)
 
 
-def bind_request(model: Any, memory: Any) -> dict[str, BoundMemory]:
+def bind_request(model: AdaptedModel, memory: object) -> dict[str, BoundMemory]:
     """Return the memory of one request, bound to the adapters."""
     bound = {name: one.for_request() for name, one in model.bind(memory).items()}
     return {name: one for name, one in bound.items() if one is not None}
 
 
-def prepared_by_name(model: Any, memory: Any) -> dict[str, object]:
+def prepared_by_name(model: AdaptedModel, memory: object) -> dict[str, object]:
     """Return the memory of one request as an object for many calls, for each adapter that is given it."""
     return {name: bound.shared for name, bound in model.bind(memory).items()}
 
 
-def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
+def read_before(model: AdaptedModel, memories: Sequence[object]) -> list[object]:
     """Return the memories of requests, all of them checked, and read where the host reads them itself.
 
     In place of one that is not finite is the error with which its request ends.
     """
-    checked: dict[int, Any] = {}
+    checked: dict[int, object] = {}
     for one in {id(one): one for one in memories}.values():
         if one is None:
             model.check_not_required()
@@ -310,7 +311,7 @@ def read_before(model: Any, memories: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def paused(model: Any) -> Iterator[None]:
+def paused(model: AdaptedModel) -> Iterator[None]:
     """Inside the block no manager runs a step of this model.
 
     transformers keeps on the config of a model what holds for the step under way: a forward in another thread, beside
@@ -324,7 +325,7 @@ def paused(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def pending(memories: Sequence[Any]) -> Iterator[None]:
+def pending(memories: Sequence[object]) -> Iterator[None]:
     """Inside the block, requests that are added without a memory get these, one after the other."""
     token = _PENDING.set(iter(memories))
     try:
@@ -333,7 +334,7 @@ def pending(memories: Sequence[Any]) -> Iterator[None]:
         _PENDING.reset(token)
 
 
-def rows_of(memory: Any, requests: int) -> list[Any]:
+def rows_of(memory: Any, requests: int) -> list[object]:
     """The memory of each request."""
     if memory is None:
         return [None] * requests

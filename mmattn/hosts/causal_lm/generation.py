@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from mmattn.adapters.text_state import GenerationInput
 from mmattn.errors import ConditionError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.continuous_batching import take_memories
-from mmattn.hosts.context import NOTED
+from mmattn.hosts.context import NOTED, Arguments, Keywords, Positional
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.replaced import replace_method, restore_methods
 
@@ -29,7 +30,7 @@ def past_length(cache: Any) -> int | None:
         return None
 
 
-def prompt_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
     """The prompt among the arguments of `generate`."""
     if args:
         prompt: Tensor = args[0]
@@ -48,7 +49,7 @@ def prompt_name(host: nn.Module) -> str:
     return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
 
 
-def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:
+def expansions_of(host: Any, kwargs: Arguments) -> frozenset[int]:
     """How many rows of text `generate` may make of a row of the prompt: one, or the beams and samples asked for."""
 
     def number(name: str) -> int:
@@ -65,13 +66,13 @@ def expansions_of(host: Any, kwargs: dict[str, Any]) -> frozenset[int]:
     return frozenset(expansions)
 
 
-def asked(host: Any, kwargs: dict[str, Any], name: str) -> Any:
+def asked(host: Any, kwargs: Arguments, name: str) -> Any:
     """What `generate` was asked for under this name, by its arguments or its config."""
     config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
     return kwargs.get(name, getattr(config, name, None))
 
 
-def inputs_of(args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+def inputs_of(args: Positional, kwargs: Keywords) -> Tensor | None:
     """The ids (b, l) or embeddings (b, l, d) among the arguments of a forward."""
     inputs = kwargs.get("input_ids", args[0] if args else None)
     return kwargs.get("inputs_embeds") if inputs is None else inputs
@@ -95,7 +96,7 @@ class TextNotes:
     Nowhere else do beams, drafts and chunks of a prompt appear in full.
     """
 
-    def __init__(self, model: Any, host: Any) -> None:
+    def __init__(self, model: AdaptedModel, host: Any) -> None:
         self.model, self.host = model, host
         # generate asks the signature what it may pass on.
         self.__signature__ = inspect.signature(host.prepare_inputs_for_generation)
@@ -108,7 +109,7 @@ class TextNotes:
         return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
 
 
-def note_texts(model: Any, host: nn.Module) -> None:
+def note_texts(model: AdaptedModel, host: nn.Module) -> None:
     """Have `generate` of this host tell the call under way which text it is at."""
     inner = inner_host(host)
     if hasattr(inner, "prepare_inputs_for_generation"):
@@ -126,7 +127,7 @@ class InThreads:
     The manager that it makes takes a memory with each request.
     """
 
-    def __init__(self, model: Any, host: nn.Module, name: str) -> None:
+    def __init__(self, model: AdaptedModel, host: nn.Module, name: str) -> None:
         self.model, self.host, self.name = model, host, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ def for_memories(config: Any) -> Any:
     return config
 
 
-def guard_threads(model: Any, host: nn.Module) -> None:
+def guard_threads(model: AdaptedModel, host: nn.Module) -> None:
     """Have the host refuse to generate in a thread of its own while a memory is given here."""
     inner = inner_host(host)
     for name in IN_THREADS:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.base import check_unused
+from mmattn.hosts.base import AdaptedModel, check_unused
+from mmattn.hosts.context import Call
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords
@@ -18,14 +19,15 @@ from mmattn.hosts.keywords import check_keywords
 class HeadlessHost:
     """What `base_model` of an adapted language model is. Whatever is not found here is looked up on the host's own."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: AdaptedModel) -> None:
         self._model = model
+        self._make_call: Callable[..., Call | None] = model.make_call
         self._own: Any = inner_host(model.host).base_model
 
     def __call__(
         self,
         *args: Any,
-        memory: Any = None,
+        memory: object = None,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
@@ -33,7 +35,7 @@ class HeadlessHost:
         **kwargs: Any,
     ) -> Any:
         """Call the host's base model with a memory; returns what it returns."""
-        model = self._model
+        model, make_call = self._model, self._make_call
         check_keywords(model, kwargs)
         if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
             raise ConditionError(
@@ -44,7 +46,7 @@ class HeadlessHost:
             check_unused(adapter_scale, images=images, arrived=arrived, window=window)
             self._check_trains()
             return self._own(*args, **kwargs)
-        with model.open_blocks.conditioned(model.make_call(memory, adapter_scale, images, arrived, window)):
+        with model.open_blocks.conditioned(make_call(memory, adapter_scale, images, arrived, window)):
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

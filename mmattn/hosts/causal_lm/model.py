@@ -47,11 +47,21 @@ from mmattn.hosts.causal_lm.joined_slots import (
     shift_text,
 )
 from mmattn.hosts.causal_lm.packing import keep_apart
-from mmattn.hosts.context import NOTED, Call, ForwardStep, is_broken, prepared_for_graphs, refuse_generator
+from mmattn.hosts.context import (
+    NOTED,
+    Call,
+    ForwardStep,
+    Keywords,
+    Positional,
+    is_broken,
+    prepared_for_graphs,
+    refuse_generator,
+)
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layers import find_layers
+from mmattn.hosts.ownership import Handle
 from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
@@ -143,7 +153,7 @@ class AdaptedCausalLM(AdaptedModel):
         """Prove that embeddings before a text reach the output, and return how the host reads them."""
         return embedding_reader(self, sites)
 
-    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
         inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is None:
@@ -203,7 +213,7 @@ class AdaptedCausalLM(AdaptedModel):
         )
 
     def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """What the adapters do in one forward of the host, and what it is given."""
         text = self.text_state(call, args, kwargs)
@@ -263,7 +273,7 @@ class AdaptedCausalLM(AdaptedModel):
                 f"{str(logits.dtype).removeprefix('torch.')}; scale its vectors, or use a wider dtype"
             )
 
-    def install_hooks(self) -> list[Any]:
+    def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""
         hooks = super().install_hooks()
         inner = inner_host(self.host)
@@ -320,7 +330,7 @@ class AdaptedCausalLM(AdaptedModel):
     def forward(
         self,
         *args: Any,
-        memory: Any = None,
+        memory: object = None,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
@@ -354,7 +364,7 @@ class AdaptedCausalLM(AdaptedModel):
     @contextlib.contextmanager
     def condition(
         self,
-        memory: Any,
+        memory: object,
         *,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
@@ -385,7 +395,7 @@ class AdaptedCausalLM(AdaptedModel):
         self,
         inputs: Tensor | None = None,
         *,
-        memory: Any = None,
+        memory: object = None,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
@@ -417,7 +427,7 @@ class AdaptedCausalLM(AdaptedModel):
         with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
             return self._host_generate(**kwargs)
 
-    def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
+    def generate_batch(self, inputs: Sequence[list[int]], *, memory: object = None, **kwargs: Any) -> Any:
         """The host's `generate_batch`, continuous batching of requests of any lengths, each with its own memory.
 
         Prompts that begin alike do not share their cache, since it depends on the memory. Requests that come one by one
@@ -444,7 +454,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     def make_call(
         self,
-        memory: Any,
+        memory: object,
         adapter_scale: float | Mapping[str, float] = 1.0,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
@@ -458,7 +468,7 @@ class AdaptedCausalLM(AdaptedModel):
             raise ConditionError("window= counts back from what had arrived at each token: give arrived=, too")
         return call
 
-    def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Call | None, frozenset[str]]:
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins: in continuous batching those of the requests of this step."""
         requests = getattr(kwargs.get("cache"), "memories", None)
         if requests is not None and requests.model is self:

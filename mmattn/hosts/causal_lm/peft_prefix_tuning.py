@@ -65,7 +65,7 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
     for tensor, folder in zip(tensors, folders, strict=True):
         _check_width(tensor, layout, len(sites), folder)
     model = attach(host, settings, name)
-    adapter = model.adapter(name)
+    adapter: Any = model.adapter(name)
     with torch.no_grad():
         for number, tensor in enumerate(tensors):
             split = tensor.view(len(tensor), len(adapter.layers), 2, layout.num_kv_heads, layout.head_dim)

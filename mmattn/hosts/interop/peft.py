@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -43,9 +44,17 @@ def _refuse_verb(host: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-@cache
 def watch_peft(adapted_class: type[nn.Module]) -> None:
-    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, by a hook of torch."""
+    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, once peft is there.
+
+    transformers registers modules in each forward (slices of its layers), so processes without peft have no hook.
+    """
+    if "peft" in sys.modules:
+        _watch_registrations(adapted_class)
+
+
+@cache
+def _watch_registrations(adapted_class: type[nn.Module]) -> None:
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None or not _is_of_peft(type(parent)):

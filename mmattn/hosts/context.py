@@ -279,7 +279,7 @@ class ForwardStep:
         inputs: arguments by name with which the host is called instead of the caller's; None for those.
     """
 
-    model: HookedModel
+    model: object
     module: nn.Module
     outer: ForwardStep | None
     actions: Mapping[tuple[int, str], list[Action]]

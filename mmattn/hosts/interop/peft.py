@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from mmattn.errors import AttachError
 
@@ -26,6 +27,7 @@ VERBS = {
     "enable_lora_hotswap": "model.adapter(name).load_state_dict(…)",
 }
 
+_WATCHING: list[RemovableHandle] = []
 #: Models of peft directly around a host: those with prompts, which leave no mark on it. LoRA wraps it in a tuner.
 _AROUND: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 
@@ -49,12 +51,8 @@ def watch_peft(adapted_class: type[nn.Module]) -> None:
 
     transformers registers modules in each forward (slices of its layers), so processes without peft have no hook.
     """
-    if "peft" in sys.modules:
-        _watch_registrations(adapted_class)
-
-
-@cache
-def _watch_registrations(adapted_class: type[nn.Module]) -> None:
+    if "peft" not in sys.modules or _WATCHING:
+        return
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None or not _is_of_peft(type(parent)):
@@ -67,7 +65,7 @@ def _watch_registrations(adapted_class: type[nn.Module]) -> None:
         if name == "base_model" and not _is_of_peft(type(child)):
             _AROUND[child] = ref(parent)
 
-    register_module_module_registration_hook(on_registration)
+    _WATCHING.append(register_module_module_registration_hook(on_registration))
 
 
 def has_peft(host: nn.Module) -> bool:

@@ -119,7 +119,8 @@ def test_calls_inside_generators_have_their_own_memories(asked):
     def stream(name):
         while True:
             with torch.no_grad():
-                yield torch.equal(asked.model(asked.ids, memory=getattr(asked, name)).logits, asked.answers[name])
+                logits = asked.model(asked.ids, memory=getattr(asked, name)).logits
+            yield torch.equal(logits, asked.answers[name])
 
     one, other = stream("A"), stream("B")
     with ThreadPoolExecutor(2) as pool, asked.model.condition(asked.B):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mmattn.core.cross_attention import CrossAttention, SelfAttention
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
+    from mmattn.encoders.registry import register_encoder
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.hosts.attach import attach
@@ -69,6 +70,7 @@ __all__ = [
     "Index",
     # Kinds of your own
     "register_adapter",
+    "register_encoder",
     "register_host",
     "register_store",
     # Modules

@@ -35,7 +35,15 @@ BESIDE = {
 WITHIN = {"kv_store": "hosts"}
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
-    "transformers": ("hosts", "training", "pipelines", "storage.hub", "serving.engine", "adapters.composed"),
+    "transformers": (
+        "encoders",
+        "hosts",
+        "training",
+        "pipelines",
+        "storage.hub",
+        "serving.engine",
+        "adapters.composed",
+    ),
     "accelerate": ("training",),
     "datasets": ("data",),
     "peft": ("training", "hosts.lora"),
@@ -44,13 +52,13 @@ HOMES = {
     "bitsandbytes": ("pipelines.build",),
     "diffusers": ("hosts.diffusion", "pipelines.diffusion_host"),
     "huggingface_hub": ("hosts.interop.hub",),
-    "open_clip": ("encoders.openclip", "encoders.openclip_models"),
+    "open_clip": ("encoders.openclip",),
     "torchvision": ("encoders.torchvision",),
     "timm": (),
     "soundfile": ("encoders.audio_input",),
     "soxr": ("encoders.audio_input",),
     "av": ("encoders.frames",),
-    "PIL": ("encoders.images", "encoders.preprocessing"),
+    "PIL": ("encoders.images",),
     "faiss": ("retrieval.stores",),
     "qdrant_client": ("retrieval.stores",),
     "qdrant_edge": ("retrieval.stores",),

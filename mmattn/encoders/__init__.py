@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from mmattn.encoders.base import ImageEncoder
     from mmattn.encoders.frames import Frame, stream_frames
     from mmattn.encoders.hybrid import HybridEncoder
-    from mmattn.encoders.images import load_image
+    from mmattn.encoders.images import ImageProcessor, load_image, preprocess
     from mmattn.encoders.log_mel import LogMelEncoder
     from mmattn.encoders.multi_vector import MultiVectorEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
-    from mmattn.encoders.preprocessing import ImageProcessor, preprocess
-    from mmattn.encoders.registry import load_image_encoder, load_text_encoder
+    from mmattn.encoders.registry import load_image_encoder, load_text_encoder, register_encoder
     from mmattn.encoders.series import SeriesEncoder
     from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
     from mmattn.encoders.text import TextEncoder
@@ -45,6 +44,7 @@ __all__ = [
     "load_image",
     "load_image_encoder",
     "load_text_encoder",
+    "register_encoder",
     "preprocess",
     "stream_audio",
     "stream_frames",

@@ -1,4 +1,4 @@
-"""Audio encoders of transformers as encoders: Whisper, wav2vec 2.0, HuBERT, WavLM, AST, CLAP and their kind."""
+"""Encoders of sounds: a base class that reads and streams them, and the audio encoders of transformers."""
 
 from __future__ import annotations
 
@@ -6,52 +6,131 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmattn.encoders.audio_input import MAX_CLIPPED, MAX_SECONDS, as_sounds, load_sounds, stream_audio
-from mmattn.encoders.audio_windows import Timeline, Window, cut
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AudioError, ConfigError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.hub import load_feature_extractor, load_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.feature_extraction_utils import FeatureExtractionMixin
+
 #: Seconds of a window of a model that reads sounds of any length.
 _SECONDS = 30.0
-#: Weights that run in pretraining only, and may be random.
+#: Weights of the pretraining, which may be random.
 _UNUSED = ("masked_spec_embed",)
-#: Samples that the filters of AST's features step, and those of their frame.
+#: Hop and frame of AST's features, in samples.
 _AST_HOP, _AST_FRAME = 160, 400
 
+#: Tokens (m, e) of a sound and the source of each.
+Encoded = tuple[Tensor, list[Any]]
 
-class AudioEncoder(FrozenEncoder):
-    """States of sounds by a frozen audio encoder of transformers as a memory (b, m, e): a token for each time step.
 
-    Of an encoder-decoder the encoder is used, of CLAP the audio part. Models of spectrograms (AST, CLAP) give a token
-    for each time and band. Sounds longer than a window are encoded in windows; of what two windows share, each gives
-    the half that is farther from its edge, so that every time is there once. What a model pads is masked.
+class SoundEncoder(FrozenEncoder):
+    """Base class of encoders of sounds, which implement `_encode_waves` and `_stream`."""
+
+    sampling_rate: int
+
+    def forward(
+        self,
+        sounds: Any,
+        *,
+        sampling_rate: int | None = None,
+        batch_size: int = 8,
+        progress: bool = False,
+        max_seconds: float = MAX_SECONDS,
+        max_clipped: float = MAX_CLIPPED,
+    ) -> Memory:
+        """Return the memory (b, m, e) of b sounds, padded, computed without gradients; `encode` is the same.
+
+        `sources` of the memory gives the sound, begin and end in seconds: {"audio": 0, "start": 1.28, "end": 1.3}, and
+        for models of spectrograms the "band", counted from the lowest.
+
+        Args:
+            sounds: one sound or a list of them, of any kind that `load_audio` reads.
+            sampling_rate: of arrays and tensors; by default that of the encoder. Files have their own.
+            batch_size: sounds that are read at once, and windows that pass a network at once.
+            progress: show the progress on stderr.
+            max_seconds: longer sounds are refused; `stream` reads them in pieces.
+            max_clipped: as in `load_audio`.
+
+        Raises:
+            AudioError: a sound cannot be read, or is too short for one token; the message says which one.
+            ConfigError: `batch_size` is no positive int.
+        """
+        check_int("batch_size", batch_size)
+        items = as_sounds(sounds)
+        rows: list[Encoded] = []
+        for start in batches(len(items), batch_size, "encoding", progress):
+            waves = load_sounds(
+                items[start : start + batch_size], self.sampling_rate, source_rate=sampling_rate, first=start,
+                max_seconds=max_seconds, max_clipped=max_clipped,
+            )  # fmt: skip
+            rows += self._encode_waves(waves, start, batch_size)
+        return self._padded([tokens for tokens, _ in rows], [sources for _, sources in rows])
+
+    encode = forward
+
+    def stream(self, pieces: Any, *, sampling_rate: int | None = None) -> Iterator[Memory]:
+        """Yield the memory of one sound piece by piece, as it arrives; the tokens are those of the whole sound.
+
+        Args:
+            pieces: waveforms (samples,) that follow each other, or one sound, as for `stream_audio`.
+            sampling_rate: of the pieces; by default that of the encoder.
+
+        Yields:
+            Memories (1, n, e) with n of 1 or more, for `MemoryStream.append`.
+
+        Raises:
+            AudioError: a piece cannot be read, or all of them are too short for one token.
+            ConfigError: an encoder that needs the whole sound: pooled, or normalised over it.
+        """
+        self._check_stream()
+        for tokens, sources in self._stream(stream_audio(pieces, self.sampling_rate, source_rate=sampling_rate)):
+            if len(tokens):
+                yield Memory(tokens[None], sources=[sources])
+
+    def _check_stream(self) -> None:
+        """Raise ConfigError if the encoder needs the whole sound."""
+
+    def _encode_waves(self, waves: list[Tensor], first: int, batch_size: int) -> list[Encoded]:
+        raise NotImplementedError
+
+    def _stream(self, pieces: Iterator[Tensor]) -> Iterator[Encoded]:
+        raise NotImplementedError
+
+
+class AudioEncoder(SoundEncoder):
+    """Hidden states of a frozen audio encoder of transformers as a memory (b, m, e): a token for each time step.
+
+    The encoder of an encoder-decoder and the audio part of CLAP are used. Models of spectrograms (AST, CLAP) give a
+    token for each time and band. Longer sounds are encoded in windows; of an overlap each window gives the half that
+    is farther from its edge, so that every time occurs once. States of a model's own padding are left out.
 
     Args:
         name: any name or folder that `transformers.AutoModel` reads, with safetensors weights; or the model itself.
-        feature_extractor: of a model that is given itself; otherwise that of the name.
-        window: seconds of a window; by default what the model was built for (Whisper: 30, CLAP: 10), or 30.
+        feature_extractor: needed with a model itself; otherwise that of the name.
+        window: seconds of a window; by default that of the model (Whisper: 30, CLAP: 10), or 30.
         overlap: seconds that a window shares with the one before it.
         pooled: one token for each sound, the mean of its states (m = 1).
         device: where the network runs, by default the CPU.
 
     Attributes:
         dim: width e of the memory.
-        feature_extractor: as given or loaded.
+        feature_extractor: of the model.
         sampling_rate: samples in a second that the model expects; sounds at other rates are resampled.
         window: seconds of a window.
-        overlap: as given.
-        pooled: as given.
 
     Raises:
-        ConfigError: a setting outside what is allowed, or a model that does not turn sounds into states.
+        ConfigError: a setting outside what is allowed, or a model that gives no states for sounds.
         AdapterFileError: nothing to load, or weights that are incomplete or not safetensors.
         NonFiniteError: NaN or infinity in the weights.
     """
@@ -60,8 +139,8 @@ class AudioEncoder(FrozenEncoder):
 
     def __init__(
         self,
-        name: str | os.PathLike[str] | Any,
-        feature_extractor: Any = None,
+        name: str | os.PathLike[str] | PreTrainedModel,
+        feature_extractor: FeatureExtractionMixin | None = None,
         *,
         window: float | None = None,
         overlap: float = 0.0,
@@ -72,7 +151,7 @@ class AudioEncoder(FrozenEncoder):
             feature_extractor = feature_extractor or load_feature_extractor(name)
             name = load_model("AutoModel", name, "audio encoder", unused=_UNUSED)
         elif feature_extractor is None:
-            raise ConfigError(f"{type(name).__name__} was given itself: give its feature_extractor, too")
+            raise ConfigError(f"{type(name).__name__} is a model: give its feature_extractor, too")
         self.feature_extractor = feature_extractor
         self.sampling_rate: int = check_int("sampling_rate", getattr(feature_extractor, "sampling_rate", None))
         model = _audio_part(name)
@@ -94,123 +173,74 @@ class AudioEncoder(FrozenEncoder):
             "pooled": pooled,
         }
         super().__init__(model, settings, device)
-        # Not silence, which has no deviation to be divided by.
-        some = torch.linspace(-0.1, 0.1, round(min(self.window, 1.0) * self.sampling_rate))
+        # Not silence, which has deviation 0.
+        example = torch.linspace(-0.1, 0.1, round(min(self.window, 1.0) * self.sampling_rate))
         try:
             with torch.no_grad():
-                self.dim: int = self._states([some])[0].shape[-1]
+                self.dim: int = self._states([example])[0].shape[-1]
         except (AttributeError, KeyError, TypeError, ValueError, _TooShortError) as error:
             raise ConfigError(
                 f"{type(model).__name__} does not turn sounds alone into states of their times ({error}); name an "
                 "audio encoder"
             ) from error
 
-    def forward(
-        self,
-        sounds: Any,
-        *,
-        sampling_rate: int | None = None,
-        batch_size: int = 8,
-        progress: bool = False,
-        max_seconds: float = MAX_SECONDS,
-        max_clipped: float = MAX_CLIPPED,
-    ) -> Memory:
-        """The memory (b, m, e) of b sounds, the shorter ones padded; `encode` is the same. Without gradients.
-
-        Windows of one length pass the network together, so that nothing is padded but what the model pads itself.
-        `sources` of the memory says which sound, and from which second to which: {"audio": 0, "start": 1.28, "end":
-        1.3}, and of spectrograms the "band", counted from the lowest.
-
-        Args:
-            sounds: one sound or a list of them, of any kind that `load_audio` reads.
-            sampling_rate: of arrays and tensors; by default that of the model. Files say their own.
-            batch_size: windows that pass the network at once, and sounds that are in memory at once.
-            progress: show the progress on stderr.
-            max_seconds: longer sounds are refused; `stream` reads them in pieces.
-            max_clipped: as in `load_audio`.
-
-        Raises:
-            AudioError: a sound cannot be read, or is too short for one state; the message says which one.
-            ConfigError: `batch_size` is no positive int.
-        """
-        check_int("batch_size", batch_size)
-        given, rows, sources = as_sounds(sounds), [], []
-        for start in batches(len(given), batch_size, "encoding", progress):
-            waves = load_sounds(
-                given[start : start + batch_size], self.sampling_rate, source_rate=sampling_rate, first=start,
-                max_seconds=max_seconds, max_clipped=max_clipped,
-            )  # fmt: skip
-            windows = [(number, window) for number, wave in enumerate(waves) for window in self._cut([wave])]
-            parts: list[list[tuple[Tensor, list[Any]]]] = [[] for _ in waves]
-            for number, tokens, origins in self._encoded(windows, start, batch_size):
-                parts[number].append((tokens, origins))
-            for number, some in enumerate(parts):
-                rows.append(torch.cat([tokens for tokens, _ in some]))
-                sources.append([origin for _, origins in some for origin in origins])
-                if self.pooled:
-                    rows[-1], sources[-1] = rows[-1].mean(0, keepdim=True), [{"audio": start + number}]
-        if not rows:
-            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
-        memory = Memory.pad(rows)
-        named = [row + [None] * (memory.length - len(row)) for row in sources]
-        return Memory(memory.tokens, memory.mask, sources=named)
-
-    encode = forward
-
-    def stream(self, pieces: Any, *, sampling_rate: int | None = None) -> Iterator[Memory]:
-        """The memory of one sound window by window, as it arrives; the tokens are those of the whole sound.
-
-        Args:
-            pieces: waveforms (samples,) that follow each other, or one sound, as for `stream_audio`.
-            sampling_rate: of the pieces; by default that of the model.
-
-        Yields:
-            Memories (1, n, e) with n of 1 or more, for `MemoryStream.append`.
-
-        Raises:
-            AudioError: a piece cannot be read, or all of them are too short for one state.
-            ConfigError: an encoder that pools.
-        """
+    def _check_stream(self) -> None:
         if self.pooled:
-            raise ConfigError("pooled states are those of the whole sound; build the encoder without pooled to stream")
-        for window in self._cut(stream_audio(pieces, self.sampling_rate, source_rate=sampling_rate)):
-            for _, tokens, origins in self._encoded([(0, window)], 0, 1):
-                if len(tokens):
-                    yield Memory(tokens[None], sources=[origins])
+            raise ConfigError("pooled states need the whole sound; build the encoder without pooled to stream")
+
+    def _encode_waves(self, waves: list[Tensor], first: int, batch_size: int) -> list[Encoded]:
+        windows = [(number, window) for number, wave in enumerate(waves) for window in self._cut([wave])]
+        parts: list[list[Encoded]] = [[] for _ in waves]
+        for (number, _), encoded in zip(windows, self._encode_windows(windows, first, batch_size), strict=True):
+            parts[number].append(encoded)
+        rows: list[Encoded] = []
+        for number, part in enumerate(parts):
+            tokens = torch.cat([tokens for tokens, _ in part])
+            if self.pooled:
+                rows.append((tokens.mean(0, keepdim=True), [{"audio": first + number}]))
+            else:
+                rows.append((tokens, [source for _, sources in part for source in sources]))
+        return rows
+
+    def _stream(self, pieces: Iterator[Tensor]) -> Iterator[Encoded]:
+        for window in self._cut(pieces):
+            yield from self._encode_windows([(0, window)], 0, 1)
 
     def _cut(self, pieces: Iterable[Tensor]) -> Iterator[Window]:
         length, overlap = (round(seconds * self.sampling_rate) for seconds in (self.window, self.overlap))
         return cut(pieces, length, overlap)
 
     @torch.no_grad()
-    def _encoded(
-        self, windows: list[tuple[int, Window]], first: int, batch_size: int
-    ) -> Iterator[tuple[int, Tensor, list[Any]]]:
-        """The number, the tokens (m, e) and their sources of each window, in the order of the windows."""
+    def _encode_windows(self, windows: list[tuple[int, Window]], first: int, batch_size: int) -> list[Encoded]:
+        """Encode windows (number of the sound, window); windows of one length pass the network together."""
         order = sorted(range(len(windows)), key=lambda i: len(windows[i][1].samples))
-        found: dict[int, tuple[Tensor, list[Any]]] = {}
+        encoded: dict[int, Encoded] = {}
         while order:
             length = len(windows[order[0]][1].samples)
-            some = [i for i in order[:batch_size] if len(windows[i][1].samples) == length]
-            order = order[len(some) :]
+            batch = [i for i in order[:batch_size] if len(windows[i][1].samples) == length]
+            order = order[len(batch) :]
             try:
-                states, real = self._states([windows[i][1].samples for i in some])
+                states, real = self._states([windows[i][1].samples for i in batch])
             except _TooShortError as error:
                 raise AudioError(
-                    f"sound {first + windows[some[0]][0]} has {length} samples at {self.sampling_rate} Hz, too short "
+                    f"sound {first + windows[batch[0]][0]} has {length} samples at {self.sampling_rate} Hz, too short "
                     f"for one state of {type(self.model).__name__}; give a longer one"
                 ) from error
-            timeline = Timeline(self._step(states.shape[1], length), states.shape[2])
-            for i, state in zip(some, states, strict=True):
+            step = self._step(states.shape[1], length)
+            for i, state in zip(batch, states, strict=True):
                 number, window = windows[i]
-                own = timeline.own(window, real)
-                sources = timeline.origins(window, own, first + number, self.sampling_rate)
-                found[i] = (state[own].flatten(0, 1), sources)
-        for i, (number, _) in enumerate(windows):
-            yield (number, *found[i])
+                times = window.own_times(step, real)
+                sources = [
+                    {"audio": first + number, "start": round(start, 4), "end": round(end, 4)}
+                    | ({} if states.shape[2] == 1 else {"band": band})
+                    for start, end in window.spans(times, step, self.sampling_rate)
+                    for band in range(states.shape[2])
+                ]
+                encoded[i] = (state[times].flatten(0, 1), sources)
+        return [encoded[i] for i in range(len(windows))]
 
     def _states(self, waves: list[Tensor]) -> tuple[Tensor, int]:
-        """States (n, times, bands, e) of waveforms of one length, and how many times are not padding."""
+        """Return states (n, times, bands, e) of waveforms of one length, and the number of times without padding."""
         samples, config = len(waves[0]), self.model.config
         lengths = getattr(self.model, "_get_feat_extract_output_lengths", None)
         frames = (samples - _AST_FRAME) // _AST_HOP + 1
@@ -225,7 +255,7 @@ class AudioEncoder(FrozenEncoder):
         try:
             out: Tensor = self.model(**inputs).last_hidden_state
         except RuntimeError as error:
-            # What convolutions say of an input that is shorter than they are.
+            # The message of a convolution for an input shorter than its kernel.
             if "ernel size can't be greater" not in str(error):
                 raise
             raise _TooShortError from error
@@ -246,12 +276,12 @@ class AudioEncoder(FrozenEncoder):
         return states, min(times, int(lengths(mask[0].sum()) if lengths is not None else mask[0].sum()))
 
     def _features(self, waves: list[Tensor]) -> dict[str, Tensor]:
-        """What the model reads of waveforms of one length."""
+        """Return the model inputs of waveforms of one length."""
         arrays = [wave.numpy() for wave in waves]
         options = {"sampling_rate": self.sampling_rate, "return_tensors": "pt", "return_attention_mask": True}
         if "is_longer" in self.feature_extractor.model_input_names:
             random = import_extra("numpy", "audio").random
-            # CLAP's extractor draws which of several short sounds it calls long; the caller's numbers stay his.
+            # CLAP's extractor draws random numbers; the state of the caller stays.
             state = random.get_state()
             try:
                 inputs = dict(self.feature_extractor(arrays, **options))
@@ -266,7 +296,7 @@ class AudioEncoder(FrozenEncoder):
         }
 
     def _step(self, times: int, samples: int) -> float:
-        """Samples from one state to the next."""
+        """Return the samples from one state to the next."""
         config = self.model.config
         if hasattr(config, "time_stride"):
             return float(_AST_HOP * config.time_stride)
@@ -284,23 +314,72 @@ class _TooShortError(Exception):
 
 
 def _audio_part(model: Any) -> Any:
-    """The part of a model that reads sounds, without a head."""
+    """Return the part of a model that encodes sounds, without a head."""
     model = getattr(model, "base_model", model)
     for name in ("audio_model", "audio_tower"):
         if hasattr(model, name):
             return getattr(model, name)
     if not hasattr(model, "config"):
-        raise ConfigError(
-            f"{type(model).__name__} is no model of transformers; name one, or write an encoder of its own"
-        )
+        raise ConfigError(f"{type(model).__name__} is no model of transformers; name one, or subclass SoundEncoder")
     return model.get_encoder() if model.config.is_encoder_decoder and hasattr(model, "get_encoder") else model
 
 
 def _fixed_length(feature_extractor: Any, config: Any) -> int | None:
-    """Samples to which the extractor pads every sound; None where it does not."""
+    """Return the length in samples to which the extractor pads every sound, or None."""
     if hasattr(config, "time_stride"):
         return int((feature_extractor.max_length - 1) * _AST_HOP + _AST_FRAME)
     for name in ("n_samples", "nb_max_samples"):
         if hasattr(feature_extractor, name):
             return int(getattr(feature_extractor, name))
     return None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a sound; positions are in samples from the begin of the sound."""
+
+    start: int
+    samples: Tensor
+    first: float  # begin of the part whose states are taken from this window
+    last: float  # end of that part
+    is_last: bool
+
+    def own_times(self, step: float, count: int) -> list[int]:
+        """Return those of `count` states, `step` samples apart, whose middle lies in the own part of the window."""
+        middles = [self.start + (number + 0.5) * step for number in range(count)]
+        # The sound may end before the middle of its last state.
+        return [
+            number
+            for number, middle in enumerate(middles)
+            if self.first <= middle and (middle < self.last or self.is_last)
+        ]
+
+    def spans(self, times: list[int], step: float, sampling_rate: int) -> list[tuple[float, float]]:
+        """Return begin and end of states in seconds."""
+        edges = ((self.start + number * step, self.start + (number + 1) * step) for number in times)
+        return [(start / sampling_rate, end / sampling_rate) for start, end in edges]
+
+
+def cut(pieces: Iterable[Tensor], length: int, overlap: int) -> Iterator[Window]:
+    """Cut a sound that arrives in pieces into windows of `length` samples that share `overlap` samples.
+
+    A shorter sound is one window. The last window ends with the sound, and overlaps more. Each window owns the half of
+    an overlap in which it has more context.
+
+    >>> [(w.start, len(w.samples), w.first, w.last) for w in cut([torch.zeros(11)], 5, 2)]
+    [(0, 5, 0.0, 4.0), (3, 5, 4.0, 7.0), (6, 5, 7.0, 11.0)]
+    """
+    waiting, start, first = torch.zeros(0), 0, 0.0
+    before = waiting
+    for piece in pieces:
+        waiting = torch.cat([waiting, piece])
+        while len(waiting) > length:
+            last = start + length - overlap / 2
+            yield Window(start, waiting[:length], first, last, False)
+            # The last window may reach back as far as this.
+            before, waiting = waiting[: length - overlap], waiting[length - overlap :]
+            start, first = start + length - overlap, last
+    end = start + len(waiting)
+    missing = min(length - len(waiting), len(before))
+    samples = torch.cat([before[len(before) - missing :], waiting]) if missing else waiting
+    yield Window(start - missing, samples, first, float(end), True)

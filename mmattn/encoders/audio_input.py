@@ -30,11 +30,11 @@ _ACCEPTED = (
     "a path, bytes, an open binary file, an array or tensor (samples,) or (channels, samples), or a dict of 'array' "
     "and 'sampling_rate'"
 )
-#: Of samples: full scale is 1, and what is beyond this is no sound of that scale.
+#: Largest sample: full scale is 1.
 _SCALE = 2.0
 #: From here on a sample counts as clipped.
 _FULL = 0.99
-#: How many bytes a file may be shorter than it says before it counts as cut short: some writers count wrongly.
+#: Missing bytes from which a file counts as cut short: some writers count wrongly.
 _SLACK = 64
 
 
@@ -133,38 +133,21 @@ def _resampled(
 
 
 def as_sounds(sounds: Any) -> list[Any]:
-    """One sound or several as a list.
-
-    Args:
-        sounds: a sound, an iterable of sounds, or an array (b, channels, samples) of them.
-
-    Raises:
-        AudioError: neither a sound nor a collection of them.
-    """
+    """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
     if isinstance(sounds, (str, bytes, bytearray, memoryview, os.PathLike, Mapping)) or hasattr(sounds, "read"):
         return [sounds]
     if isinstance(sounds, Tensor) or hasattr(sounds, "__array_interface__"):
         return list(sounds) if len(sounds.shape) == 3 else [sounds]
     if isinstance(sounds, Iterable) and not isinstance(sounds, (set, frozenset)):
-        given = list(sounds)
-        if given and all(isinstance(sample, (int, float)) for sample in given):
-            return [torch.tensor(given, dtype=torch.float32)]
-        return given
+        items = list(sounds)
+        if items and all(isinstance(sample, (int, float)) for sample in items):
+            return [torch.tensor(items, dtype=torch.float32)]
+        return items
     raise AudioError(f"sounds were expected, got {type(sounds).__name__}; give {_ACCEPTED}, or a list of these")
 
 
 def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: Any) -> list[Tensor]:
-    """Waveforms of several sounds; what cannot be read is named.
-
-    Args:
-        sounds: a list of what `load_audio` reads.
-        sampling_rate: samples in a second of the result.
-        first: number of the first sound in messages.
-        **options: of `load_audio`.
-
-    Raises:
-        AudioError: a sound cannot be read; the message says which one.
-    """
+    """Return waveforms of several sounds by `load_audio`; errors name the sound, counted from `first`."""
     waves = []
     for number, sound in enumerate(sounds, start=first):
         try:
@@ -175,7 +158,7 @@ def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: A
 
 
 def _opened(source: Any, source_rate: int, block: float) -> tuple[str, int, Iterator[Tensor]]:
-    """The name of a sound in messages, its rate, and its samples in pieces (samples, channels) as they are stored."""
+    """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
     if isinstance(source, Mapping):
         if not {"array", "sampling_rate"} <= source.keys():
             raise AudioError(f"a dict of a sound has 'array' and 'sampling_rate', got {sorted(map(str, source))}")
@@ -191,14 +174,14 @@ def _opened(source: Any, source_rate: int, block: float) -> tuple[str, int, Iter
     if isinstance(source, (str, os.PathLike)):
         return _from_path(os.fsdecode(source), block)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_file(io.BytesIO(bytes(source)), "the bytes given", block)
+        return _from_file(io.BytesIO(bytes(source)), "the bytes", block)
     if hasattr(source, "read"):
         if hasattr(source, "seekable") and source.seekable():
             source.seek(0)
         data = source.read()
         if not isinstance(data, bytes):
-            raise AudioError(f"the file given reads as {type(data).__name__}; open it with mode 'rb'")
-        return _from_file(io.BytesIO(data), "the file given", block)
+            raise AudioError(f"the file reads as {type(data).__name__}; open it with mode 'rb'")
+        return _from_file(io.BytesIO(data), "the file", block)
     if isinstance(source, (list, tuple)) and all(isinstance(sample, (int, float)) for sample in source):
         return _from_array(torch.tensor(source, dtype=torch.float32), source_rate)
     if isinstance(source, Iterator):
@@ -207,14 +190,14 @@ def _opened(source: Any, source_rate: int, block: float) -> tuple[str, int, Iter
     raise AudioError(f"a sound was expected, got {type(source).__name__}; give {_ACCEPTED}")
 
 
-def _from_array(given: Any, rate: int, empty: bool = False) -> tuple[str, int, Iterator[Tensor]]:
-    if not isinstance(given, Tensor) and not hasattr(given, "__array_interface__"):
-        raise AudioError(f"a piece of a sound was expected, got {type(given).__name__}; give an array or a tensor")
-    name = f"the {'tensor' if isinstance(given, Tensor) else 'array'} {tuple(given.shape)}"
+def _from_array(source: Any, rate: int, empty: bool = False) -> tuple[str, int, Iterator[Tensor]]:
+    if not isinstance(source, Tensor) and not hasattr(source, "__array_interface__"):
+        raise AudioError(f"a piece of a sound was expected, got {type(source).__name__}; give an array or a tensor")
+    name = f"the {'tensor' if isinstance(source, Tensor) else 'array'} {tuple(source.shape)}"
     try:
-        samples = given.detach().cpu() if isinstance(given, Tensor) else torch.from_numpy(given.copy())
+        samples = source.detach().cpu() if isinstance(source, Tensor) else torch.from_numpy(source.copy())
     except (TypeError, ValueError) as error:
-        raise AudioError(f"{name} is {given.dtype}; give floats from -1 to 1, or int16 or int32") from error
+        raise AudioError(f"{name} is {source.dtype}; give floats from -1 to 1, or int16 or int32") from error
     if not samples.numel() and not empty:
         raise AudioError(f"{name} has no samples")
     if samples.dim() not in (1, 2):
@@ -233,17 +216,17 @@ def _from_array(given: Any, rate: int, empty: bool = False) -> tuple[str, int, I
 def _from_path(path: str, block: float) -> tuple[str, int, Iterator[Tensor]]:
     if path.lower().startswith(("http://", "https://", "data:", "s3://", "gs://")):
         raise AudioError(f"{path[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
-    shown = repr(path if len(path) <= 200 else path[:200] + "…")
+    label = repr(path if len(path) <= 200 else path[:200] + "…")
     if os.path.isdir(path):
-        raise AudioError(f"{shown} is a folder; give the paths of the sounds in it")
+        raise AudioError(f"{label} is a folder; give the paths of the sounds in it")
     try:
         file = open(path, "rb")  # noqa: SIM115 (closed once its last piece is read)
     except FileNotFoundError:
-        raise AudioError(f"there is no file {shown}") from None
+        raise AudioError(f"there is no file {label}") from None
     except (OSError, ValueError) as error:
-        raise AudioError(f"{shown} cannot be read: {error}") from error
+        raise AudioError(f"{label} cannot be read: {error}") from error
     try:
-        return _from_file(file, shown, block)
+        return _from_file(file, label, block)
     except BaseException:
         file.close()
         raise
@@ -261,15 +244,15 @@ def _from_file(file: Any, name: str, block: float) -> tuple[str, int, Iterator[T
         sound = soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:
         raise AudioError(f"{name} cannot be read as a sound, or is cut short: {error}") from error
-    for stated, found in re.findall(r"(\d+) \(should be (\d+)\)", sound.extra_info):
-        # A writer that did not know the length states the largest one.
-        if int(found) + _SLACK < int(stated) < 2**31 - 1:
-            raise AudioError(f"{name} is cut short: it says {stated} bytes and has {found}; fetch or copy it anew")
+    for stated, actual in re.findall(r"(\d+) \(should be (\d+)\)", sound.extra_info):
+        # Writers without the length state the largest one.
+        if int(actual) + _SLACK < int(stated) < 2**31 - 1:
+            raise AudioError(f"{name} is cut short: {actual} of {stated} bytes; fetch or copy it anew")
     return name, sound.samplerate, _file_pieces(soundfile, sound, file, name, max(1, round(block * sound.samplerate)))
 
 
 def _ends(file: Any) -> bool:
-    """Whether an Ogg file (RFC 3533, section 6) ends with a whole page that says it is the last."""
+    """Return True if an Ogg file (RFC 3533, section 6) ends with a whole page that is marked as the last."""
     # A page has a head of at most 282 bytes and 255 segments of 255.
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 65_307))
@@ -296,13 +279,11 @@ def _file_pieces(soundfile: Any, sound: Any, file: Any, name: str, length: int) 
             read += len(piece)
             yield torch.from_numpy(piece)
         if read < sound.frames < 2**62:
-            raise AudioError(
-                f"{name} is cut short: it says {sound.frames} samples and has {read}; fetch or copy it anew"
-            )
+            raise AudioError(f"{name} is cut short: {read} of {sound.frames} samples; fetch or copy it anew")
 
 
 def _mono(piece: Tensor, name: str, seconds: float) -> Tensor:
-    """The mean of the channels of a piece (samples, channels), which is checked."""
+    """Check a piece (samples, channels) and return the mean of its channels."""
     if not torch.isfinite(piece).all():
         first = int((~torch.isfinite(piece).all(1)).nonzero()[0])
         raise AudioError(f"{name} has NaN or infinity, {seconds:.2f} s and {first} samples from its beginning")

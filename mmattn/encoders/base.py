@@ -1,21 +1,21 @@
-"""Base classes of the encoders: frozen weights and their fingerprint; of images, batches and the memory they give."""
+"""Base classes of the encoders: a frozen network with a fingerprint, encoders of images, encoders of texts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.images import MAX_PIXELS, as_list
-from mmattn.encoders.preprocessing import ImageProcessor
+from mmattn.encoders.images import MAX_PIXELS, ImageProcessor, as_list
 from mmattn.errors import check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
+from mmattn.tokenization import check_text
 
 
 class FrozenEncoder(nn.Module):
@@ -23,12 +23,11 @@ class FrozenEncoder(nn.Module):
 
     Args:
         model: the network, whose parameters stop requiring gradients.
-        settings: what the fingerprint covers beside the weights, as JSON holds it.
+        settings: further content of the fingerprint, as JSON values.
         device: where the network runs, by default the CPU.
 
     Attributes:
         model: the network.
-        settings: as given.
         dim: width e of the memory.
     """
 
@@ -65,7 +64,7 @@ class FrozenEncoder(nn.Module):
     def fingerprint(self) -> str:
         """sha256 of the settings and weights that the memory depends on: equal for equal encoders on any machine."""
         weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
-        # Each write into a tensor counts its version up, so that weights edited in place are hashed anew.
+        # Writes into a tensor count its version up, so that weights edited in place are hashed again.
         state = [(name, tensor._version, tensor.dtype, tensor.device) for name, tensor in weights.items()]
         if self._hashed is None or self._hashed[0] != state:
             digest = hashlib.sha256(json.dumps(self._described(), sort_keys=True).encode())
@@ -77,7 +76,7 @@ class FrozenEncoder(nn.Module):
         return self._hashed[1]
 
     def _any_tensor(self) -> Tensor:
-        # What has no weights has filters, or a place, as a buffer.
+        # Encoders without weights have a buffer.
         return next(chain(self.parameters(), self.buffers()))
 
     def _described(self) -> dict[str, Any]:
@@ -85,6 +84,41 @@ class FrozenEncoder(nn.Module):
 
     def _weights(self) -> dict[str, Tensor]:
         return self.model.state_dict()
+
+    def _padded(self, rows: Sequence[Tensor], sources: Sequence[list[Any]]) -> Memory:
+        """Return rows (m, e) of different lengths with their sources as one padded memory."""
+        if not rows:
+            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
+        memory = Memory.pad(rows)
+        padded = [row + [None] * (memory.length - len(row)) for row in sources]
+        return Memory(memory.tokens, memory.mask, sources=padded)
+
+
+class TextEncoderBase(FrozenEncoder):
+    """Base class of text encoders, which implement `_encode_texts`."""
+
+    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """Return the memory (b, m, e) of b texts, computed without gradients; `encode` is the same.
+
+        `sources` names the text of each slot, and its token where a text has several slots: {"text": 0, "token": 3}. A
+        UserWarning names the texts that were truncated.
+
+        Args:
+            texts: one text or several.
+            batch_size: texts that pass the network at once.
+            progress: show the progress on stderr.
+
+        Raises:
+            TextError: an entry is no text, or is empty and has nothing to pool; the message says which one.
+            ConfigError: `batch_size` is no positive int.
+        """
+        check_int("batch_size", batch_size)
+        return self._encode_texts(check_text(texts), batch_size, progress)
+
+    encode = forward
+
+    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
+        raise NotImplementedError
 
 
 class ImageEncoder(FrozenEncoder):
@@ -97,15 +131,13 @@ class ImageEncoder(FrozenEncoder):
         model: the network.
         image_processor: from images to the pixels that the network was trained on.
         pooled: one token per image, the mean over its patches (m = 1).
-        settings: what the fingerprint covers beside the weights, the image processor and `pooled`.
+        settings: further content of the fingerprint, besides the image processor and `pooled`.
         device: where the network runs, by default the CPU.
 
     Attributes:
         dim: width e of the memory.
         length: tokens m of each image.
-        grid: (height, width) of the patches, or None where they are not laid out in rows and columns.
-        image_processor: as given.
-        pooled: as given.
+        grid: (height, width) of the patches, or None if they are not laid out in rows and columns.
     """
 
     grid: tuple[int, int] | None
@@ -123,11 +155,11 @@ class ImageEncoder(FrozenEncoder):
         self.image_processor = image_processor
         self.pooled = pooled
         with torch.no_grad():
-            tokens, self.grid = self._tokens(self._some_pixels())
+            tokens, self.grid = self._tokens(self._example_pixels())
         self.length, self.dim = tokens.shape[1:]
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Features of pixels, by default the output of the network; the method that a subclass overrides.
+        """Return the features of pixels, by default the output of the network; subclasses override this method.
 
         Args:
             pixels: (b, 3, height, width), on the device and in the dtype of the network.
@@ -141,7 +173,7 @@ class ImageEncoder(FrozenEncoder):
     def forward(
         self, images: Any, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
     ) -> Memory:
-        """The memory (b, m, e) of b images, computed without gradients.
+        """Return the memory (b, m, e) of b images, computed without gradients.
 
         `sources` of the memory names the image and the patch of each token: {"image": 0, "patch": [row, column]}.
 
@@ -156,18 +188,18 @@ class ImageEncoder(FrozenEncoder):
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        given, process = as_list(images), self.image_processor
+        pictures, process = as_list(images), self.image_processor
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
             parts = [
-                self._tokens(process(given[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
-                for start in batches(len(given), batch_size, "encoding", progress)
+                self._tokens(process(pictures[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
+                for start in batches(len(pictures), batch_size, "encoding", progress)
             ]
         tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
-        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(given))])
+        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(pictures))])
 
-    def _some_pixels(self) -> Tensor:
-        """Of one image, to learn the shape of the features."""
+    def _example_pixels(self) -> Tensor:
+        """Return pixels of one image, from which the shape of the features is read."""
         return self.image_processor([torch.zeros(3, 1, 1)])
 
     def _described(self) -> dict[str, Any]:

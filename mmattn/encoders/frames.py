@@ -1,4 +1,4 @@
-"""Frames of videos with their times, decoded one after the other by FFmpeg (PyAV): a long video fits in memory."""
+"""Frames of videos with their times, decoded one by one by FFmpeg (PyAV), so that long videos fit in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmattn.encoders.images import MAX_PIXELS
 from mmattn.errors import ConfigError, VideoError, check_float, check_int, import_extra
 
 _ACCEPTED = "a path, bytes, an open binary file, or pairs of a time in seconds and an image"
-#: How much of a video may be missing before it counts as cut short: as a share, and in seconds.
+#: Missing length from which a video counts as cut short: as a share, and in seconds.
 _SLACK = (0.1, 0.5)
 
 
@@ -34,15 +34,15 @@ class Frame:
 def stream_frames(
     source: Any, *, fps: float | None = None, count: int | None = None, max_pixels: int = MAX_PIXELS
 ) -> Iterator[Frame]:
-    """Read frames of one video in their order, upright, each as soon as it is decoded.
+    """Yield frames of one video in their order, upright, each as soon as it is decoded.
 
-    A frame is shown until the next one begins, and those are chosen that are shown at the times asked for; each is
-    given once, so that a video with fewer frames than asked for gives those it has.
+    With `fps` or `count` these are the frames on display at the requested times, each once: a video with fewer frames
+    gives all of them.
 
     Args:
         source: path, bytes or open binary file, or an iterable of (time in seconds, image) as they arrive.
         fps: frames of each second, by time; None for all.
-        count: frames of the whole video in place of `fps`: those in the middle of so many equal parts.
+        count: frames of the whole video in place of `fps`, from the middles of equal parts.
         max_pixels: videos with larger frames are refused.
 
     Yields:
@@ -62,45 +62,38 @@ def stream_frames(
         raise ConfigError("fps must be above 0, got 0")
     if count is not None:
         check_int("count", count)
-    opened = _Source(source, max_pixels)
-    if count is not None and opened.duration is None:
-        raise VideoError(f"{opened.name} does not say how long it is: give fps in place of count")
-    times = _times(fps, count, opened.duration)
-    wanted, shown = next(times, math.inf), None
-    for frame in opened.frames():
+    video = _Source(source, max_pixels)
+    if count is not None and video.duration is None:
+        raise VideoError(f"{video.name} has no duration in its header: give fps in place of count")
+    times = _times(fps, count, video.duration)
+    time, shown = next(times, math.inf), None
+    for frame in video.frames():
         if fps is None and count is None:
             yield frame
-        # The frame before was shown up to here.
-        if shown is not None and wanted < frame.time:
+        # The previous frame was on display up to here.
+        if shown is not None and time < frame.time:
             yield shown
-            while wanted < frame.time:
-                wanted = next(times, math.inf)
+            while time < frame.time:
+                time = next(times, math.inf)
         shown = frame
     if shown is None:
-        raise VideoError(f"{opened.name} has no frames")
-    if wanted - 1e-6 <= shown.time or wanted < (opened.duration or 0.0):
+        raise VideoError(f"{video.name} has no frames")
+    if time - 1e-6 <= shown.time or time < (video.duration or 0.0):
         yield shown
 
 
 def as_videos(videos: Any) -> list[Any]:
-    """One video or several as a list.
-
-    Args:
-        videos: a video, or an iterable of videos.
-
-    Raises:
-        VideoError: neither a video nor a collection of them.
-    """
+    """Return one video or an iterable of videos as a list."""
     if isinstance(videos, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(videos, "read"):
         return [videos]
     if isinstance(videos, Iterable) and not hasattr(videos, "shape"):
-        given = list(videos)
-        return [given] if given and isinstance(given[0], tuple) else given
+        items = list(videos)
+        return [items] if items and isinstance(items[0], tuple) else items
     raise VideoError(f"videos were expected, got {type(videos).__name__}; give {_ACCEPTED}, or a list of these")
 
 
 def _times(fps: float | None, count: int | None, duration: float | None) -> Iterator[float]:
-    """The times that are asked for; none where every frame is."""
+    """Yield the requested times; none if every frame is requested."""
     if count is not None and duration is not None:
         yield from ((part + 0.5) * duration / count for part in range(count))
     elif fps is not None:
@@ -109,7 +102,7 @@ def _times(fps: float | None, count: int | None, duration: float | None) -> Iter
 
 
 class _Source:
-    """A video that is open."""
+    """An open video."""
 
     def __init__(self, source: Any, max_pixels: int) -> None:
         self.container: Any = None
@@ -121,10 +114,10 @@ class _Source:
             self._check_path(path)
             self._open(path)
         elif isinstance(source, (bytes, bytearray, memoryview)):
-            self.name = "the bytes given"
+            self.name = "the bytes"
             self._open(io.BytesIO(bytes(source)))
         elif hasattr(source, "read"):
-            self.name = "the file given"
+            self.name = "the file"
             if hasattr(source, "seekable") and source.seekable():
                 source.seek(0)
             self._open(source)
@@ -136,17 +129,17 @@ class _Source:
             raise VideoError(f"a video was expected, got {type(source).__name__}; give {_ACCEPTED}")
 
     def frames(self) -> Iterator[Frame]:
-        """Its frames, their times counted from the first."""
+        """Yield the frames, their times counted from the first."""
         first: float | None = None
         last = -math.inf
-        for time, image in self._decoded() if self.container is not None else self._given():
+        for time, image in self._decoded() if self.container is not None else self._pairs():
             first = time if first is None else first
             if time - first <= last:
                 raise VideoError(f"the times of {self.name} must increase, got {time:g} s after {last + first:g} s")
             last = time - first
             yield Frame(round(last, 6), image)
 
-    def _given(self) -> Iterator[tuple[float, Any]]:
+    def _pairs(self) -> Iterator[tuple[float, Any]]:
         for pair in self.pairs:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], (int, float)):
                 raise VideoError(f"a frame is a pair of its time in seconds and an image, got {type(pair).__name__}")
@@ -165,7 +158,7 @@ class _Source:
     def _open(self, file: Any) -> None:
         av = import_extra("av", "video")
         try:
-            # A list of files in place of one would have others be read, or fetched.
+            # A playlist could name other files or addresses.
             self.container = av.open(file, options={"protocol_whitelist": "file,pipe"})
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise VideoError(f"{self.name} cannot be read as a video, or is cut short: {_words(error)}") from error
@@ -184,10 +177,10 @@ class _Source:
         elif self.container.duration is not None:
             self.duration = self.container.duration / av.time_base
             if "matroska" in self.container.format.name and stream.start_time is not None:
-                self.duration -= float(stream.start_time * stream.time_base)  # it counts from 0, and not from a frame
+                self.duration -= float(stream.start_time * stream.time_base)  # counted from 0, not from the first frame
 
     def _square(self, frame: Any, aspect: Any) -> Any:
-        """The frame as wide as it is shown; `aspect` is the width of a pixel by its height."""
+        """Return the frame with square pixels; `aspect` is the width of a pixel divided by its height."""
         width = round(frame.width * aspect) if aspect else frame.width
         if width == frame.width or not 0 < width * frame.height <= self.max_pixels:
             return frame
@@ -210,26 +203,24 @@ class _Source:
                 if frame is None:
                     break
                 if frame.time is None and rate is None:
-                    raise VideoError(f"{self.name} does not say when its frames are shown; convert it first")
+                    raise VideoError(f"{self.name} has no times of its frames; convert it first")
                 time = number / rate if frame.time is None and rate is not None else float(frame.time)
                 if number and time <= last:
-                    # Broken clocks repeat a time now and then; what cannot be told apart is left out.
+                    # Broken clocks repeat a time now and then; these frames are left out.
                     continue
                 first = time if not number else first
                 number, last = number + 1, time
                 yield time, _upright(self._square(frame, stream.sample_aspect_ratio))
         seconds = last - first + (1 / rate if rate else 0.0)
         if self.duration is not None and number and seconds + max(_SLACK[1], _SLACK[0] * self.duration) < self.duration:
-            raise VideoError(
-                f"{self.name} is cut short: it says {self.duration:.2f} s and has {seconds:.2f}; fetch or copy it anew"
-            )
+            raise VideoError(f"{self.name} is cut short: {seconds:.2f} of {self.duration:.2f} s; fetch or copy it anew")
 
 
 def _upright(frame: Any) -> Any:
     numpy = import_extra("numpy", "video")
     if any(component.is_alpha for component in frame.format.components):
-        seen = frame.to_ndarray(format="rgba").astype(numpy.uint16)
-        pixels = ((seen[..., :3] * seen[..., 3:] + 255 * (255 - seen[..., 3:]) + 127) // 255).astype(numpy.uint8)
+        rgba = frame.to_ndarray(format="rgba").astype(numpy.uint16)
+        pixels = ((rgba[..., :3] * rgba[..., 3:] + 255 * (255 - rgba[..., 3:]) + 127) // 255).astype(numpy.uint8)
     else:
         pixels = frame.to_ndarray(format="rgb24")
     data = next((one for one in frame.side_data if one.type.name == "DISPLAYMATRIX"), None)

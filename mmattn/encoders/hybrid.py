@@ -1,4 +1,4 @@
-"""Texts by what they mean and by how they are spelled: a text encoder beside hashed character n-grams."""
+"""Texts by meaning and by spelling: a text encoder beside hashed character n-grams."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import FrozenEncoder
+from mmattn.encoders.base import TextEncoderBase
+from mmattn.encoders.registry import register_encoder
 from mmattn.encoders.text import MINILM, TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
-from mmattn.tokenization import check_text
 
 _FORMAT = "mmattn-hybrid-encoder"
-#: Letters in a row.
+#: Lengths of the n-grams.
 _NGRAMS = (2, 4)
 
 
-class HybridEncoder(FrozenEncoder):
+@register_encoder("hybrid")
+class HybridEncoder(TextEncoderBase):
     """Dense embeddings of texts beside hashed counts of their character n-grams, as a memory (b, 1, e).
 
-    A text encoder says what a text means, and may not tell names apart that it has never seen: all-MiniLM-L6-v2 reads
-    letters without their accents. The n-grams say how it is spelled: 2 to 4 letters in a row within a word, lower-case,
-    counted with signs at hashed places (feature hashing, arXiv 0902.2206; `HashingVectorizer` of scikit-learn). Both
-    have length 1, and so has what they are together.
+    A text encoder represents the meaning of a text, and may not distinguish names that it has not been trained on:
+    all-MiniLM-L6-v2 reads letters without their accents. The n-grams represent the spelling: 2 to 4 letters in a row
+    within a word, lower-case, counted with signs at hashed places (feature hashing, arXiv 0902.2206;
+    `HashingVectorizer` of scikit-learn). Both parts have length 1, and so has the whole vector.
 
-    Queries may be worded in another way than entries ("What is the currency of Lima?", "currency of Lima"):
-    `fit_queries` learns a linear map from the one to the other, which `encode_query` applies.
+    Queries may have other words than entries ("What is the currency of Lima?", "currency of Lima"): `fit_queries`
+    learns a linear map from queries to entries, which `encode_query` applies.
 
     Args:
         name: of the text encoder, as for `TextEncoder`.
@@ -42,9 +43,8 @@ class HybridEncoder(FrozenEncoder):
         device: where the network runs, by default the CPU.
 
     Attributes:
-        dim: width e of the memory: that of the text encoder, and `ngrams`.
-        query_projection: (e, r) and (r, e), whose product is what the map of queries adds to them; None before
-            `fit_queries`.
+        dim: width e of the memory: that of the text encoder plus `ngrams`.
+        query_projection: (e, r) and (r, e), whose product the map adds to queries; None before `fit_queries`.
 
     Raises:
         ConfigError: a setting outside what is allowed.
@@ -81,33 +81,26 @@ class HybridEncoder(FrozenEncoder):
         """The text encoder."""
         return self.model  # type: ignore[return-value]
 
-    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, 1, e) of b texts, computed without gradients; `encode` is the same.
+    @classmethod
+    def from_name(
+        cls, name: str, device: str | torch.device | None = None, pooling: str | None = None
+    ) -> HybridEncoder:
+        """Load the file for `load_text_encoder`."""
+        return cls.load(name, device)
 
-        Args:
-            texts: one text or several.
-            batch_size: texts that pass the network at once.
-            progress: show the progress on stderr.
-
-        Raises:
-            TextError: an entry is no text or is empty; the message says which one.
-            ConfigError: `batch_size` is no positive int.
-        """
-        texts = check_text(texts)
+    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
         dense = self.dense.encode(texts, batch_size=batch_size, progress=progress)
-        counts = self._spelled(texts).to(dense.tokens)
+        counts = self._spelling(texts).to(dense.tokens)
         both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts], 1), dim=1)
         return Memory(both[:, None], sources=dense.sources)
 
-    encode = forward
-
     def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, 1, e) of b queries. Arguments and errors as for `encode`."""
+        """Return the memory (b, 1, e) of b queries. Arguments and errors as for `encode`."""
         memory = self.encode(texts, batch_size=batch_size, progress=progress)
         return Memory(self.project_queries(memory.tokens), sources=memory.sources)
 
     def project_queries(self, vectors: Tensor) -> Tensor:
-        """The vectors of queries (…, e), of what `encode` gives for their texts; as they are before `fit_queries`.
+        """Map vectors of queries, as `encode` gives them; the identity before `fit_queries`.
 
         Args:
             vectors: (…, e).
@@ -119,13 +112,13 @@ class HybridEncoder(FrozenEncoder):
 
     @torch.no_grad()
     def fit_queries(self, queries: Tensor, entries: Tensor, *, ridge: float = 1e-3, rank: int = 64) -> None:
-        """Learn how queries map to the entries that answer them: ridge regression.
+        """Learn a linear map from queries to the entries that answer them, by ridge regression.
 
         Args:
-            queries: (n, e) what `encode` gives for texts of queries.
-            entries: (n, e) what it gives for the entry that each should find.
+            queries: (n, e) of `encode` for texts of queries.
+            entries: (n, e) of `encode` for the entry that each should find.
             ridge: weight of the penalty, as a share of the mean eigenvalue of the queries.
-            rank: r of what the map adds to queries.
+            rank: r of the map.
 
         Raises:
             ShapeError: not two matrices of the same shape, of width e.
@@ -135,11 +128,11 @@ class HybridEncoder(FrozenEncoder):
                 f"queries and entries must be (n, {self.dim}), one entry for each query; got {tuple(queries.shape)} "
                 f"and {tuple(entries.shape)}"
             )
-        asked, found = queries.double(), entries.double()
-        identity = torch.eye(self.dim, dtype=torch.double, device=asked.device)
-        gram = asked.T @ asked
+        source, target = queries.double(), entries.double()
+        identity = torch.eye(self.dim, dtype=torch.double, device=source.device)
+        gram = source.T @ source
         penalty = ridge * gram.diagonal().mean() * identity
-        change = torch.linalg.solve(gram + penalty, asked.T @ (found - asked))
+        change = torch.linalg.solve(gram + penalty, source.T @ (target - source))
         left, size, right = torch.linalg.svd(change)
         down, up = (part.float().contiguous() for part in (left[:, :rank] * size[:rank], right[:rank]))
         self.query_projection = (down.to(self.device), up.to(self.device))
@@ -157,8 +150,8 @@ class HybridEncoder(FrozenEncoder):
         if self.query_projection is None:
             raise ConfigError("there is no map of queries to save: call fit_queries first")
         name = os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
-        told = {"format": _FORMAT, "name": name, "pooling": self.pooling, "ngrams": self.ngrams}
-        write_tensors(Path(path), self._weights(), told)
+        metadata = {"format": _FORMAT, "name": name, "pooling": self.pooling, "ngrams": self.ngrams}
+        write_tensors(Path(path), self._weights(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> HybridEncoder:
@@ -171,24 +164,24 @@ class HybridEncoder(FrozenEncoder):
         Raises:
             AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
         """
-        state, told = read_tensors(Path(path), _FORMAT)
+        state, metadata = read_tensors(Path(path), _FORMAT)
         with making_sense(path, "HybridEncoder"):
-            name, pooling = (validated(key, str, told[key]) for key in ("name", "pooling"))
-            ngrams = check_int("ngrams", told["ngrams"], at_most=1 << 24)
+            name, pooling = (validated(key, str, metadata[key]) for key in ("name", "pooling"))
+            ngrams = check_int("ngrams", metadata["ngrams"], at_most=1 << 24)
             down, up = state["down"].float(), state["up"].float()
         encoder = cls(name, pooling=pooling, ngrams=ngrams, device=device)
         if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == encoder.dim and down.shape[1] == len(up)):
             raise AdapterFileError(
-                f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, and {name!r} with "
-                f"{ngrams} n-grams gives vectors of width {encoder.dim}: the text encoder is another than it was"
+                f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, but {name!r} with "
+                f"{ngrams} n-grams gives vectors of width {encoder.dim}: the text encoder has changed"
             )
         encoder.query_projection = (down.to(encoder.device), up.to(encoder.device))
         return encoder
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what the vectors depend on: the text encoder, the settings and the map of queries."""
-        self._hashed = None  # a new map looks like the old one; the text encoder remembers its own
+        """sha256 of the text encoder, the settings and the map of queries."""
+        self._hashed = None  # versions of tensors do not distinguish two maps
         return super().fingerprint
 
     @cached_property
@@ -196,7 +189,7 @@ class HybridEncoder(FrozenEncoder):
         text = import_extra("sklearn.feature_extraction.text", "data")
         return text.HashingVectorizer(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams, dtype="float32")
 
-    def _spelled(self, texts: Sequence[str]) -> Tensor:
+    def _spelling(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.ngrams)
         return torch.from_numpy(self._hashing.transform(texts).toarray())

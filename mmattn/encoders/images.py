@@ -1,7 +1,7 @@
-"""Images of any kind (paths, bytes, PIL, numpy, torch) read as upright 8-bit RGB.
+"""Images of any kind (paths, bytes, PIL, numpy, torch) read as upright 8-bit RGB, and their pixels for a network.
 
 Every image is converted before it is resized (a palette or 16-bit image resized first gives other colours), turned
-as its EXIF says, laid on white where it is transparent, and measured from its header before anything is decoded.
+as its EXIF says, laid on white where it is transparent, and its header is checked before anything is decoded.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ImageError, check_int, import_extra
+from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,7 +78,7 @@ def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
     if isinstance(source, Tensor) or hasattr(source, "__array_interface__"):
         return _from_array(source, max_pixels)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _opened(bytes(source), "the bytes given", max_pixels)
+        return _opened(bytes(source), "the bytes", max_pixels)
     if hasattr(source, "read"):
         return _from_file(source, max_pixels)
     if isinstance(source, (str, os.PathLike)):
@@ -86,15 +87,7 @@ def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
 
 
 def as_list(images: Any) -> list[Any]:
-    """One image or several as a list.
-
-    Args:
-        images: an image, an iterable of images, or an array (b, ...) of them.
-
-    Raises:
-        ImageError: neither an image nor a collection of them.
-        MissingExtraError: Pillow is not installed.
-    """
+    """Return one image, an iterable of images, or an array (b, ...) of them as a list."""
     pil = import_extra("PIL.Image", "vision")
     if isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike, pil.Image)) or hasattr(images, "read"):
         return [images]
@@ -106,47 +99,155 @@ def as_list(images: Any) -> list[Any]:
 
 
 def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Files of pictures: those given, and of a folder all that have the name of a picture, in order.
-
-    Args:
-        paths: of files and folders.
-
-    Raises:
-        ImageError: there is none of this name, or a folder without pictures.
-        MissingExtraError: Pillow is not installed.
-    """
-    known = {end for end, kind in import_extra("PIL.Image", "vision").registered_extensions().items() if kind != "PDF"}
-    found: list[str] = []
-    for given in paths:
-        path = os.fspath(given)
+    """Return files as they are, and the picture files of folders in the order of their names."""
+    formats = import_extra("PIL.Image", "vision").registered_extensions()
+    endings = {ending for ending, kind in formats.items() if kind != "PDF"}
+    files: list[str] = []
+    for path in (os.fspath(item) for item in paths):
         if os.path.isdir(path):
-            names = sorted(name for name in os.listdir(path) if os.path.splitext(name)[1].lower() in known)
+            names = sorted(name for name in os.listdir(path) if os.path.splitext(name)[1].lower() in endings)
             if not names:
                 raise ImageError(f"the folder {path!r} has no pictures; name one that has, or the pictures themselves")
-            found += [os.path.join(path, name) for name in names]
+            files += [os.path.join(path, name) for name in names]
         elif os.path.isfile(path):
-            found.append(path)
+            files.append(path)
         else:
             raise ImageError(f"there is no file {path!r}: name a picture, or a folder of pictures")
-    return found
+    return files
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Resize, crop and normalise images to the pixels that a network was trained on.
+
+    Args:
+        size: height and width in pixels, or one number for both.
+        mean: of each of the three channels, in 0..1, or one number for all; subtracted.
+        std: of each of the three channels, in 0..1, or one number for all; divided by.
+        resize: "shortest" side to `size` and centre crop, "longest" side to `size` and padding, or "squash" both.
+        interpolation: "bicubic" or "bilinear".
+        fill: grey level of the padding, 0..255.
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
+
+    >>> ImageProcessor(size=6)([torch.zeros(3, 8, 11), torch.zeros(9, 7)]).shape
+    torch.Size([2, 3, 6, 6])
+    """
+
+    size: int | Sequence[int] = 224
+    mean: float | Sequence[float] = 0.5
+    std: float | Sequence[float] = 0.5
+    resize: str = "shortest"
+    interpolation: str = "bicubic"
+    fill: int = 0
+
+    def __post_init__(self) -> None:
+        for name, count, check in (("size", 2, check_int), ("mean", 3, check_float), ("std", 3, check_float)):
+            value = getattr(self, name)
+            values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * count
+            if len(values) != count:
+                raise ConfigError(f"{name} must be one number or {count} numbers, got {value!r}")
+            object.__setattr__(self, name, tuple(check(name, entry) for entry in values))
+        if min(self.std) <= 0:  # type: ignore[arg-type]
+            raise ConfigError(f"std must be above 0 in every channel, got {self.std}")
+        check_choice("resize", self.resize, ("shortest", "longest", "squash"))
+        check_choice("interpolation", self.interpolation, ("bicubic", "bilinear"))
+        check_int("fill", self.fill, at_least=0, at_most=255)
+
+    def __call__(self, images: Iterable[Any], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
+        """Return normalised pixels (b, 3, height, width) of b images, float32.
+
+        Args:
+            images: of any kind that `load_image` reads.
+            first: number of the first image in messages.
+            max_pixels: larger images are refused before they are decoded.
+
+        Raises:
+            ImageError: an image cannot be read; the message says which one.
+        """
+        rows = each_image(lambda image: _pixels(self._fitted(image)), images, first, max_pixels)
+        pixels = torch.stack(rows) if rows else torch.zeros(0, *self.size, 3, dtype=torch.uint8)  # type: ignore[misc]
+        mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.mean, self.std))
+        return (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def _fitted(self, image: Image) -> Image:
+        pil = import_extra("PIL.Image", "vision")
+        method = getattr(pil.Resampling, self.interpolation.upper())
+        width, height = image.size
+        rows, columns = self.size  # type: ignore[misc]
+        if self.resize == "squash":
+            return image.resize((columns, rows), method)
+        pick = min if self.resize == "shortest" else max
+        ratio = pick(height / rows, width / columns)
+        if self.resize == "longest":
+            inside = (max(1, min(columns, round(width / ratio))), max(1, min(rows, round(height / ratio))))
+            page = pil.new("RGB", (columns, rows), (self.fill,) * 3)
+            page.paste(image.resize(inside, method), ((columns - inside[0]) // 2, (rows - inside[1]) // 2))
+            return page
+        # Cut while resizing: a strip of 1 x 5000 resized first would be a million pixels long.
+        to_int = int if rows == columns else round
+        wide, tall = max(columns, to_int(width / ratio)), max(rows, to_int(height / ratio))
+        left, top = round((wide - columns) / 2) * width / wide, round((tall - rows) / 2) * height / tall
+        right, bottom = left + columns * width / wide, top + rows * height / tall
+        return image.resize((columns, rows), method, box=(left, top, min(right, width), min(bottom, height)))
+
+
+def each_image(
+    prepare: Callable[[Image], Tensor], images: Iterable[Any], first: int = 0, max_pixels: int = MAX_PIXELS
+) -> list[Tensor]:
+    """Return `prepare(image)` of each image; errors name the image, counted from `first`."""
+    rows = []
+    for number, image in enumerate(images, start=first):
+        try:
+            rows.append(prepare(load_image(image, max_pixels=max_pixels)))
+        except ImageError as error:
+            raise ImageError(f"picture {number}: {error}") from error
+    return rows
+
+
+def preprocess(images: Any, size: int | Sequence[int] = 224, **settings: Any) -> Tensor:
+    """Return normalised pixels (b, 3, height, width) of one image or several.
+
+    Args:
+        images: one image or a list of them, of any kind that `load_image` reads.
+        size: height and width in pixels, or one number for both.
+        **settings: of `ImageProcessor`.
+
+    Raises:
+        ImageError: an image cannot be read; the message says which one.
+        ConfigError: a setting outside what is allowed.
+
+    >>> preprocess(torch.zeros(3, 8, 11), size=6).shape
+    torch.Size([1, 3, 6, 6])
+    """
+    return ImageProcessor(size, **settings)(as_list(images))
+
+
+def _pixels(image: Image) -> Tensor:
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
 
 
 def _from_path(path: str | bytes, max_pixels: int) -> Image:
     name = os.fsdecode(path)
     if name.lower().startswith(("http://", "https://", "data:", "s3://", "gs://")):
         raise ImageError(f"{name[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
-    shown = repr(name if len(name) <= 200 else name[:200] + "…")
+    label = repr(name if len(name) <= 200 else name[:200] + "…")
     try:
         with open(path, "rb") as file:
-            return _opened(file, shown, max_pixels)
+            return _opened(file, label, max_pixels)
     except FileNotFoundError:
-        raise ImageError(f"there is no file {shown}") from None
+        raise ImageError(f"there is no file {label}") from None
     except IsADirectoryError:
-        raise ImageError(f"{shown} is a folder; give the paths of the pictures in it") from None
+        raise ImageError(f"{label} is a folder; give the paths of the pictures in it") from None
     except (OSError, ValueError) as error:
         if isinstance(error, ImageError):
             raise
-        raise ImageError(f"{shown} cannot be read: {error}") from error
+        raise ImageError(f"{label} cannot be read: {error}") from error
 
 
 def _from_file(file: Any, max_pixels: int) -> Image:
@@ -155,10 +256,10 @@ def _from_file(file: Any, max_pixels: int) -> Image:
             file.seek(0)
         data = file.read()
     except (OSError, ValueError, AttributeError) as error:
-        raise ImageError(f"the file given cannot be read: {error}") from error
+        raise ImageError(f"the file cannot be read: {error}") from error
     if not isinstance(data, bytes):
-        raise ImageError(f"the file given reads as {type(data).__name__}; open it with mode 'rb'")
-    return _opened(data, "the file given", max_pixels)
+        raise ImageError(f"the file reads as {type(data).__name__}; open it with mode 'rb'")
+    return _opened(data, "the file", max_pixels)
 
 
 def _opened(data: Any, name: str, max_pixels: int) -> Image:
@@ -202,16 +303,16 @@ def _decoded(image: Image, name: str, max_pixels: int) -> Image:
             if frame:
                 image.seek(0)
             image.load()
-            turned = _rgb(image)
+            upright = _rgb(image)
             orientation = _orientation(image)
         finally:
             if frame:
                 image.seek(frame)
         if orientation is not None:
-            turned = turned.transpose(orientation)
+            upright = upright.transpose(orientation)
         # A fresh image carries no EXIF, so that it is not turned again when it comes back here.
-        clean = pil.new("RGB", turned.size)
-        clean.paste(turned)
+        clean = pil.new("RGB", upright.size)
+        clean.paste(upright)
         return clean
     except ImageError as error:
         raise ImageError(f"{name} ({kind}, {width} x {height}) {error}") from error
@@ -235,11 +336,11 @@ def _rgb(image: Image) -> Image:
     pil = import_extra("PIL.Image", "vision")
     if image.mode.startswith(("I", "F")):
         return _grey(import_extra("numpy", "vision").asarray(image), image.info.get("transparency"))
-    seen_through = image.info.get("transparency")
-    if image.mode == "RGB" and isinstance(seen_through, tuple) and max(seen_through) > 255:
-        # Of 16 bits, as the file has them; Pillow keeps the upper 8 of each pixel.
+    transparency = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(transparency, tuple) and max(transparency) > 255:
+        # 16 bits as in the file, while Pillow keeps the upper 8 of each pixel.
         image = image.copy()
-        image.info["transparency"] = tuple(level >> 8 for level in seen_through)
+        image.info["transparency"] = tuple(level >> 8 for level in transparency)
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
@@ -252,7 +353,7 @@ def _rgb(image: Image) -> Image:
         raise ImageError(f"has the colour mode {image.mode}, which cannot become RGB; save it as RGB") from error
 
 
-def _grey(array: Any, seen_through: Any = None) -> Image:
+def _grey(array: Any, transparency: Any = None) -> Image:
     numpy, pil = import_extra("numpy", "vision"), import_extra("PIL.Image", "vision")
     exact = array.dtype == numpy.uint16 or array.dtype == numpy.dtype(">u2")
     values = array.astype(numpy.float64)
@@ -266,24 +367,24 @@ def _grey(array: Any, seen_through: Any = None) -> Image:
     else:
         scale = 1.0 if array.dtype.kind == "f" and high <= 1 else 255.0
     levels = (values * (255 / scale)).round().astype(numpy.uint8)
-    if isinstance(seen_through, int):
-        levels[values == seen_through] = 255
+    if isinstance(transparency, int):
+        levels[values == transparency] = 255
     return pil.fromarray(levels).convert("RGB")
 
 
-def _from_array(given: Any, max_pixels: int) -> Image:
+def _from_array(source: Any, max_pixels: int) -> Image:
     numpy, pil = import_extra("numpy", "vision"), import_extra("PIL.Image", "vision")
-    name = f"the {'tensor' if isinstance(given, Tensor) else 'array'} {tuple(given.shape)}"
-    if isinstance(given, Tensor):
-        kept = given.detach().cpu()
-        array = (kept.float() if kept.dtype == torch.bfloat16 else kept).numpy()
+    name = f"the {'tensor' if isinstance(source, Tensor) else 'array'} {tuple(source.shape)}"
+    if isinstance(source, Tensor):
+        tensor = source.detach().cpu()
+        array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     else:
-        array = numpy.asarray(given)
+        array = numpy.asarray(source)
     channels = (1, 3, 4)
     if array.ndim == 3:
         first, last = array.shape[0] in channels, array.shape[2] in channels
         # Where both ends could be channels, tensors come as (3, h, w) and arrays as (h, w, 3).
-        if first and (not last or isinstance(given, Tensor)):
+        if first and (not last or isinstance(source, Tensor)):
             array = array.transpose(1, 2, 0)
         elif not last:
             raise ImageError(f"{name} has no axis of 1, 3 or 4 channels; give (h, w, 3) or (3, h, w)")

@@ -11,25 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.base import FrozenEncoder
+from mmattn.encoders.base import TextEncoderBase
+from mmattn.encoders.text import token_sources
 from mmattn.errors import AdapterFileError, MissingExtraError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.hub import without_progress_bars
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import check_text, refuse_empty
 
-#: The head that some encoders carry for their own pretraining: it never runs, and may be random.
+#: Head of the pretraining: it never runs, and may be random.
 _UNUSED = "pooler"
 
 
-class MultiVectorEncoder(FrozenEncoder):
+class MultiVectorEncoder(TextEncoderBase):
     """Texts as a memory (b, m, e) of a vector for each token, by a `MultiVectorEncoder` of sentence-transformers.
 
     It loads late-interaction models as sentence-transformers, PyLate and ColBERT (arXiv 2004.12832) save them. These
-    encode queries in another way than entries, with other prompts and lengths: `mmattn.retrieval.MultiVectorIndex`
+    encode queries in another way than entries, with other prompts and lengths; `mmattn.retrieval.MultiVectorIndex`
     takes `encode` for entries and `encode_query` for queries. A model without a trained projection, such as a bare
     BERT, gets a random one and finds nothing. Texts beyond the lengths of the model are truncated, and special tokens
-    in a text are special, as sentence-transformers has it.
+    in a text stay special, as in sentence-transformers.
 
     Args:
         name: a name on the hub or a folder.
@@ -67,49 +68,23 @@ class MultiVectorEncoder(FrozenEncoder):
         for key, tensor in model.state_dict().items():
             check_values(key, tensor)
         super().__init__(model, _described(model), device)
-        self.dim = self._encode(model.encode_document, "a").dim
+        self.dim = self._encode(model.encode_document, ["a"]).dim
 
-    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, m, e) of b entries of an index, computed without gradients; `encode` is the same.
-
-        `sources` names the text and the slot of each vector: {"text": 0, "token": 3}.
-
-        Args:
-            texts: one text or several.
-            batch_size: texts that pass the network at once.
-            progress: show the progress on stderr.
-
-        Raises:
-            TextError: an entry is no text or is empty; the message says which one.
-            ConfigError: `batch_size` is no positive int.
-        """
+    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
         return self._encode(self.model.encode_document, texts, batch_size, progress)  # type: ignore[arg-type]
 
-    encode = forward
-
     def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory (b, l, e) of b queries. Arguments and errors as for `encode`."""
-        return self._encode(self.model.encode_query, texts, batch_size, progress)  # type: ignore[arg-type]
+        """Return the memory (b, l, e) of b queries. Arguments and errors as for `encode`."""
+        check_int("batch_size", batch_size)
+        return self._encode(self.model.encode_query, check_text(texts), batch_size, progress)  # type: ignore[arg-type]
 
     def _encode(
-        self,
-        encode: Callable[..., list[Tensor]],
-        texts: str | Iterable[str],
-        batch_size: int = 32,
-        progress: bool = False,
+        self, encode: Callable[..., list[Tensor]], texts: list[str], batch_size: int = 32, progress: bool = False
     ) -> Memory:
-        check_int("batch_size", batch_size)
-        checked = check_text(texts)
-        refuse_empty([len(text.strip()) for text in checked])
-        if not checked:
-            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
-        # Encoded in inference mode, which `pad` leaves by a copy.
-        memory = Memory.pad(encode(checked, batch_size=batch_size, show_progress_bar=progress))
-        sources: list[list[Any]] = [
-            [{"text": number, "token": token} if token < length else None for token in range(memory.length)]
-            for number, length in enumerate(memory.lengths)
-        ]
-        return Memory(memory.tokens, memory.mask, sources=sources)
+        refuse_empty([len(text.strip()) for text in texts])
+        # Encoded in inference mode, which padding leaves by a copy.
+        rows = encode(texts, batch_size=batch_size, show_progress_bar=progress) if texts else []
+        return self._padded(rows, token_sources(list(map(len, rows))))
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if _UNUSED not in name.split(".")}
@@ -119,7 +94,7 @@ class MultiVectorEncoder(FrozenEncoder):
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """What the vectors depend on beside the weights."""
+    """Return the settings that the vectors depend on, besides the weights."""
     modules: list[Any] = [[type(module).__name__, getattr(module, "get_config_dict", dict)()] for module in model]
     vocabulary = json.dumps(sorted(model.tokenizer.get_vocab().items()))
     return {

@@ -1,65 +1,107 @@
-"""Encoders of images and of texts by the names that settings and files have for them."""
+"""Encoders of images and of texts by name, as settings and files have them, and kinds of your own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mmattn.encoders.base import ImageEncoder
-from mmattn.encoders.hybrid import HybridEncoder
-from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
-from mmattn.encoders.style import StyleEncoder
-from mmattn.encoders.text import TextEncoder
-from mmattn.encoders.torchvision import TorchvisionEncoder
+import torch
+
+from mmattn.encoders.base import ImageEncoder, TextEncoderBase
 from mmattn.errors import ConfigError
+from mmattn.lazy import Registry
 
-#: What encodes the texts of an index.
-AnyTextEncoder = TextEncoder | HybridEncoder | OpenCLIPTextEncoder
+EncoderClass = TypeVar("EncoderClass", bound=type)
+#: An encoder of the texts of an index.
+AnyTextEncoder = TextEncoderBase
+
+_ENCODERS = Registry(
+    "the encoder",
+    {
+        "hybrid": "mmattn.encoders.hybrid",
+        "openclip": "mmattn.encoders.openclip",
+        "openclip-text": "mmattn.encoders.openclip",
+        "style": "mmattn.encoders.style",
+        "text": "mmattn.encoders.text",
+        "torchvision": "mmattn.encoders.torchvision",
+    },
+)
 
 
-def load_image_encoder(name: str, device: Any = None, *, pooled: bool = False) -> ImageEncoder:
-    """The encoder of a name.
+def register_encoder(kind: str) -> Callable[[EncoderClass], EncoderClass]:
+    """Return a class decorator that registers an encoder, which is then loaded by the name "KIND:NAME".
+
+    Loading calls the class method `from_name(NAME, device, **options)` of the class; the options are `pooled` for
+    images and `pooling` for texts.
 
     Args:
-        name: "torchvision:NAME[:WEIGHTS FILE]", a folder of open_clip, "NAME:TAG" of open_clip, or the .safetensors
-            file of a `StyleEncoder`.
-        device: where it runs.
-        pooled: one slot for each picture.
+        kind: begin of the names.
 
     Raises:
-        ConfigError: `pooled` for a `StyleEncoder`.
-        MissingExtraError: what loads it is not installed.
-        AdapterFileError: there is none of this name.
+        ConfigError: the class has no `from_name`, or another class has this kind.
     """
-    if name.startswith("torchvision:"):
-        _, network, *weights = name.split(":", 2)
-        return TorchvisionEncoder(network, weights=weights[0] if weights else None, pooled=pooled, device=device)
-    if name.endswith(".safetensors"):
-        if pooled:
-            raise ConfigError(f"{name} is a StyleEncoder, which gives patches: leave pooled out")
-        return StyleEncoder.load(name, device)
-    return OpenCLIPEncoder(f"local-dir:{name}" if Path(name).is_dir() else name, pooled=pooled, device=device)
+
+    def register(cls: EncoderClass) -> EncoderClass:
+        if not hasattr(cls, "from_name"):
+            raise ConfigError(f"{cls.__name__} cannot be registered as an encoder: it lacks the class method from_name")
+        _ENCODERS.add(kind, cls)
+        return cls
+
+    return register
 
 
-def load_text_encoder(name: str, pooling: str | None = None, device: Any = None) -> AnyTextEncoder:
-    """The encoder of texts of a name.
+def load_image_encoder(name: str, device: str | torch.device | None = None, *, pooled: bool = False) -> ImageEncoder:
+    """Load an encoder of images by its name.
 
     Args:
-        name: any name or folder of a `TextEncoder`, a folder of open_clip, or the .safetensors file of a
-            `HybridEncoder`.
+        name: "torchvision:NAME[:WEIGHTS FILE]", a folder of open_clip, "NAME:TAG" of open_clip, the .safetensors
+            file of a `StyleEncoder`, or "KIND:NAME" of a registered encoder.
+        device: where it runs.
+        pooled: one slot for each image.
+
+    Raises:
+        ConfigError: `pooled` for a `StyleEncoder`, or the name of an encoder of other data.
+        MissingExtraError: its library is not installed.
+        AdapterFileError: there is none of this name.
+    """
+    kind, rest = _split(name, "style" if name.endswith(".safetensors") else "openclip")
+    return _load(kind, rest, ImageEncoder, device, pooled=pooled)
+
+
+def load_text_encoder(
+    name: str, pooling: str | None = None, device: str | torch.device | None = None
+) -> AnyTextEncoder:
+    """Load an encoder of texts by its name.
+
+    Args:
+        name: any name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
+            `HybridEncoder`, or "KIND:NAME" of a registered encoder.
         pooling: of a `TextEncoder`; None for the mean. The others give one slot, and take None or "none".
         device: where it runs.
 
     Raises:
-        ConfigError: a pooling for one of the others.
-        MissingExtraError: what loads it is not installed.
+        ConfigError: a pooling for one of the others, or the name of an encoder of other data.
+        MissingExtraError: its library is not installed.
         AdapterFileError: there is none of this name.
     """
     is_clip = (Path(name) / "open_clip_config.json").is_file()
-    if (is_clip or name.endswith(".safetensors")) and pooling not in (None, "none"):
+    default = "openclip-text" if is_clip else "hybrid" if name.endswith(".safetensors") else "text"
+    kind, rest = _split(name, default)
+    if default != "text" and kind == default and pooling not in (None, "none"):
         raise ConfigError(f"{name} gives one slot for each text: leave pooling={pooling!r} out")
-    if is_clip:
-        return OpenCLIPTextEncoder(f"local-dir:{name}", device=device)
-    if name.endswith(".safetensors"):
-        return HybridEncoder.load(name, device)
-    return TextEncoder(name, pooling="mean" if pooling is None else pooling, device=device)
+    return _load(kind, rest, TextEncoderBase, device, pooling=pooling)
+
+
+def _split(name: str, default: str) -> tuple[str, str]:
+    kind, colon, rest = name.partition(":")
+    return (kind, rest) if colon and kind in _ENCODERS else (default, name)
+
+
+def _load(kind: str, name: str, base: type, device: str | torch.device | None, **options: Any) -> Any:
+    cls = _ENCODERS[kind]
+    if not issubclass(cls, base):
+        raise ConfigError(
+            f"{kind}:{name} names a {cls.__name__}, which is not a subclass of {base.__name__}: name another one"
+        )
+    return cls.from_name(name, device, **options)

@@ -1,4 +1,4 @@
-"""Time series as a memory, without any weights: patches with what was observed, their scale and their position."""
+"""Time series as a memory, without any weights: patches with their observed values, scale and position."""
 
 from __future__ import annotations
 
@@ -15,38 +15,35 @@ from mmattn.memory import Memory
 from mmattn.progress import batches
 
 _NORMALIZATIONS = ("series", "running", "none")
-#: Added to deviations, as a share of the mean's size: what hardly changes is noise, not a signal.
+#: Share of the mean that is added to deviations, so that noise of constant series stays small.
 _SMALL = 1e-5
 
 
 class SeriesEncoder(FrozenEncoder):
     """Time series of several channels as a memory (b, m, e), one token for each patch (PatchTST, arXiv 2211.14730).
 
-    A token holds, in this order: the values of its patch, normalised, first those of the first time step; for each of
-    them 1 where it was observed and 0 where not, in which case the value is 0, too; of each channel the inverse
-    hyperbolic sine of the mean and of the deviation that the values were normalised by; and sines and cosines of the
-    number of the patch. A value that is NaN was not observed. A patch without any observed value is masked.
+    A token holds, in this order: the normalised values of its patch, time step by time step; for each value 1 if it was
+    observed and 0 if not (then the value is 0, too); for each channel the inverse hyperbolic sine of the mean and of
+    the deviation of the normalisation; and sines and cosines of the number of the patch. NaN is a value that was not
+    observed. A patch without any observed value is masked.
 
     Args:
-        patch_length: time steps of a patch; what is missing of the last one was not observed.
+        patch_length: time steps of a patch; the last patch may be incomplete.
         channels: of the series.
-        normalization: by the mean and deviation of each channel over the whole "series"; or "running", over what was
-            observed from the beginning to the end of the patch; or "none". A series can be streamed with the last two,
-            which need nothing of what comes later.
+        normalization: by the mean and deviation of each channel over the whole "series"; or "running", over
+            the values observed up to the end of the patch; or "none". The last two can be streamed.
         position_features: sines and cosines of the number of the patch, with wavelengths from 2π to 20000π patches;
             even, 0 for none.
         device: where it is computed, by default the CPU.
 
     Attributes:
         dim: width e of the memory: 2 × patch_length × channels + 2 × channels + position_features.
-        patch_length: as given.
-        channels: as given.
 
     Raises:
         ConfigError: a setting outside what is allowed.
 
-    >>> sense = SeriesEncoder(patch_length=4, channels=3)
-    >>> memory = sense([torch.randn(10, 3), torch.randn(5, 3)])
+    >>> encoder = SeriesEncoder(patch_length=4, channels=3)
+    >>> memory = encoder([torch.randn(10, 3), torch.randn(5, 3)])
     >>> memory.tokens.shape, memory.lengths, memory.sources[1]
     (torch.Size([2, 3, 38]), [3, 2], [{'series': 1, 'start': 0, 'end': 4}, {'series': 1, 'start': 4, 'end': 5}, None])
     """
@@ -80,10 +77,10 @@ class SeriesEncoder(FrozenEncoder):
         batch_size: int = 32,
         progress: bool = False,
     ) -> Memory:
-        """The memory (b, m, e) of b series, the shorter ones padded; `encode` is the same.
+        """Return the memory (b, m, e) of b series, the shorter ones padded; `encode` is the same.
 
-        `sources` of the memory says which series, and from which time step up to which: {"series": 0, "start": 16,
-        "end": 32}; or with `times` the times of its first and of its last one.
+        `sources` of the memory gives series, first time step and end: {"series": 0, "start": 16, "end": 32}; or with
+        `times` the times of the first and of the last step.
 
         Args:
             series: an array or tensor (b, length, channels), or a list of those (length, channels) or, of one channel,
@@ -98,32 +95,31 @@ class SeriesEncoder(FrozenEncoder):
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        given = _as_list(series)
-        if times is not None and len(times) != len(given):
-            raise ShapeError(f"times are a list with those of each series: {len(given)}, got {len(times)}")
-        rows, seen, sources = [], [], []
-        for begin in batches(len(given), batch_size, "encoding", progress):
-            for number in range(begin, min(begin + batch_size, len(given))):
-                values = self._checked(given[number], f"series {number}")
+        items = _as_list(series)
+        if times is not None and len(times) != len(items):
+            raise ShapeError(f"times are a list with those of each series: {len(items)}, got {len(times)}")
+        rows, masks, sources = [], [], []
+        for begin in batches(len(items), batch_size, "encoding", progress):
+            for number in range(begin, min(begin + batch_size, len(items))):
+                values = self._checked(items[number], f"series {number}")
                 tokens, observed = self._tokens(values, _Past(self.channels))
                 rows.append(tokens)
-                seen.append(observed)
+                masks.append(observed)
                 clock = None if times is None else _clock(times[number], len(values), number)
                 sources.append(self._origins(number, 0, len(values), clock))
+        memory = self._padded(rows, sources)
         if not rows:
-            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
-        memory = Memory.pad(rows)
-        mask = nn.utils.rnn.pad_sequence(seen, batch_first=True)
-        named = [row + [None] * (memory.length - len(row)) for row in sources]
-        return Memory(memory.tokens, None if bool(mask.all()) else mask.to(memory.device), sources=named)
+            return memory
+        mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        return Memory(memory.tokens, None if bool(mask.all()) else mask.to(memory.device), sources=memory.sources)
 
     encode = forward
 
     def stream(self, pieces: Iterable[Any]) -> Iterator[Memory]:
-        """The memory of one series piece by piece, as it arrives: each patch as soon as its time steps are there.
+        """Yield the memory of one series piece by piece, as it arrives.
 
-        The tokens are those of the whole series, one after the other, without the patches in which nothing was
-        observed: a stream has no masked slots.
+        The tokens are those of the whole series, without patches in which nothing was observed: a stream has no masked
+        slots.
 
         Args:
             pieces: arrays or tensors (n, channels) or, of one channel, (n,), that follow each other.
@@ -136,8 +132,8 @@ class SeriesEncoder(FrozenEncoder):
             ShapeError: a piece of other channels.
             NonFiniteError: infinity in a piece.
 
-        >>> sense = SeriesEncoder(patch_length=4, normalization="running")
-        >>> [memory.length for memory in sense.stream([torch.randn(3), torch.randn(6), torch.randn(1)])]
+        >>> encoder = SeriesEncoder(patch_length=4, normalization="running")
+        >>> [memory.length for memory in encoder.stream([torch.randn(3), torch.randn(6), torch.randn(1)])]
         [2, 1]
         """
         if self.normalization == "series":
@@ -161,7 +157,7 @@ class SeriesEncoder(FrozenEncoder):
             yield Memory(tokens[observed][None], sources=[[sources[i] for i in observed.nonzero()[:, 0].tolist()]])
 
     def _checked(self, series: Any, name: str, empty: bool = False) -> Tensor:
-        """Values (length, channels) in float64, NaN where nothing was observed."""
+        """Return values (length, channels) in float64, NaN where nothing was observed."""
         try:
             values = series.detach().cpu() if isinstance(series, Tensor) else torch.as_tensor(series)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -171,7 +167,7 @@ class SeriesEncoder(FrozenEncoder):
         if values.dim() != 2 or values.shape[1] != self.channels or values.is_complex():
             raise ShapeError(f"{name} must be (length, {self.channels}), got {tuple(values.shape)}")
         if not len(values) and not empty:
-            raise ShapeError(f"{name} is empty; leave it out, or give NaN for what was not observed")
+            raise ShapeError(f"{name} is empty; leave it out, or give NaN for missing values")
         values = values.double()
         if values.isinf().any():
             step = int(values.isinf().any(1).nonzero()[0])
@@ -180,7 +176,7 @@ class SeriesEncoder(FrozenEncoder):
 
     @torch.no_grad()
     def _tokens(self, values: Tensor, past: _Past, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Tokens (m, e) of values (length, channels), and which patches (m,) have observed values."""
+        """Return tokens (m, e) of values (length, channels), and the mask (m,) of patches with observed values."""
         missing = -len(values) % self.patch_length
         patches = nn.functional.pad(values, (0, 0, 0, missing), value=math.nan).view(
             -1, self.patch_length, self.channels
@@ -195,8 +191,8 @@ class SeriesEncoder(FrozenEncoder):
         elif self.normalization == "running":
             mean, deviation = past.add(filled, observed)
         else:
-            of_all = past.add(filled.flatten(0, 1)[None], observed.flatten(0, 1)[None])
-            mean, deviation = (value.expand(len(patches), -1) for value in of_all)
+            statistics = past.add(filled.flatten(0, 1)[None], observed.flatten(0, 1)[None])
+            mean, deviation = (value.expand(len(patches), -1) for value in statistics)
         scale = deviation + _SMALL * mean.abs()
         normal = (filled - mean[:, None]) / torch.where(scale > 0, scale, 1.0)[:, None]
         parts = [
@@ -219,45 +215,40 @@ class SeriesEncoder(FrozenEncoder):
 
 
 class _Positions(nn.Module):
-    """Sines and cosines of the numbers of patches."""
+    """Compute sines and cosines of the numbers of patches."""
 
     place: Tensor
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
-        # No weights: it says on which device, and in which dtype, tokens are given.
+        # For device and dtype of the tokens.
         self.register_buffer("place", torch.zeros(0), persistent=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """(n, 2 × count) of numbers (n,), in float64."""
+        """Return (n, 2 × count) for numbers (n,), in float64."""
         frequencies = 1.0 / 10000.0 ** (torch.arange(self.count, dtype=torch.float64) / max(self.count, 1))
         angles = numbers.double()[:, None] * frequencies
         return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 class _Past:
-    """Mean and deviation of each channel over what was observed so far, by Chan's update of sums of squares."""
+    """Mean and deviation of each channel over the values so far, by Chan's update of sums of squares."""
 
     def __init__(self, channels: int) -> None:
         self.count, self.mean, self.squares = (torch.zeros(channels, dtype=torch.float64) for _ in range(3))
 
     def add(self, patches: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and deviations (m, channels), each up to the end of its patch.
-
-        Args:
-            patches: (m, patch_length, channels), 0 where nothing was observed.
-            observed: (m, patch_length, channels) bool.
-        """
+        """Return means and deviations (m, channels) up to the end of each patch (m, patch_length, channels)."""
         means, deviations = [], []
-        for patch, seen in zip(patches, observed, strict=True):
-            count = seen.sum(0).double()
+        for patch, mask in zip(patches, observed, strict=True):
+            count = mask.sum(0).double()
             mean = patch.sum(0) / count.clamp_min(1)
-            squares = ((patch - mean) * seen).square().sum(0)
-            total, apart = self.count + count, mean - self.mean
+            squares = ((patch - mean) * mask).square().sum(0)
+            total, difference = self.count + count, mean - self.mean
             share = count / total.clamp_min(1)
-            self.mean = self.mean + apart * share
-            self.squares = self.squares + squares + apart.square() * self.count * share
+            self.mean = self.mean + difference * share
+            self.squares = self.squares + squares + difference.square() * self.count * share
             self.count = total
             means.append(self.mean)
             deviations.append((self.squares / total.clamp_min(1)).sqrt())

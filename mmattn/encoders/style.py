@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.encoders.base import ImageEncoder
-from mmattn.encoders.images import MAX_PIXELS
-from mmattn.encoders.preprocessing import ImageProcessor, each_image
-from mmattn.errors import ImageError, check_int
+from mmattn.encoders.images import MAX_PIXELS, ImageProcessor, each_image
+from mmattn.encoders.registry import register_encoder
+from mmattn.errors import ConfigError, ImageError, check_int
 from mmattn.storage.files import replacing
 from mmattn.storage.hub import read_weights
 from mmattn.storage.json_files import making_sense, validated
@@ -43,52 +43,31 @@ class StyleNetwork(nn.Module):
         self.head = nn.Linear(WIDTH, measures)
 
     def patches(self, pictures: Tensor) -> Tensor:
-        """Patches (b, 64, 4, 4).
-
-        Args:
-            pictures: (b, c, height, width) from -1 to 1.
-        """
+        """Return patches (b, 64, 4, 4) of pictures (b, c, height, width) from -1 to 1."""
         if pictures.shape[-1] > LARGEST:
             pictures = F.adaptive_avg_pool2d(pictures, LARGEST)
         patches: Tensor = self.body(pictures)
         return patches
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Measures (b, n), predicted from the mean of the patches.
-
-        Args:
-            pictures: (b, c, height, width) from -1 to 1.
-        """
+        """Predict measures (b, n) from the mean of the patches of pictures (b, c, height, width)."""
         measures: Tensor = self.head(self.patches(pictures).mean((2, 3)))
         return measures
 
 
 @dataclass(frozen=True)
 class InkProcessor:
-    """Pictures of one character, in any colours, to its ink, filling a square.
-
-    Args:
-        size: pixels of a side.
-    """
+    """Extract the ink of pictures of one character, in any colours, filling a square of `size` pixels."""
 
     size: int
 
     def __call__(self, images: Iterable[Any], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
-        """Ink (b, 1, size, size), 1 on paper of -1.
-
-        Args:
-            images: of any kind that `load_image` reads.
-            first: number of the first image in messages.
-            max_pixels: larger images are refused before they are decoded.
-
-        Raises:
-            ImageError: an image cannot be read or shows nothing; the message says which one.
-        """
+        """Return ink (b, 1, size, size), 1 on paper of -1; arguments as for `ImageProcessor`."""
         rows = each_image(self._ink, images, first, max_pixels)
         return torch.cat(rows) if rows else torch.zeros(0, 1, self.size, self.size)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON holds them."""
+        """Return the settings as JSON values."""
         return {"size": self.size, "ink": True}
 
     def _ink(self, image: Any) -> Tensor:
@@ -108,13 +87,14 @@ class InkProcessor:
         return 2 * F.interpolate(square, size=(self.size, self.size), mode="area") - 1
 
 
+@register_encoder("style")
 class StyleEncoder(ImageEncoder):
     """The style of pictures as a memory (b, 16, 64): one token for each of 4 × 4 patches.
 
     Args:
         network: trained.
         size: pixels of a side, as it was trained.
-        ink: whether it was trained on ink on paper, whatever the colours of both, rather than on pictures as they are.
+        ink: it was trained on ink on paper of any colours, not on whole pictures.
         device: where it runs, by default the CPU.
     """
 
@@ -130,8 +110,15 @@ class StyleEncoder(ImageEncoder):
         return int(self.model.body[0].in_channels)  # type: ignore[arg-type]
 
     @classmethod
+    def from_name(cls, name: str, device: str | torch.device | None = None, pooled: bool = False) -> StyleEncoder:
+        """Load the file for `load_image_encoder`."""
+        if pooled:
+            raise ConfigError(f"{name} is a StyleEncoder, which gives patches: leave pooled out")
+        return cls.load(name, device)
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> StyleEncoder:
-        """Read what `save` wrote.
+        """Read the file of `save`.
 
         Args:
             path: of the file.
@@ -154,7 +141,7 @@ class StyleEncoder(ImageEncoder):
         return encoder.to(device or "cpu")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a safetensors file.
+        """Write the encoder to a safetensors file.
 
         Args:
             path: of the file.
@@ -171,7 +158,7 @@ class StyleEncoder(ImageEncoder):
             file.write(save(state, {"style_encoder": json.dumps({"size": size, "ink": ink})}))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Patches (b, 64, 4, 4) of pixels (b, c, height, width), grey where the network or the pixels have one channel.
+        """Return patches (b, 64, 4, 4) of pixels (b, c, height, width), grey if network or pixels have one channel.
 
         Args:
             pixels: from -1 to 1.
@@ -180,12 +167,12 @@ class StyleEncoder(ImageEncoder):
             pixels = pixels.mean(1, keepdim=True).expand(-1, self.channels, -1, -1)
         return self.model.patches(pixels)
 
-    def _some_pixels(self) -> Tensor:
+    def _example_pixels(self) -> Tensor:
         return torch.zeros(1, self.channels, LARGEST, LARGEST)
 
 
 def away_from_paper(grey: Tensor) -> Tensor:
-    """How far each point (…, h, w) is from the paper, which is what most of the edge shows.
+    """Return the difference of each point (…, h, w) from the paper, the median of the edge.
 
     Args:
         grey: brightness from 0 to 1.

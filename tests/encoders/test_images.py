@@ -306,7 +306,7 @@ def test_mean_and_std_are_taken_off() -> None:
 
 
 def test_a_bad_picture_among_good_ones_is_numbered() -> None:
-    with pytest.raises(ImageError, match="picture 2: the bytes given is empty"):
+    with pytest.raises(ImageError, match="picture 2: the bytes is empty"):
         ImageProcessor()([drawing(), drawing(), b""])
 
 

@@ -15,7 +15,6 @@ from transformers.audio_utils import mel_filter_bank, spectrogram, window_functi
 import mmattn
 import mmattn.encoders.log_mel
 from mmattn.encoders import LogMelEncoder
-from mmattn.encoders.log_mel import mel_filters
 from mmattn.errors import AudioError, ConfigError
 
 
@@ -27,17 +26,6 @@ def chirp(seconds: float, rate: int = 16000) -> Tensor:
 def test_docstring_examples_run() -> None:
     result = doctest.testmod(mmattn.encoders.log_mel, extraglobs={"torch": torch})
     assert (result.attempted, result.failed) == (6, 0)
-
-
-@pytest.mark.parametrize("scale", ["slaney", "htk"])
-@pytest.mark.parametrize("sizes", [(80, 400, 16000, 0, 8000), (23, 552, 22050, 60, 7600)])
-def test_bands_are_those_of_transformers(scale: str, sizes: tuple[int, int, int, float, float]) -> None:
-    n_mels, samples, rate, low, high = sizes
-    norm = "slaney" if scale == "slaney" else None
-    theirs = mel_filter_bank(samples // 2 + 1, n_mels, low, high, rate, norm=norm, mel_scale=scale)
-    ours = mel_filters(n_mels, samples, rate, low, high, scale)
-    assert torch.isfinite(ours).all() and ours.any(0).all()
-    torch.testing.assert_close(ours.double(), torch.from_numpy(theirs), atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("n_mels", [80, 128])
@@ -89,7 +77,9 @@ def test_a_tone_lies_in_its_band_at_its_time() -> None:
     wave[8000:12000] = chirp(0.25) * 0 + 0.5 * torch.sin(2 * math.pi * 1000 * torch.arange(4000) / 16000)
     memory = LogMelEncoder(40, 4)(wave)
     loud = memory.tokens[0].view(25, 4, 40).mean(1)
-    centres = mel_filters(40, 400, 16000).argmax(0) * 40
+    centres = (
+        torch.from_numpy(mel_filter_bank(201, 40, 0, 8000, 16000, norm="slaney", mel_scale="slaney")).argmax(0) * 40
+    )
     assert abs(int(centres[loud[14].argmax()]) - 1000) < 100
     assert memory.sources is not None
     heard = [source["start"] for source, level in zip(memory.sources[0], loud.amax(1), strict=True) if level > 0]

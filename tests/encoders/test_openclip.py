@@ -152,7 +152,7 @@ def test_one_picture_in_eight_encodings_has_one_embedding(tiny_clip: dict[str, A
 
 
 def test_a_bad_picture_is_numbered_across_batches(tiny_clip: dict[str, Any], picture: Image.Image) -> None:
-    with pytest.raises(ImageError, match="picture 3: the bytes given is empty"):
+    with pytest.raises(ImageError, match="picture 3: the bytes is empty"):
         OpenCLIPEncoder(config=tiny_clip)([picture, picture, picture, b""], batch_size=2)
     with pytest.raises(ImageError, match="max_pixels"):
         OpenCLIPEncoder(config=tiny_clip)(picture, max_pixels=100)

@@ -114,7 +114,7 @@ def test_a_long_video_is_never_in_memory_as_a_whole() -> None:
     data = filmed(50, "matroska")
     frames = stream_frames(data[: len(data) // 2])
     assert number_of(next(frames).image) == pytest.approx(0, abs=1)
-    with pytest.raises(VideoError, match="cut short: it says 5.00 s and has 2"):
+    with pytest.raises(VideoError, match="cut short: 2"):
         list(frames)
     given = []
 
@@ -200,15 +200,15 @@ def test_the_fingerprint_is_of_the_images_and_the_times(eye: TinyEye) -> None:
 def test_a_video_that_is_cut_short(kind: str, codec: str, share: float, eye: TinyEye) -> None:
     """Invariant 102."""
     data = filmed(50, kind, codec)
-    with pytest.raises(VideoError, match="video 0: the bytes given .*cut short"):
+    with pytest.raises(VideoError, match="video 0: the bytes .*cut short"):
         VideoEncoder(eye)(data[: int(len(data) * share)])
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (b"", "the bytes given cannot be read as a video"),
-        (b"<html>not here</html>", "the bytes given cannot be read as a video"),
+        (b"", "the bytes cannot be read as a video"),
+        (b"<html>not here</html>", "the bytes cannot be read as a video"),
         ("nowhere.mp4", "there is no file 'nowhere.mp4'"),
         ("/", "'/' is a folder"),
         ("https://example.org/a.mp4", "is an address, and nothing is downloaded"),
@@ -239,11 +239,11 @@ def test_a_sound_is_no_video(tmp_path: Path, eye: TinyEye) -> None:
 
 
 def test_what_else_is_refused(eye: TinyEye, film: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(VideoError, match="more than 7 frames, 3.50 s from its beginning; take fewer"):
+    with pytest.raises(VideoError, match="more than 7 frames up to 3.50 s; lower fps"):
         VideoEncoder(eye, fps=2, max_frames=7)(film)
     with pytest.raises(VideoError, match="frames of 64 x 48 pixels, more than 3000; shrink"):
         VideoEncoder(eye)(film, max_pixels=3000)
-    with pytest.raises(VideoError, match="the stream does not say how long it is: give fps"):
+    with pytest.raises(VideoError, match="the stream has no duration in its header: give fps"):
         list(VideoEncoder(eye, count=3).stream(iter([(0.0, picture(0))])))
     with pytest.raises(ConfigError, match="give fps or count, not both"):
         next(stream_frames(film, fps=1, count=1))

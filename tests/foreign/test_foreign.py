@@ -23,6 +23,7 @@ from mmattn.testing import Case, HostCase, adapter_checks, check_adapter, check_
 from mmattn.testing.case import Check
 from tests import contracts, tiny
 from tests.foreign.adapter import FilmAdapter
+from tests.foreign.encoder import StripesEncoder
 from tests.foreign.host import AdaptedMeanDecoder, MeanDecoder
 from tests.foreign.pooled import PooledAdapter
 
@@ -167,3 +168,19 @@ def test_a_kind_is_not_taken_twice() -> None:
 def test_what_no_kind_of_host_matches_is_refused() -> None:
     with pytest.raises(AttachError):
         mmattn.attach(torch.nn.Linear(3, 5), FILM)
+
+
+def test_an_encoder_of_another_package_is_loaded_by_its_name() -> None:
+    encoder = mmattn.encoders.load_image_encoder("stripes:4")
+    picture = torch.zeros(3, 16, 16)
+    picture[0, :4] = 1
+    memory = encoder(picture)
+    assert torch.allclose(memory.tokens[0], torch.tensor([[1.0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]))
+    assert encoder.fingerprint != mmattn.encoders.load_image_encoder("stripes:4", pooled=True).fingerprint
+    assert mmattn.pipelines.EncoderReference.of("stripes:4").name == "stripes:4"
+    with pytest.raises(ConfigError, match="StripesEncoder, which is not a subclass of TextEncoderBase"):
+        mmattn.encoders.load_text_encoder("stripes:4")
+    with pytest.raises(ConfigError, match="lacks the class method from_name"):
+        mmattn.register_encoder("other")(object)
+    with pytest.raises(ConfigError, match="'stripes' is .*StripesEncoder already"):
+        mmattn.register_encoder("stripes")(type("Twin", (StripesEncoder,), {"__module__": "elsewhere"}))

@@ -101,7 +101,5 @@ def _split(name: str, default: str) -> tuple[str, str]:
 def _load(kind: str, name: str, base: type, device: str | torch.device | None, **options: Any) -> Any:
     cls = _ENCODERS[kind]
     if not issubclass(cls, base):
-        raise ConfigError(
-            f"{kind}:{name} names a {cls.__name__}, which is not a subclass of {base.__name__}: name another one"
-        )
+        raise ConfigError(f"{kind}:{name} names a {cls.__name__}, which is not a subclass of {base.__name__}")
     return cls.from_name(name, device, **options)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -56,6 +58,32 @@ def test_its_names_load_torch_and_nothing_heavier() -> None:
 @pytest.mark.parametrize("statement", ["import mmattn.cli.app", "import mmattn.recipes; mmattn.recipes.list_recipes()"])
 def test_the_command_line_starts_without_torch(statement: str) -> None:
     assert not loaded(statement) & {*HEAVY, "torch", "numpy", "pydantic", "yaml"}
+
+
+def test_a_command_loads_only_the_files_that_it_uses() -> None:
+    """A caption of a picture, with the shipped adapter."""
+    pytest.importorskip("open_clip")
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sum(n.split('.')[0] == 'mmattn' for n in sys.modules)))\n"
+        "from mmattn.cli.app import main\n"
+        "main(['caption', 'assets/flora/snowdrop.png', '--device', 'cpu'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    caption, count = done.stdout.splitlines()
+    assert "snowdrop" in caption and int(count) <= 130
+
+
+def test_names_of_rooms_are_no_modules() -> None:
+    """A name on first use must not be hidden by the module of the same name."""
+    for room in ("adapters", "encoders", "hosts", "inspect", "pipelines", "retrieval", "training"):
+        module = importlib.import_module(f"mmattn.{room}")
+        for path in Path(module.__file__ or "").parent.glob("*.py"):
+            if path.stem in module.__all__:
+                importlib.import_module(f"mmattn.{room}.{path.stem}")
+        for name in module.__all__:
+            assert not isinstance(getattr(module, name), ModuleType), f"mmattn.{room}.{name}"
 
 
 def test_these_checks_can_fail() -> None:

@@ -18,7 +18,6 @@ from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach, check_same_options
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.pretrained import read_weights, text_host
 from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.ownership import adapted
 from mmattn.hosts.save_pretrained import SETTINGS, STATE, saved_settings
@@ -130,6 +129,8 @@ def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> 
     path = os.path.join(folder, STATE)
     if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, own)) for own in (CONFIG, TENSORS)):
         return None
+    from mmattn.hosts.causal_lm.pretrained import read_weights
+
     state, source = read_weights(path)
     known = saved_settings(state, source)
     if not known:
@@ -244,6 +245,7 @@ def load_published(
     if isinstance(host, AdaptedModel):
         host = host.host
     from mmattn.adapters.gated.pretrained import read_published
+    from mmattn.hosts.causal_lm.pretrained import read_weights, text_host
 
     tensors, source = read_weights(weights)
     try:

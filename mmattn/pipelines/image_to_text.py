@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmattn.encoders.images import as_list, load_image, picture_files
 from mmattn.errors import ImageError
-from mmattn.inspect.record_attention import record
-from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
 from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text
+
+if TYPE_CHECKING:
+    from mmattn.inspect.trace import Trace
 
 
 class ImageToTextPipeline(ImagePipeline):
@@ -83,6 +84,9 @@ class ImageToTextPipeline(ImagePipeline):
         Raises:
             ImageError: it cannot be read.
         """
+        from mmattn.inspect.record_attention import record
+        from mmattn.inspect.trace import Trace
+
         if image is None:
             raise ImageError("there is no picture to caption: give one")
         memory = self._memory([image], False)

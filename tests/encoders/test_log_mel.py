@@ -25,7 +25,7 @@ def chirp(seconds: float, rate: int = 16000) -> Tensor:
 
 def test_docstring_examples_run() -> None:
     result = doctest.testmod(mmattn.encoders.log_mel, extraglobs={"torch": torch})
-    assert (result.attempted, result.failed) == (6, 0)
+    assert (result.attempted, result.failed) == (3, 0)
 
 
 @pytest.mark.parametrize("n_mels", [80, 128])
@@ -77,9 +77,8 @@ def test_a_tone_lies_in_its_band_at_its_time() -> None:
     wave[8000:12000] = chirp(0.25) * 0 + 0.5 * torch.sin(2 * math.pi * 1000 * torch.arange(4000) / 16000)
     memory = LogMelEncoder(40, 4)(wave)
     loud = memory.tokens[0].view(25, 4, 40).mean(1)
-    centres = (
-        torch.from_numpy(mel_filter_bank(201, 40, 0, 8000, 16000, norm="slaney", mel_scale="slaney")).argmax(0) * 40
-    )
+    bands = mel_filter_bank(201, 40, 0, 8000, 16000, norm="slaney", mel_scale="slaney")
+    centres = torch.from_numpy(bands).argmax(0) * 40
     assert abs(int(centres[loud[14].argmax()]) - 1000) < 100
     assert memory.sources is not None
     heard = [source["start"] for source, level in zip(memory.sources[0], loud.amax(1), strict=True) if level > 0]

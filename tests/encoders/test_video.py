@@ -251,7 +251,7 @@ def test_what_else_is_refused(eye: TinyEye, film: bytes, monkeypatch: pytest.Mon
         next(stream_frames(film, fps=0))
     with pytest.raises(ConfigError, match="images must be an encoder of images, got Conv2d"):
         VideoEncoder(nn.Conv2d(3, 3, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no sources that say where its tokens lie"):
+    with pytest.raises(ConfigError, match="no sources with the positions"):
         VideoEncoder(eye).positions(mmattn.Memory(torch.zeros(1, 2, 7)))
     with pytest.raises(VideoError, match="videos were expected, got Tensor"):
         VideoEncoder(eye)(torch.zeros(3, 3))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +67,11 @@ from mmattn.hosts.probe_inputs import text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
 from mmattn.hosts.replaced import replace_method, restore_methods
-from mmattn.kv_store.store import Bank
 from mmattn.memory import Memory
 from mmattn.storage.hub import load_model
+
+if TYPE_CHECKING:
+    from mmattn.kv_store.store import Bank
 
 
 @register_host
@@ -309,6 +311,8 @@ class AdaptedCausalLM(AdaptedModel):
             ConditionError: no adapter is active.
             ConfigError: a dtype that pages cannot have, or keys depend on their place in the memory.
         """
+        from mmattn.kv_store.store import Bank
+
         return Bank.from_memory(self, memory, dtype)
 
     def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
@@ -323,6 +327,8 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
         """
+        from mmattn.kv_store.store import Bank
+
         return Bank.load(self, path, mapped)
 
     # Calls ---------------------------------------------------------------------------------------------------------

@@ -76,11 +76,12 @@ class ProjectedMemory(VectorMemory):
         if text.rows != self.rows:
             self.check_rows(text)
         prepared, adapter = self.prepared, self.adapter
-        # Longer texts may be projected otherwise than tokens that are written one by one.
-        is_long = text.rows * text.length > ABSORB_BELOW * (self.rows or 1)
-        if self.follows_text or is_long or text.layer is not None:
+        if self.follows_text or text.layer is not None:
             return self.see(text)
         if (torch.is_grad_enabled() or torch.compiler.is_compiling()) and prepared.is_uncached(adapter):
+            return self.see(text)
+        # Longer texts may be projected otherwise than tokens that are written one by one.
+        if text.rows * text.length > ABSORB_BELOW * (self.rows or 1):
             return self.see(text)
         view: ProjectedView = prepared.cache.get(adapter, ("view", text.rows), lambda: self.see(text))
         return view

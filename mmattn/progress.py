@@ -21,13 +21,6 @@ def counted(
 
     Without a terminal a line is printed after each tenth of them, and each minute.
 
-    Args:
-        total: number of things; None where it is not known.
-        label: before the progress.
-        progress: show it.
-        note: called for text after the progress, such as the current loss.
-        first: how many of them were done before.
-
     >>> with counted(7, "encoding", progress=False) as advance:
     ...     advance(3)
     """
@@ -79,12 +72,6 @@ def tracked(
 
 def batches(total: int, size: int, label: str, progress: bool = True) -> Iterator[int]:
     """Iterate over the first index of each batch, and show the rows done on stderr.
-
-    Args:
-        total: number of rows.
-        size: rows of a batch.
-        label: before the progress.
-        progress: show it.
 
     >>> list(batches(7, 3, "encoding", progress=False))
     [0, 3, 6]

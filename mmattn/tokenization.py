@@ -14,12 +14,6 @@ from mmattn.errors import ConfigError, TextError, check_int
 def check_text(texts: str | Iterable[str]) -> list[str]:
     """The texts as a list, each checked; one string is a list of one.
 
-    Args:
-        texts: one text or several.
-
-    Raises:
-        TextError: an entry is not a string (None, bytes, a float NaN of a table) or has a lone surrogate.
-
     >>> check_text("a text")
     ['a text']
     """
@@ -48,19 +42,7 @@ def tokenize(
     add_special_tokens: bool = False,
     reserved: Sequence[int] = (),
 ) -> tuple[list[list[int]], list[bool]]:
-    """Ids of each text, and whether it was truncated; "</s>" in a text is four letters, not an end.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        texts: one text or several.
-        max_length: ids of a text at most, those of `add_special_tokens` included.
-        add_special_tokens: put the begin and end tokens of the tokenizer around each text.
-        reserved: further ids that no text may spell, such as a media token added as an ordinary word.
-
-    Raises:
-        TextError: an entry is no text, a text spells a special or reserved token, or `max_length` leaves no room.
-        ConfigError: `max_length` is no positive int.
-    """
+    """Ids of each text, and whether it was truncated; "</s>" in a text is four letters, not an end."""
     checked = check_text(texts)
     if max_length is not None:
         check_int("max_length", max_length)
@@ -95,14 +77,7 @@ def _ends(tokenizer: Any, options: dict[str, Any]) -> tuple[list[int], list[int]
 
 
 def refuse_empty(counts: Sequence[int]) -> None:
-    """Refuse texts without a token.
-
-    Args:
-        counts: the number of tokens of each text.
-
-    Raises:
-        TextError: one of them is 0; the message says which.
-    """
+    """Refuse texts without a token."""
     for number, count in enumerate(counts):
         if count < 1:
             raise TextError(
@@ -111,29 +86,14 @@ def refuse_empty(counts: Sequence[int]) -> None:
 
 
 def warn_cut(cut: Sequence[bool], length: int) -> None:
-    """Warn of the texts that were truncated.
-
-    Args:
-        cut: whether each text was.
-        length: to how many tokens.
-    """
+    """Warn of the texts that were truncated."""
     numbers = [number for number, was in enumerate(cut) if was]
     if numbers:
         warnings.warn(f"{len(numbers)} texts are longer than {length} tokens and were cut: {numbers[:5]}", stacklevel=3)
 
 
 def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
-    """Tokens of the longest text that a model reads: `max_length` if given, otherwise what tokenizer and model allow.
-
-    Args:
-        max_length: as the user gave it.
-        longest: what the tokenizer allows.
-        model: of transformers, whose position embeddings are counted.
-        name: of the model, in the message.
-
-    Raises:
-        ConfigError: more than its positions allow, or not given and not known.
-    """
+    """Tokens of the longest text that a model reads: `max_length` if given, otherwise what tokenizer and model allow."""
     positions = getattr(model.config, "max_position_embeddings", None)
     for module_name, module in model.named_modules():
         if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
@@ -166,15 +126,7 @@ class ClipTokenizer:
             inner.tokenizer.split_special_tokens = True
 
     def __call__(self, texts: str | Iterable[str], context_length: int | None = None) -> Tensor:
-        """Ids (b, l), truncated or padded to the context length; a UserWarning names the texts that were truncated.
-
-        Args:
-            texts: one text or several.
-            context_length: l; by default that of the model.
-
-        Raises:
-            TextError: an entry is no text.
-        """
+        """Ids (b, l), truncated or padded to the context length; a UserWarning names the texts that were truncated."""
         checked = check_text(texts)
         length = context_length or self.context_length
         ids: Tensor = self.inner(checked, context_length=length)

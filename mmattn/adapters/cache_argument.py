@@ -15,9 +15,6 @@ CACHE_NAMES = frozenset(NAMES)
 def given_cache(values: Mapping[str, Any]) -> Any:
     """The cache among the arguments of a call, or in an output; None where there is none.
 
-    Args:
-        values: by name.
-
     >>> given_cache({"input_ids": [1, 2], "cache": "what was read"})
     'what was read'
     """

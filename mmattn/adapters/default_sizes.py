@@ -17,12 +17,6 @@ def default_heads(d: int, e: int, num_heads: int | None = None, head_dim: int | 
     That is what an attention of the host itself holds, so that an adapter is small beside it whatever the memory's
     width; at most 8 heads of 64.
 
-    Args:
-        d: width of the host.
-        e: width of the memory.
-        num_heads: h, where it is asked for.
-        head_dim: k, where it is asked for.
-
     >>> default_heads(768, 768), default_heads(128, 128), default_heads(128, 1280)
     ((8, 64), (8, 16), (1, 16))
     """

@@ -63,15 +63,6 @@ def read_rotations(
     """Return the rotation of the keys of each layer with their positions.
 
     None for a layer whose keys do not follow positions; None for all where keys follow positions by no rotation.
-
-    Args:
-        host: the model.
-        keys_at: keys (1, g, l, k) by layer of a text at positions (1, l).
-        positions: (1, m), 0 to m - 1.
-        max_positions: number of positions of the host.
-
-    Raises:
-        AttachError: keys depend on the length of the text after them.
     """
     length = positions.shape[1]
     distance = max(min(DISTANCE, (max_positions or length + DISTANCE) - length), 1)

@@ -14,11 +14,5 @@ BINDERS: dict[type, Callable[[Any, Any, nn.Module], BoundMemory]] = {}
 
 
 def register_memory_type(kind: type, bind: Callable[[Any, Any, nn.Module], BoundMemory]) -> None:
-    """Make a type known, so that any adapter that supports it takes its objects as `memory=`.
-
-    Args:
-        kind: the type; its subclasses are bound alike.
-        bind: from the memory, the `AdapterLayers` that reads it and the frozen host to a `BoundMemory`; raises
-            ShapeError or ConditionError for an adapter that cannot read it.
-    """
+    """Make a type known, so that any adapter that supports it takes its objects as `memory=`."""
     BINDERS[kind] = bind

@@ -154,9 +154,6 @@ def check_projected(adapter: Reader, layer: int, memory: Memory, projected: KeyV
 
     A cast to half precision, a norm or a product may overflow; NaN in one row would reach others by masked attention,
     in which 0 · NaN is NaN.
-
-    Raises:
-        NonFiniteError: they are not; the message names the rows.
     """
 
     def project_row(row: Memory) -> list[Tensor]:
@@ -168,17 +165,7 @@ def check_projected(adapter: Reader, layer: int, memory: Memory, projected: KeyV
 def check_read(
     adapter: Reader, memory: Memory, read: Sequence[Tensor], read_row: Callable[[Memory], Sequence[Tensor]]
 ) -> None:
-    """Check that what an adapter computed of a memory is finite, if the values of the memory must be.
-
-    Args:
-        adapter: the trainable part that reads.
-        memory: as the caller gave it.
-        read: the tensors that were computed.
-        read_row: computes the same of one row.
-
-    Raises:
-        NonFiniteError: they are not; the message names the rows.
-    """
+    """Check that what an adapter computed of a memory is finite, if the values of the memory must be."""
     if not (read and memory.finite_checked and all(map(readable, read))) or all_finite(*read):
         return
     with torch.no_grad():

@@ -85,9 +85,6 @@ class PerceiverResampler(nn.Module):
         """The latents (b, n, e) of each row, or of each segment of each row, as a memory.
 
         The latents of a row or segment without a real slot are masked.
-
-        Args:
-            memory: (b, m, e); segments in it are resampled separately.
         """
         if memory.segments is None:
             return self._resample(memory, memory.mask, None)

@@ -58,17 +58,6 @@ def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str
     """Write an adapter to a folder; a process killed meanwhile leaves the old adapter or the new one.
 
     Other files in `folder` stay, and so does a `README.md` that mmattn did not write. Missing folders are created.
-
-    Args:
-        folder: the folder.
-        config: as `check_config` wants it.
-        tensors: the state dict of the adapter.
-        card: the text of `README.md`.
-
-    Raises:
-        ConfigError: the config or a tensor cannot be saved.
-        NonFiniteError: a tensor has NaN or infinity; the old adapter is unchanged.
-        OSError: the disk is full, or the folder is a file or not writable; the old adapter is unchanged.
     """
     try:
         config = check_config(json.loads(json.dumps(config)), "the config to be saved")
@@ -181,16 +170,7 @@ def _check_folder(folder: str) -> None:
 def load_folder(
     folder: Path, check: Callable[[dict[str, Any], Shapes], None] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the config and the tensors that `save_folder` wrote.
-
-    Args:
-        folder: the folder.
-        check: given the config and the shape and dtype of each tensor before any value is read; raises to refuse them.
-
-    Raises:
-        AdapterFileError: the folder or a file in it is missing, torn, changed, newer or something else.
-        NonFiniteError: a tensor has NaN or infinity.
-    """
+    """Read the config and the tensors that `save_folder` wrote."""
     folder = os.fspath(folder)
     try:
         _check_folder(folder)

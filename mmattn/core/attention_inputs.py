@@ -60,17 +60,7 @@ def join_causal(attention_mask: Tensor | Mask | None, l: int, m: int, device: to
 def combine_masks(
     mask: Tensor | None, attention_mask: Tensor | Mask | None, sizes: tuple[int, int, int, int, int]
 ) -> Tensor | None:
-    """Combine a padding mask and an attention mask into one bool tensor broadcastable to (b, h, l, m), or None.
-
-    Args:
-        mask: (memory rows, m).
-        attention_mask: (l, m), (rows, l, m) or (rows, h, l, m).
-        sizes: text rows, memory rows, h, l, m.
-
-    Raises:
-        MaskError: not bool.
-        ShapeError: another shape; a (b, m) mask is never taken for (l, m) or the other way round.
-    """
+    """Combine a padding mask and an attention mask into one bool tensor broadcastable to (b, h, l, m), or None."""
     rows, memory_rows, _, _, m = sizes
     padding = None
     if mask is not None:

@@ -120,25 +120,7 @@ class KeyValueHeads(nn.Module):
         absorb: bool = False,
         queries: int | None = None,
     ) -> KeyValue:
-        """Compute keys and values of a memory once, to be given to `forward` in its place.
-
-        Args:
-            memory: (b, m, e).
-            values: (b, m, value_dim) where they are not the memory itself.
-            mask: (b, m) bool, the padding.
-            scores: (b, m), with `score_bias`.
-            memory_positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
-            absorb: hold the memory itself instead, shared between layers, and project queries and results; less to
-                read once K and V of all layers are larger than the memory.
-            queries: how many will attend to each row, where it is for one call only: the layout is that which is the
-                cheapest for so many. By default there are many, in many calls.
-
-        Raises:
-            ConfigError: `absorb` where keys are normalised, rotated, joined by a null slot, or values are given.
-            ConfigError: `scores` without `score_bias`, or the other way round.
-            MaskError: a mask that is not bool.
-            ShapeError: sizes that do not fit.
-        """
+        """Compute keys and values of a memory once, to be given to `forward` in its place."""
         if absorb and not (self.absorbable and values is None):
             raise ConfigError("keys normalised, rotated, or with a null slot or values of their own cannot be absorbed")
         slots = self.checked(Slots(memory, values, mask, scores, memory_positions))

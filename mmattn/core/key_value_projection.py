@@ -78,14 +78,7 @@ class KeyValueProjection(KeyValueHeads):
     def forward(
         self, q: Tensor, memory: Tensor | KeyValue, *, mask: Tensor | None = None, return_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the attention (b, h, l, k) of queries (b, h, l, k), in their dtype; 0 where a row sees nothing.
-
-        Args:
-            q: (b, h, l, k).
-            memory: (b, m, e), or its keys and values by `project`.
-            mask: (b, m) bool, the padding of a memory that is not projected.
-            return_weights: also return the weights (b, h, l, m).
-        """
+        """Compute the attention (b, h, l, k) of queries (b, h, l, k), in their dtype; 0 where a row sees nothing."""
         slots = Slots(memory, mask=mask) if isinstance(memory, Tensor) else memory
         result = self.attend(self.cast(q), slots, return_weights=return_weights)
         output = result.output if result.output.dtype is q.dtype else result.output.to(q.dtype)

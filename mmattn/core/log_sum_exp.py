@@ -18,10 +18,6 @@ from torch.autograd.function import once_differentiable
 def merge(outputs: Sequence[Tensor], totals: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the attention over all parts together: (b, h, l, v), and its log-sum-exp (b, h, l, 1).
 
-    Args:
-        outputs: of each part (b, h, l, v), 0 where a query sees nothing of it.
-        totals: log-sum-exp of each part (b, h, l, 1), -inf where a query sees nothing of it.
-
     >>> output, total = merge([torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)], [torch.zeros(1, 1, 1, 1)] * 2)
     >>> output.flatten().tolist(), round(total.exp().item(), 3)
     ([0.5, 0.5], 2.0)

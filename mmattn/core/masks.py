@@ -121,16 +121,7 @@ class Mask:
         return f"Mask{tuple(self.shape)}"
 
     def draw(self, *, rows: int = 4, width: int = 100, height: int = 50) -> str:
-        """Draw the rule as text: one line per query, '█' may attend, '·' may not.
-
-        Args:
-            rows: pictures drawn at most, one per row and head.
-            width: slots drawn per line at most; '…' marks what is left out.
-            height: queries drawn per picture at most.
-
-        Raises:
-            ConfigError: a limit below 1.
-        """
+        """Draw the rule as text: one line per query, '█' may attend, '·' may not."""
         for name, limit in (("rows", rows), ("width", width), ("height", height)):
             check_int(name, limit)
         grid = self.tensor.reshape((1,) * (4 - self.tensor.dim()) + tuple(self.shape))
@@ -158,15 +149,6 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = None) -> Mask:
     """A mask of padding by lengths, (b, 1, 1, m): row i may attend to its first `lengths[i]` slots.
 
-    Args:
-        lengths: (b,) ints.
-        length: m.
-        device: of the mask.
-
-    Raises:
-        ConfigError: lengths that are not ints.
-        ShapeError: not one length per row, or a length outside 0…m.
-
     >>> print(padding([2, 4], 4).draw())
     2 rows, 1 query × 4 slots
     row 0
@@ -189,13 +171,6 @@ def padding(lengths: Tensor | Sequence[int], length: int, *, device: Device = No
 def padding_mask(mask: Tensor) -> Mask:
     """A mask of padding, (b, 1, 1, m): row i may attend where `mask[i]` is True.
 
-    Args:
-        mask: (b, m) bool.
-
-    Raises:
-        MaskError: not boolean.
-        ShapeError: not (b, m).
-
     >>> print(padding_mask(torch.tensor([[False, True, True]])).draw())
     1 query × 3 slots
     ·██
@@ -207,15 +182,6 @@ def padding_mask(mask: Tensor) -> Mask:
 
 def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = None) -> Mask:
     """A causal mask, (l, m): query i may attend to slots up to i + offset.
-
-    Args:
-        l: number of queries.
-        m: number of slots; l + offset unless given.
-        offset: slots before the first query (a cache); -1 hides a query's own slot.
-        device: of the mask.
-
-    Raises:
-        ConfigError: sizes that are not ints of at least 0.
 
     >>> print(causal(3, offset=2).draw())
     3 queries × 5 slots
@@ -229,16 +195,6 @@ def causal(l: int, m: int | None = None, offset: int = 0, *, device: Device = No
 
 def window(l: int, m: int | None, size: int, offset: int = 0, *, device: Device = None) -> Mask:
     """A causal mask over a window, (l, m): query i may attend to the last `size` slots up to i + offset.
-
-    Args:
-        l: number of queries.
-        m: number of slots; l + offset where None.
-        size: of the window, in slots.
-        offset: slots before the first query (a cache).
-        device: of the mask.
-
-    Raises:
-        ConfigError: sizes that are not ints of at least 0, a window below 1.
 
     >>> print(window(4, 4, size=2).draw())
     4 queries × 4 slots
@@ -301,14 +257,6 @@ def chunk(
 def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
     """A mask of documents that share a row, (b, 1, l, m): queries may attend to slots of their own document.
 
-    Args:
-        query_ids: (b, l) ints; a negative one belongs to no document.
-        memory_ids: (b, m) ints, likewise.
-
-    Raises:
-        ConfigError: ids that are not ints.
-        ShapeError: not (b, l) and (b, m).
-
     >>> ids = torch.tensor([[0, 0, 1, 1, 1, -1]])
     >>> print((block(ids, ids) & causal(6)).draw())
     6 queries × 6 slots
@@ -326,16 +274,6 @@ def block(query_ids: Tensor, memory_ids: Tensor) -> Mask:
 
 def media(images: Tensor, segments: Tensor, visible_segments: str = "latest") -> Mask:
     """A mask of the images that each token sees, (b, 1, l, m) (Flamingo, arXiv 2204.14198, section 2.3).
-
-    Args:
-        images: (b, l) ints, the number of images begun at or before each token.
-        segments: (b, m) ints, the image each slot belongs to, from 0; a negative one belongs to none.
-        visible_segments: "latest", only the last image begun at or before the token; "previous", every image begun at
-            or before it; "all", every image, whatever came before.
-
-    Raises:
-        ConfigError: other `visible_segments`, or counts that are not ints.
-        ShapeError: not (b, l) and (b, m).
 
     >>> images, segments = torch.tensor([[0, 1, 1, 2, 2]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
     >>> print(media(images, segments).draw())
@@ -359,9 +297,6 @@ def media(images: Tensor, segments: Tensor, visible_segments: str = "latest") ->
 def from_huggingface(mask: Tensor) -> Tensor:
     """Convert a transformers `attention_mask` (1 = keep, 0 = drop; int, float or bool) to bool, True = may attend.
 
-    Raises:
-        MaskError: values other than 0 and 1, or not a tensor.
-
     >>> from_huggingface(torch.tensor([[0, 1, 1]]))
     tensor([[False,  True,  True]])
     """
@@ -379,9 +314,6 @@ def from_huggingface(mask: Tensor) -> Tensor:
 
 def from_additive(mask: Tensor) -> Tensor:
     """Convert a float mask that is added to the scores (0 = keep, -10000 or less = drop) to bool, True = may attend.
-
-    Raises:
-        MaskError: not a float tensor, or values that are neither: those are a bias, not a mask.
 
     >>> from_additive(torch.tensor([[0.0, float("-inf"), -10000.0]]))
     tensor([[ True, False, False]])
@@ -403,9 +335,6 @@ def from_additive(mask: Tensor) -> Tensor:
 
 def from_key_padding(mask: Tensor) -> Tensor:
     """Convert a `key_padding_mask` or bool `attn_mask` of nn.MultiheadAttention (True = drop) to True = may attend.
-
-    Raises:
-        MaskError: not boolean.
 
     >>> from_key_padding(torch.tensor([[True, False, False]]))
     tensor([[False,  True,  True]])

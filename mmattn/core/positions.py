@@ -20,13 +20,6 @@ from mmattn.errors import ConfigError, ShapeError, check_float, check_int
 def sinusoidal(positions: Tensor, dim: int) -> Tensor:
     """Fixed position vectors (…, dim) in float32 (arXiv 1706.03762, section 3.5): sine and cosine in turn.
 
-    Args:
-        positions: (…) ints or floats.
-        dim: width of a vector, even.
-
-    Raises:
-        ConfigError: an odd `dim`, or positions that are not numbers.
-
     >>> sinusoidal(torch.tensor([0, 1]), 4)
     tensor([[0.0000, 1.0000, 0.0000, 1.0000],
             [0.8415, 0.5403, 0.0100, 0.9999]])
@@ -54,12 +47,7 @@ class Learned(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Vectors (…, dim) of `positions` (…), ints from 0 to num - 1.
-
-        Raises:
-            ConfigError: positions that are not ints.
-            ShapeError: a position this table does not have.
-        """
+        """Vectors (…, dim) of `positions` (…), ints from 0 to num - 1."""
         _check_numbers(positions)
         if positions.is_floating_point():
             raise ConfigError(f"learned positions must be ints, got {positions.dtype}")
@@ -124,16 +112,7 @@ class Rotary(nn.Module):
             )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`x` rotated, in its own dtype; computed in float32 (float64 for float64).
-
-        Args:
-            x: (b, h, l, k) queries or keys.
-            positions: (l,) or (b, l); with several axes (l, axes) or (b, l, axes).
-
-        Raises:
-            ConfigError: positions that are not numbers.
-            ShapeError: sizes that do not fit `x`.
-        """
+        """`x` rotated, in its own dtype; computed in float32 (float64 for float64)."""
         self._check(x, positions)
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         places = positions.to(exact)
@@ -167,9 +146,6 @@ class Rotary(nn.Module):
 def grid(height: int, width: int) -> Tensor:
     """Row and column of each patch of a picture, (height × width, 2), row by row.
 
-    Raises:
-        ConfigError: sizes that are not ints of at least 1.
-
     >>> grid(2, 3).tolist()
     [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
     """
@@ -179,15 +155,6 @@ def grid(height: int, width: int) -> Tensor:
 
 def volume(times: Sequence[float] | Tensor, height: int, width: int) -> Tensor:
     """Time, row and column of each patch of a video, (frames × height × width, 3) float32, frame by frame.
-
-    Args:
-        times: of the frames, in seconds or any other unit.
-        height: patches of a frame from top to bottom.
-        width: patches of a frame from left to right.
-
-    Raises:
-        ConfigError: sizes that are not ints of at least 1.
-        ShapeError: times that are not (frames,).
 
     >>> volume([0.0, 0.5], 1, 2).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.0, 0.0], [0.5, 0.0, 1.0]]
@@ -206,9 +173,6 @@ def alibi_slopes(h: int) -> Tensor:
     For h a power of two the slopes are 2^(-8/h), 2^(-16/h), … 2^-8. Otherwise, as in the paper's code, those of the
     power of two below come first and every other one of the next power of two fills the rest.
 
-    Raises:
-        ConfigError: `h` is not an int of at least 1.
-
     >>> alibi_slopes(6).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     """
@@ -222,9 +186,6 @@ def alibi(h: int, l: int, m: int, offset: int = 0) -> Tensor:
     """ALiBi's bias on the scores, (h, l, m): each head's slope times minus the distance of slot j from i + offset.
 
     Slots ahead of a query count like those behind it; a mask decides whether they are visible.
-
-    Raises:
-        ConfigError: sizes that are not ints.
 
     >>> alibi(1, 2, 3, offset=1) * 256
     tensor([[[-1., -0., -1.],

@@ -40,11 +40,7 @@ class KeyValueParts(AttendableMemory):
     group: ProcessGroup | None = None
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
-        """Return the attention of queries (b, h, l, k) over all parts.
-
-        Raises:
-            ConfigError: weights over slots in several processes.
-        """
+        """Return the attention of queries (b, h, l, k) over all parts."""
         if self.group is not None and return_weights:
             raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
         queries = sum_gradients(q, self.group)
@@ -124,14 +120,7 @@ class KeyValueRows(AttendableMemory):
 def with_null_slot(
     projection: KeyValueProjection, q: Tensor, output: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add the null slot, where there is one, to attention over slots alone.
-
-    Args:
-        projection: with the null slot.
-        q: (b, h, l, k), queries.
-        output: (b, h, l, k), over the slots.
-        log_sum_exp: (b, h, l, 1), of their scores.
-    """
+    """Add the null slot, where there is one, to attention over slots alone."""
     if projection.null_key is None or projection.null_value is None:
         return output, log_sum_exp
     # A vector for each key/value head (g, k) as one for each head (h, 1, k).

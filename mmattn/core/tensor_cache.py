@@ -150,13 +150,7 @@ class TensorCache:
         self._entries: dict[Hashable, tuple[TensorVersion, Any]] = {}
 
     def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], Any]) -> Any:
-        """Return the value of a key for these sources, cached or computed now without gradients.
-
-        Args:
-            key: of the value.
-            sources: all tensors that the value depends on.
-            compute: gives the value.
-        """
+        """Return the value of a key for these sources, cached or computed now without gradients."""
         entry = self._entries.get(key)
         if entry is None or not entry[0].holds(sources):
             # A cached value must serve calls outside inference mode, too.

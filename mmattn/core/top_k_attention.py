@@ -41,12 +41,7 @@ class SearchedSlots(AttendableMemory):
     length: int
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
-        """Return the attention of queries (b, h, l, k) over their top-k slots and the null slot.
-
-        Raises:
-            ConfigError: keys that are no plain matrix times a slot, or scores without `score_bias` or the other way
-                round.
-        """
+        """Return the attention of queries (b, h, l, k) over their top-k slots and the null slot."""
         self._check(projection)
         b, h, length, _ = q.shape
         queries = projection.to_slots(q).flatten(1, 2)

@@ -163,11 +163,7 @@ def _without_values(host: nn.Module) -> None:
 
 
 def read_config(name: str | PathLike[str]) -> Any:
-    """The config of transformers or diffusers under a name on the hub, or in a folder or file.
-
-    Raises:
-        AdapterFileError: there is none.
-    """
+    """The config of transformers or diffusers under a name on the hub, or in a folder or file."""
     from transformers import AutoConfig
 
     here = os.path.exists(name)

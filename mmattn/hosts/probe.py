@@ -82,11 +82,6 @@ def unreached(host: nn.Module, sites: Sequence[Callable[[int], Handle]], output:
     """Return the positions of sites whose change does not reach the output.
 
     In one forward row r is changed at the r-th site only; row 0 and the last nowhere.
-
-    Args:
-        host: the model, without a memory.
-        sites: each hooks a site so that one row is changed.
-        output: calls the host for a number of rows, all equal, and returns (rows, …).
     """
     hooks: list[Handle] = []
     rows = len(sites) + 2  # more than tokens, so that axes can be told apart by their sizes
@@ -133,22 +128,7 @@ def probe_adapter(
     length: int | None = LENGTH,
     names: Sequence[str] = ("logits",),
 ) -> int | None:
-    """Check that changes of the hidden states at an adapter's layers reach the output.
-
-    Args:
-        model: the adapted model.
-        adapter: not yet attached.
-        inputs: to call the host with.
-        length: l of the hidden states; None if the host decides it.
-        names: outputs of the host to look at.
-
-    Returns:
-        the axis of residual streams in the hidden states; None where they are (b, l, d).
-
-    Raises:
-        AttachError: the host cannot be called, has no such output, hands on other states, or is reversible.
-        ConditionError: a layer that does not matter.
-    """
+    """Check that changes of the hidden states at an adapter's layers reach the output."""
     host, position = model.host, adapter.position
     numbers = [site.layer for site in adapter.sites]
     layers = [host.get_submodule(site.module) for site in adapter.sites]

@@ -48,11 +48,7 @@ def register_host(host: Kind) -> Kind:
 
 
 def host_kind(model: nn.Module) -> Any:
-    """Return the host class for a model: the last registered one that matches it.
-
-    Raises:
-        AttachError: no class matches.
-    """
+    """Return the host class for a model: the last registered one that matches it."""
     config = getattr(model, "config", None)
     possible = set(_KINDS) - (set() if is_of_diffusers(model) else {"diffusion_transformer", "unet"})
     if not getattr(config, "is_encoder_decoder", False):

@@ -36,10 +36,6 @@ class AttentionFigures:
 def attention_figures(weights: Tensor, allowed: Tensor) -> AttentionFigures:
     """Statistics of attention weights.
 
-    Args:
-        weights: (b, h, l, m).
-        allowed: bool, broadcasting to the weights; True = may be attended to.
-
     >>> weights = torch.tensor([[[[0.25, 0.25, 0.0], [1.0, 0.0, 0.0]]]])
     >>> attention_figures(weights, torch.tensor([[[[True, True, False]]]]))
     AttentionFigures(entropy=0.5, uniform=1.0, padding=0.0, null=0.25)

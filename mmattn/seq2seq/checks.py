@@ -14,17 +14,7 @@ from mmattn.memory import Memory
 
 
 def check_memory(memory: Memory | Sequence[KeyValue], rows: int, dim: int, layers: int) -> None:
-    """Refuse a memory that does not fit a target.
-
-    Args:
-        memory: tokens (b, m, d), or keys and values for each layer.
-        rows: of the target.
-        dim: d of the model.
-        layers: of its decoder.
-
-    Raises:
-        ShapeError: another width or number of layers, or rows that do not divide those of the target.
-    """
+    """Refuse a memory that does not fit a target."""
     if isinstance(memory, Memory):
         held, fits, given = memory.batch, memory.dim == dim, f"a memory of width {memory.dim}"
     else:
@@ -38,20 +28,7 @@ def check_memory(memory: Memory | Sequence[KeyValue], rows: int, dim: int, layer
 
 
 def check_ids(name: str, ids: Tensor, mask: Tensor | None, vocabulary: int, length: int, limit: int | None) -> None:
-    """Refuse ids (b, ·) that are no text of a length, cached tokens included.
-
-    Args:
-        name: "source" or "target", in messages.
-        ids: of the tokens that are not cached.
-        mask: (b, length) bool, True = a token, False = padding.
-        vocabulary: number of ids that there are.
-        length: tokens in all.
-        limit: tokens for which there are positions; None for no limit.
-
-    Raises:
-        ShapeError: another shape or dtype, no token, an id outside the vocabulary, or more tokens than `limit`.
-        MaskError: a mask that is not bool.
-    """
+    """Refuse ids (b, ·) that are no text of a length, cached tokens included."""
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ShapeError(f"{name} must be (b, l) ids, int64 or int32; got {tuple(ids.shape)} {ids.dtype}")
     if not ids.shape[1]:

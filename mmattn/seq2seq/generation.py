@@ -17,12 +17,6 @@ Step = Callable[[Tensor], Tensor]
 def greedy(step: Step, tokens: Tensor, *, end: int, max_length: int) -> list[list[int]]:
     """Greedy decoding: ids of each row without the start and the end.
 
-    Args:
-        step: from tokens (b, n) to the logits (b, v) of the next one.
-        tokens: (b, n) ids that every text begins with, the start first.
-        end: id that ends a text.
-        max_length: tokens of a text at most, the end included and the start not.
-
     >>> after = torch.tensor([[0.0, 1, 0], [0, 0, 1], [0, 0, 1]])
     >>> greedy(lambda tokens: after[tokens[:, -1]], torch.tensor([[0], [1]]), end=2, max_length=5)
     [[1], []]
@@ -50,15 +44,6 @@ def beam_search(
 
     A row is finished when it has as many finished texts as beams and no open one is better than the worst of them at
     its present length. Rows do not influence each other. Ids are without the start and the end.
-
-    Args:
-        step: from tokens (rows, n) to the logits (rows, v) of the next one; rows are b at first, then b · beams.
-        reorder: called before each step but the first with the row of the step before that each row continues.
-        tokens: (b, n) ids that every text begins with, the start first.
-        end: id that ends a text.
-        max_length: tokens of a text at most, the end included and the start not.
-        beams: number of open texts of each row.
-        length_penalty: exponent of the length; above 0 longer texts score higher.
     """
     b, begin = tokens.shape
     hypotheses = [_Hypotheses(end, beams) for _ in range(b)]

@@ -76,13 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, *, shared: bool = False, wait: bool | float = True) -> Iterator[None]:
-    """Hold a folder among processes and threads; the lock dies with the process.
-
-    Args:
-        folder: the folder.
-        shared: beside others that share it.
-        wait: False raises BlockingIOError if another holds the folder, a number does so after these seconds.
-    """
+    """Hold a folder among processes and threads; the lock dies with the process."""
     if fcntl is None:
         yield
         return

@@ -31,13 +31,6 @@ def fingerprint(state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
     2**64: exact, so the same on every device, and near the speed of the memory. It tells one checkpoint from another;
     it is no defence against someone who constructs two that are equal.
 
-    Args:
-        state: tensors by name, on any device, quantised ones too.
-        dtype: as if floating-point tensors had this one.
-
-    Raises:
-        ConfigError: a tensor without values (on the meta device).
-
     >>> a = {"weight": torch.zeros(3, 5)}
     >>> fingerprint(a) == fingerprint({"weight": torch.zeros(3, 5)})
     True

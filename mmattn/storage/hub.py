@@ -54,19 +54,7 @@ def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
 
 
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
-    """Load a model with a class of transformers, such as "AutoModel", from a name on the hub or a folder.
-
-    Args:
-        kind: the class of transformers.
-        name: a name on the hub or a folder.
-        what: the noun for messages.
-        unused: submodules that do not run, and need not be among the weights.
-        **options: further arguments of `from_pretrained`.
-
-    Raises:
-        AdapterFileError: nothing to load, or weights that are incomplete, damaged or no safetensors.
-        NonFiniteError: NaN or infinity in the weights.
-    """
+    """Load a model with a class of transformers, such as "AutoModel", from a name on the hub or a folder."""
     import transformers
     from safetensors import SafetensorError
 

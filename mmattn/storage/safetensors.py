@@ -79,15 +79,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     Views and tensors that share storage are written as independent copies.
 
-    Args:
-        path: the file to be written.
-        tensors: by name, dense, on any device.
-        metadata: plain JSON with a text `format`.
-
-    Raises:
-        ConfigError: metadata that is not plain JSON, or a tensor that is not dense, has no values or an unknown dtype.
-        OSError: the disk is full, the folder is missing or not writable; the old file is unchanged.
-
     >>> import os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "gate.safetensors")
@@ -172,19 +163,7 @@ def read_header(
 def read_tensors(
     path: Path, expect_format: str, *, check_finite: bool = True, mapped: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the tensors, on the CPU, and the metadata that `write_tensors` wrote.
-
-    Args:
-        path: of the file.
-        expect_format: the format name that the file must have.
-        check_finite: refuse NaN and infinity.
-        mapped: map the values from the file into memory; they are read once for their checksums. Writing to such a
-            tensor does not change the file.
-
-    Raises:
-        AdapterFileError: the file is torn, changed, of another format or something else; the message says what it is.
-        NonFiniteError: a tensor holds NaN or infinity, and `check_finite` is True.
-    """
+    """Read the tensors, on the CPU, and the metadata that `write_tensors` wrote."""
     tensors = {}
     with open_regular(path) as (file, size):
         layout = read_layout(path, _ranges(file), size, expect_format)
@@ -205,12 +184,7 @@ def read_tensors(
 def as_tensor(
     path: Path, name: str, place: TensorPlace, values: Tensor, *, check_sha256: bool = True, check_finite: bool = False
 ) -> Tensor:
-    """Return the tensor of these bytes (n,) uint8, checked in one pass.
-
-    Raises:
-        AdapterFileError: the bytes are not those that were written.
-        NonFiniteError: the tensor holds NaN or infinity, and `check_finite` is True.
-    """
+    """Return the tensor of these bytes (n,) uint8, checked in one pass."""
     digest, finite = hashlib.sha256(), True
     if check_sha256 or check_finite:
         for start in range(0, values.numel(), CHUNK):

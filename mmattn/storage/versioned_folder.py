@@ -55,20 +55,7 @@ class _Manifest(BaseModel, extra="forbid"):
 
 
 def write_version(folder: Path, about: dict[str, Any], write: Callable[[str], None], expected: str | None) -> str:
-    """Save a version and return the name of the save; a process killed in the middle leaves the old one.
-
-    Args:
-        folder: created if it is missing.
-        about: description of the version, as JSON.
-        write: writes the files of the version into the folder it is given.
-        expected: the save that this one follows, which must still be the current one; None replaces any.
-
-    Raises:
-        BlockingIOError: another writer is saving here.
-        IndexFileError: another writer has saved here since `expected`, or the folder holds something else.
-        ConfigError: `write` made a file of another name than a version may hold.
-        OSError: the disk is full, or the folder is a file or not writable; the old version is unchanged.
-    """
+    """Save a version and return the name of the save; a process killed in the middle leaves the old one."""
     folder = os.path.realpath(folder)
     created = not os.path.lexists(folder)
     if not created and not os.path.isdir(folder):
@@ -125,16 +112,7 @@ def _write_version(folder: str, about: dict[str, Any], write: Callable[[str], No
 def read_version(
     folder: Path, check: Callable[[dict[str, Any]], Described], read: Callable[[Described, str], Result]
 ) -> tuple[str, Result]:
-    """Return the name of the current save and the result of `read`.
-
-    Args:
-        folder: where `write_version` wrote.
-        check: checks the description before any other file is opened.
-        read: reads the files, given the result of `check` and their folder.
-
-    Raises:
-        IndexFileError: the folder or a file is missing, torn, changed, newer or something else.
-    """
+    """Return the name of the current save and the result of `read`."""
     folder = os.fspath(folder)
     while True:
         manifest = _read_manifest(folder)

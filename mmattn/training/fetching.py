@@ -77,18 +77,7 @@ class Fetcher:
         self.pins = processes.accelerator.device.type == "cuda"
 
     def fetch(self, step: int, steps: int, epoch: int, place: int, data_state: Any = None) -> Iterator[FetchedBatch]:
-        """The batches of some steps.
-
-        Args:
-            step: the first one.
-            steps: how many.
-            epoch: where the first batch is.
-            place: number of the batch in the epoch.
-            data_state: what a stateful loader said after the batch before.
-
-        Raises:
-            ConfigError: an epoch without a batch.
-        """
+        """The batches of some steps."""
         ordered = itertools.islice(self._ordered(epoch, place, data_state), steps)
         for number, (at_epoch, at_place, batch, state) in enumerate(ordered, start=step):
             yield FetchedBatch(at_epoch, at_place, len(batch), self._micro_batches(batch, number), state)

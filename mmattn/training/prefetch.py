@@ -95,11 +95,7 @@ def _given(item: T) -> T:
 
 
 def pinned(batch: Any) -> Any:
-    """A batch in page-locked memory, from which a device reads it while it computes: tensors, and what can pin itself.
-
-    Args:
-        batch: a tensor, an object with `pin_memory`, or dicts, lists and tuples of them; anything else stays as it is.
-    """
+    """A batch in page-locked memory, from which a device reads it while it computes: tensors, and what can pin itself."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, dict):
@@ -110,12 +106,7 @@ def pinned(batch: Any) -> Any:
 
 
 def on_device(batch: Any, device: torch.device | str) -> Any:
-    """A batch on a device; what is pinned is copied while the device computes.
-
-    Args:
-        batch: as in `pinned`; what has a method `to` is moved by it.
-        device: where it goes.
-    """
+    """A batch on a device; what is pinned is copied while the device computes."""
     from accelerate.utils import send_to_device
 
     return send_to_device(batch, device, non_blocking=True)

@@ -129,10 +129,6 @@ class AugmentedPrompt:
 def common_beginning(before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Return for each row of a text the row of an earlier one that begins most like it, and how many tokens ALL share.
 
-    Args:
-        before: which tokens of the earlier text are real (n, t) bool, and their ids (n, t).
-        now: the same of the text, (b, t').
-
     >>> before, now = torch.tensor([[5, 6, 7], [5, 8, 9]]), torch.tensor([[5, 8, 9, 1], [5, 8, 3, 1]])
     >>> common_beginning(*((torch.ones_like(ids, dtype=torch.bool), ids) for ids in (before, now)))
     (tensor([1, 1]), 2)

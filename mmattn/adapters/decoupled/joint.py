@@ -92,13 +92,7 @@ class JointDecoupledBlock(nn.Module):
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, memory: Memory, time: Tensor) -> Tensor:
-        """Compute the attention (b, h, l, k), 0 in rows without a memory.
-
-        Args:
-            x: (b, 3h, l, k), queries, keys and values of the picture as the host projects them.
-            memory: (b, n, d), resampled.
-            time: (b, c), the embedded time step.
-        """
+        """Compute the attention (b, h, l, k), 0 in rows without a memory."""
         q, k, v = x.to(self.gate.dtype).split(self.num_heads, 1)
         shift, scale = self.modulation(F.silu(time))[:, None].chunk(2, 2)
         tokens = F.layer_norm(memory.tokens, memory.tokens.shape[-1:], eps=1e-6) * (1 + scale) + shift
@@ -158,12 +152,7 @@ class TimedMemory(VectorMemory):
     follows_text = True
 
     def step(self, text: TextState) -> TimedView:
-        """Return the memory at the time step of this forward.
-
-        Raises:
-            ConditionError: the time step is not known.
-            NonFiniteError: the memory overflows where it is resampled.
-        """
+        """Return the memory at the time step of this forward."""
         timestep = text.timestep
         if timestep is None:
             raise ConditionError(

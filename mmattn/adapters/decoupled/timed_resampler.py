@@ -69,13 +69,7 @@ class TimedPerceiver(nn.Module):
         self.norm_out = nn.LayerNorm(out_dim)
 
     def forward(self, tokens: Tensor, mask: Tensor | None, timestep: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latents (b, n, out_dim) and the embedded time step (b, d).
-
-        Args:
-            tokens: (b, m, e), the memory.
-            mask: (b, m) bool, True = may be attended to.
-            timestep: (b,).
-        """
+        """Return the latents (b, n, out_dim) and the embedded time step (b, d)."""
         waves = sinusoids(timestep, self.frequencies).to(tokens.dtype)
         time = self.time_out(F.silu(self.time_in(waves)))
         x = self.proj_in(tokens) + time[:, None]

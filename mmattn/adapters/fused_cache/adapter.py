@@ -113,14 +113,7 @@ class CacheFuser(nn.Module):
         self.gate = Gate(2, size.num_kv_heads if config.gate == "head" else 1)
 
     def forward(self, key: Tensor, value: Tensor, states: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the changes of keys and values, before the gates.
-
-        Args:
-            key: (b, g, p, k), of the host, at position 0.
-            value: (b, g, p, v).
-            states: (b, p, e), keys and values of the augmenting model.
-            visible: (b, p) bool, tokens that the augmenting model has read; the others stay as they are.
-        """
+        """Return the changes of keys and values, before the gates."""
         weight, hidden = self.in_proj.weight, ~visible[..., None]
         host = torch.cat([key, value], -1).transpose(1, 2).flatten(2).to(weight.dtype).masked_fill(hidden, 0)
         states = states.to(weight.device, weight.dtype).masked_fill(hidden, 0)
@@ -195,12 +188,7 @@ class FusedMemory(BoundMemory):
         self._cache = KeyValueCache(tuple)
 
     def step(self, text: TextState) -> FusedView:
-        """Return which tokens of the text so far were read.
-
-        Raises:
-            ShapeError: the rows of the text are not those of the prompts.
-            ConditionError: a text that begins otherwise, of which only a part is known, or several texts in a row.
-        """
+        """Return which tokens of the text so far were read."""
         if text.packed is not None:
             raise ConditionError(
                 f"adapter {self.name!r} fuses what was read of the beginning of a row, and packed rows hold several "

@@ -78,21 +78,7 @@ class HostAttention:
         gate: Tensor | None = None,
         window: int | None = None,
     ) -> HostAttention:
-        """Return this attention with further slots.
-
-        Args:
-            key: (b or 1, g, m, k).
-            value: (b or 1, g, m, v).
-            mask: (b or 1, 1, l or 1, m), bool with True = may attend, or float to be added to the scores; None for all.
-            sees: (b, l or 1) bool, tokens that attend to any; the others stay as they are, bit for bit. None for all.
-            adapter_scale: multiplies what the slots change.
-            gate: of each head (h,) or of all, how much of the change is added; at 0 nothing changes, bit for bit.
-            window: how many tokens of the text share the softmax with gated slots, a token and those before it; None
-                for all that it attends to.
-
-        Raises:
-            ConditionError: the cache is read inside the attention function.
-        """
+        """Return this attention with further slots."""
         if self.options.get("cache") is not None:
             raise ConditionError(
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "

@@ -166,12 +166,7 @@ class JoinedMemory(BoundMemory):
         return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
 
     def check_text(self, text: TextState) -> None:
-        """Check that slots can stand before the text of a forward.
-
-        Raises:
-            ShapeError: the rows of the text are not those of the memory.
-            ConditionError: only a part of the host was called, or rows are packed.
-        """
+        """Check that slots can stand before the text of a forward."""
         if text.packed is not None:
             raise ConditionError(
                 f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "

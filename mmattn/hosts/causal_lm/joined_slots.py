@@ -95,10 +95,6 @@ def probe_before_text(model: ProbedModel, sites: Sequence[Site]) -> dict[int, Ke
     """Check that a text after the K/V of a passage is as in one forward; return how each layer rotates keys.
 
     None for a layer whose keys do not follow positions; None for all where keys cannot be moved (learned positions).
-
-    Raises:
-        AttachError: the host does not read a text after a passage as it reads both.
-        ConditionError: its attention takes no mask.
     """
     host, modules = model.host, _attention_modules(model, sites)
     name, ids = type(host).__name__, short_text(host)
@@ -135,11 +131,7 @@ def probe_rotations(model: ProbedModel, sites: Sequence[Site]) -> dict[int, KeyR
 
 @torch.no_grad()
 def check_reads_embeddings(model: ProbedModel, width: int) -> None:
-    """Check that the embeddings of a text give the output of its ids.
-
-    Raises:
-        AttachError: they do not.
-    """
+    """Check that the embeddings of a text give the output of its ids."""
     host, name, ids = model.host, type(model.host).__name__, short_text(model.host)
     mask = torch.ones_like(ids)
     try:

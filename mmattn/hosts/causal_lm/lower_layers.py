@@ -157,11 +157,6 @@ def lower_layers(model: nn.Module) -> LowerLayers:
 
     Two texts run through the whole host and again from the hidden states: the logits must be equal bit for bit; from
     hidden states of each text alone, but for rounding.
-
-    Raises:
-        ConfigError: no causal language model with adapters.
-        ConditionError: there are no such layers, something below them is trained, the weights lie in several processes,
-            or the upper layers read more than the hidden states.
     """
     if not (isinstance(model, AdaptedCausalLM) and model.adapters):
         raise ConfigError(

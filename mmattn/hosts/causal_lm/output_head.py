@@ -53,14 +53,7 @@ _HEADS: WeakKeyDictionary[nn.Module, OutputHead] = WeakKeyDictionary()
 
 
 def output_head(model: nn.Module) -> OutputHead:
-    """Return the head of a language model by its config, compared once with the logits of the host.
-
-    Args:
-        model: a language model of transformers, with adapters or without, or a peft model of one.
-
-    Raises:
-        ConditionError: its logits are not this function of its last hidden states, or the head is trained.
-    """
+    """Return the head of a language model by its config, compared once with the logits of the host."""
     host: Any = inner_host(getattr(model, "host", model))
     head, name = host.get_output_embeddings(), type(host).__name__
     weight = getattr(head, "weight", None)

@@ -76,11 +76,7 @@ class TransformerLayers:
 
 @torch.no_grad()
 def find_attention(host: nn.Module) -> TransformerLayers:
-    """Return the attention layers of a diffusion transformer at which a picture can attend to a memory.
-
-    Raises:
-        AttachError: there are no example inputs for the host, or it has no such layers.
-    """
+    """Return the attention layers of a diffusion transformer at which a picture can attend to a memory."""
     name, rows = type(host).__name__, 2
     layers = [each for each in attention_names(host) if is_attention(host.get_submodule(each))]
     if not layers:
@@ -185,11 +181,7 @@ def _picture_output(output: Any, size: torch.Size) -> tuple[int | None, int]:
 
 @torch.no_grad()
 def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[tuple[str, int]]) -> None:
-    """Check that changes of outputs, names of modules and indices, reach the prediction of a host.
-
-    Raises:
-        ConditionError: one does not.
-    """
+    """Check that changes of outputs, names of modules and indices, reach the prediction of a host."""
 
     def site(name: str, part: int) -> Callable[[int], Handle]:
         def change(row: int, output: Any) -> Any:

@@ -125,18 +125,7 @@ def forget_step(host: nn.Module) -> None:
 
 
 def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, prediction: str = "") -> int:
-    """Return the number of parts of a sample with as many rows as the memory: 1, or 2 or 3 under guidance.
-
-    Args:
-        name: of the adapter.
-        rows: of the sample.
-        memory_rows: of the memory; None fits any sample.
-        guided: the sample may have several parts.
-        prediction: the name that the pipeline gave to `cache_context`, or "".
-
-    Raises:
-        ShapeError: the sample has other rows.
-    """
+    """Return the number of parts of a sample with as many rows as the memory: 1, or 2 or 3 under guidance."""
     if memory_rows is None or rows == memory_rows:
         return 1
     one = prediction in NAMED
@@ -165,11 +154,7 @@ def _advice(rows: int, memory_rows: int, guided: bool, may_be_doubled: bool) -> 
 def conditional_parts(
     host: nn.Module, call: DenoisingCall, kwargs: Mapping[str, Any], picture: str, count: int, prediction: str
 ) -> tuple[bool, ...]:
-    """Return which of the `count` equal parts of a sample's rows are conditional, and so see the memory.
-
-    Raises:
-        ConditionError: nothing says which.
-    """
+    """Return which of the `count` equal parts of a sample's rows are conditional, and so see the memory."""
     if call.parts:
         return call.parts if count == len(call.parts) else (True,) * count
     this = HostCall(host, kwargs, picture)

@@ -20,11 +20,7 @@ PARTS = ("transformer", "unet")
 
 
 def load_part(name: str | PathLike[str], part: str) -> nn.Module:
-    """Load a model from its folder, or the part of a pipeline from a folder or the hub, in evaluation mode.
-
-    Raises:
-        AdapterFileError: there is none, or its weights are not safetensors.
-    """
+    """Load a model from its folder, or the part of a pipeline from a folder or the hub, in evaluation mode."""
     diffusers: Any = import_extra("diffusers", "diffusion")
     subfolder = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": part}
     kind = diffusers.UNet2DConditionModel if part == "unet" else diffusers.AutoModel
@@ -39,11 +35,7 @@ def load_part(name: str | PathLike[str], part: str) -> nn.Module:
 
 
 def read_diffusers_config(name: str | PathLike[str]) -> dict[str, Any] | None:
-    """Return the config of a model, or of the part of a pipeline that denoises; None if there is none.
-
-    Args:
-        name: a file, the folder of a model or of a pipeline, or the name of a pipeline on the hub.
-    """
+    """Return the config of a model, or of the part of a pipeline that denoises; None if there is none."""
     path = Path(name)
     if path.exists():
         files = [path] if path.is_file() else [path / part / "config.json" for part in ("", *PARTS)]
@@ -67,11 +59,7 @@ def _config_in(file: Path) -> dict[str, Any] | None:
 
 
 def empty_model(config: Mapping[str, Any]) -> nn.Module:
-    """Make the model of a config on the meta device.
-
-    Raises:
-        AdapterFileError: diffusers has no such model.
-    """
+    """Make the model of a config on the meta device."""
     diffusers: Any = import_extra("diffusers", "diffusion")
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)

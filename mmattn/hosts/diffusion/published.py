@@ -77,11 +77,7 @@ class PublishedLayout(ABC):
         return state
 
     def read(self, tensors: Tensors, path: Path) -> tuple[DecoupledAdapter | JointDecoupledAdapter, Tensors]:
-        """Return settings and weights of a file for this host.
-
-        Raises:
-            AdapterFileError: the file is of another kind, or for another base model.
-        """
+        """Return settings and weights of a file for this host."""
         host, found = self.model.host, {name: self.our_name(name) for name in tensors}
         unknown = [name for name, own in found.items() if own is None]
         if unknown:
@@ -113,11 +109,7 @@ class PublishedLayout(ABC):
         return settings, state
 
     def write(self, path: Path, name: str) -> None:
-        """Write an adapter as one file, atomically.
-
-        Raises:
-            ConditionError: it is not built as published adapters of this kind.
-        """
+        """Write an adapter as one file, atomically."""
         adapter = self.model.adapter(name)
         state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
         state = self.check_written(adapter, state)
@@ -283,11 +275,7 @@ class SD3Layout(PublishedLayout):
 
 
 def read_file(path: Path) -> Tensors:
-    """Return the tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`.
-
-    Raises:
-        AdapterFileError: it cannot be read, or is no dictionary of tensors.
-    """
+    """Return the tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`."""
     try:
         if not os.fspath(path).endswith((".bin", ".pt", ".pth")):
             return load_file(path)

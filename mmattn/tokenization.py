@@ -93,7 +93,7 @@ def warn_cut(cut: Sequence[bool], length: int) -> None:
 
 
 def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
-    """Tokens of the longest text that a model reads: `max_length` if given, otherwise what tokenizer and model allow."""
+    """Return the most tokens of a text: `max_length`, or else the limit of tokenizer and model."""
     positions = getattr(model.config, "max_position_embeddings", None)
     for module_name, module in model.named_modules():
         if module_name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:

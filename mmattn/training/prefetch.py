@@ -95,7 +95,7 @@ def _given(item: T) -> T:
 
 
 def pinned(batch: Any) -> Any:
-    """A batch in page-locked memory, from which a device reads it while it computes: tensors, and what can pin itself."""
+    """Return a batch in page-locked memory, which a device reads while it computes."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""What the adapters of language models share: gated blocks before or after some of the host's layers."""
+"""Base of the adapters of language models: gated blocks before or after some of the host's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models of transformers call their cache: `cache` since 5.24, `past_key_values` or `cache_params` before."""
+"""Names of transformers' cache argument: `cache` since 5.24, `past_key_values` or `cache_params` before."""
 
 from __future__ import annotations
 

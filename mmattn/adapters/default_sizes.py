@@ -27,7 +27,7 @@ def default_heads(d: int, e: int, num_heads: int | None = None, head_dim: int | 
 
 
 def normalises(asked: bool | None, e: int) -> bool:
-    """Whether vectors of width e go through a norm."""
+    """Return True if vectors of width e go through a norm."""
     return e >= NARROW if asked is None else asked
 
 

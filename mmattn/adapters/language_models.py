@@ -1,4 +1,4 @@
-"""What a language model of transformers says of itself: its sizes, its embeddings, where its weights are."""
+"""Sizes, embeddings and device of a language model of transformers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
 
 @dataclass(frozen=True)
 class PackedText:
-    """Where the documents of packed rows lie.
+    """Documents of packed rows.
 
     Args:
         numbers: (b, l) the number of the document of each token, rising through the flattened rows; -1 is none.
@@ -76,7 +76,7 @@ PACKING_NAMES = {*BOUNDARIES, "seq_idx", "position_ids"}
 
 
 def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
-    """Where the documents of a call lie, or None where each row is one.
+    """Return the documents of a call, or None if each row is one document.
 
     A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so. Where a mask says of
     each token what it sees (four dimensions, or another object), positions say nothing: those of a tree repeat.
@@ -114,7 +114,7 @@ def _numbers(kwargs: Mapping[str, Any], rows: int, length: int) -> Tensor | None
 
 
 def _real(mask: Any, rows: int, length: int) -> Tensor | None:
-    """Which tokens (b, l) are no padding, where a mask says so."""
+    """Return the tokens (b, l) that are no padding, or None without a mask."""
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
         return mask[:, -length:].bool().expand(rows, -1)
     return None

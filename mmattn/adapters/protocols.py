@@ -1,4 +1,4 @@
-"""What an adapter, its memory and its host must offer each other, so that a new kind is one file."""
+"""Protocols between adapters, memories and hosts, so that a new kind is one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host is given in one forward: which tokens, how many came before, and where known the whole text."""
+"""The text of one forward: its tokens, the number of tokens before them, and if available the whole text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmattn.errors import ConditionError
 
 @dataclass(frozen=True)
 class GenerationInput:
-    """What `generate` is about to give to the host.
+    """The next input of `generate`.
 
     Args:
         ids: token ids of the text so far (b, any).
@@ -29,7 +29,7 @@ class GenerationInput:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """How many slots of the memory had arrived at each token.
+    """Number of memory slots that had arrived at each token.
 
     Args:
         count: (b, l) int.
@@ -125,7 +125,7 @@ class TextState:
         return real, ids if ids.shape == real.shape and not ids.is_floating_point() else None
 
     def images_begun(self, media_token: int | None) -> Tensor:
-        """How many images began at or before each token of this forward, (b, l)."""
+        """Count the images begun at or before each token of this forward, (b, l)."""
         known, ids = self.images, self.input_ids
         if known is None and media_token is not None:
             if self.prompt is not None and not self.prompt.is_floating_point():
@@ -140,7 +140,7 @@ class TextState:
         return self._of_tokens("images", known)
 
     def arrived_slots(self, slots: int) -> Tensor | None:
-        """Which slots each token of this forward sees, (b, 1, l, m), where the caller says what had arrived."""
+        """Return the slots that had arrived at each token, (b, 1, l, m), or None without `arrived`."""
         if self.arrivals is None:
             return None
         count = self._of_tokens("arrived", self.arrivals.count)[:, None, :, None]
@@ -149,7 +149,7 @@ class TextState:
         return seen if self.arrivals.window is None else seen & (number >= count - self.arrivals.window)
 
     def _of_tokens(self, name: str, known: Tensor) -> Tensor:
-        """What is known of the tokens of the text (b, any), for those of this forward (b, l)."""
+        """Select values of the text's tokens (b, any) for those of this forward (b, l)."""
         past = 0 if known.shape[1] == self.length and not self.expansions else self.past
         if past is None:
             raise ConditionError(
@@ -163,5 +163,5 @@ class TextState:
 
 
 def images_so_far(input_ids: Tensor, media_token: int) -> Tensor:
-    """How many images began at or before each token, (b, l), from the ids (b, l)."""
+    """Count the images begun at or before each token, (b, l), from the ids (b, l)."""
     return (input_ids == media_token).cumsum(1)

@@ -94,7 +94,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which slots each query may attend to, and a bias on the scores.
+    """Visible slots of each query, and a bias on the scores.
 
     Args:
         allowed: bool, broadcastable to (b, h, l, m), True = may attend; None allows every slot.

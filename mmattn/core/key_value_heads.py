@@ -206,13 +206,13 @@ class KeyValueHeads(nn.Module):
 
     @property
     def is_linear(self) -> bool:
-        """Whether keys and values of a slot are a plain matrix times the slot."""
+        """True if keys and values of a slot are a plain matrix times the slot."""
         plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
         return plain and self.k_norm is None and self.rotary is None and self.value_dim == self.memory_dim
 
     @property
     def absorbable(self) -> bool:
-        """Whether keys are a plain matrix times the memory, so that it may be applied to the query instead."""
+        """True if keys are a plain matrix times the memory, which may be applied to the query instead."""
         return self.is_linear and self.null_key is None
 
     def absorbs(self, queries: int, memory: Tensor, lengths: tuple[int, ...] | None = None) -> bool:

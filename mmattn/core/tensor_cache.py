@@ -72,7 +72,7 @@ class ModuleVersion:
 
 
 class KeyValueCache:
-    """What adapters computed from one memory, by adapter; dropped when the memory or a weight of the adapter changes.
+    """Results computed from one memory, by adapter; dropped when the memory or a weight of the adapter changes.
 
     One check per adapter and forward covers all weights of the adapter and all tensors of the memory.
 

@@ -1,4 +1,4 @@
-"""Whether the values of a tensor can be read here, whether they are finite, and whether autocast chooses its dtype."""
+"""Checks of a tensor under tracing: readable values, finite values, the dtype of autocast."""
 
 from __future__ import annotations
 

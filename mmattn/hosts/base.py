@@ -65,10 +65,10 @@ class AdaptedModel(NamedAdapters):
     @classmethod
     @abstractmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Whether a model is of this kind."""
+        """Return True if a model is of this kind."""
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """What the host is given in one forward; by default its first argument is what it reads, without a cache."""
+        """Return the text of one forward; by default the first argument, without a cache."""
         given = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         return TextState(given.shape[0], given.shape[1], given, past=0, images=call.images)
 
@@ -125,7 +125,7 @@ class AdaptedModel(NamedAdapters):
     def make_call(
         self, memory: object, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
     ) -> Call | None:
-        """What a call with this memory sees; None is no memory."""
+        """Return the call of a memory, or None without one."""
         self.check_attached()
         if memory is None:
             scale_by_adapter(adapter_scale, ())
@@ -234,14 +234,14 @@ class AdaptedModel(NamedAdapters):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """What the adapters do in one forward of the host."""
+        """Return the actions of the adapters in one forward of the host."""
         text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
     ) -> dict[tuple[int, str], list[Action]]:
-        """What the active adapters do at each site, or at one of them."""
+        """Return the actions of the active adapters at each site, or at one."""
         actions: dict[tuple[int, str], list[Action]] = {}
         adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
         for name, source in call.sources.items():
@@ -267,7 +267,7 @@ class AdaptedModel(NamedAdapters):
         return False
 
     def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
-        """What the adapters do to hidden states x (b, l, d) where only a part of the host was called."""
+        """Return the actions on hidden states x (b, l, d) if only a part of the host was called."""
         call, disabled = self.current_call()
         if call is None:
             return ()

@@ -36,11 +36,11 @@ class CrossAttentionHook:
         self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
 
     def adapt_streams(self, x: Tensor) -> Tensor:
-        """What hidden states x, (b, l, d) or several streams of them, become in the current forward."""
+        """Apply the adapters to hidden states x, (b, l, d) or several streams of them."""
         return self.adapt(x) if self.stream_axis is None else change_streams(x, self.stream_axis, self.adapt)
 
     def adapt(self, x: Tensor) -> Tensor:
-        """What hidden states x (b, l, d) become in the current forward."""
+        """Apply the adapters to hidden states x (b, l, d)."""
         step = FORWARD.get()
         if step is not None and step.model is not self.model:
             step = step_of(self.model)

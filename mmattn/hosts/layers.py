@@ -1,4 +1,4 @@
-"""Where the layers of a model of transformers are: found by looking, and by what an input passes."""
+"""Find the layers of a model of transformers by its modules and by the way of an input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
 
 
 def _outermost(lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
-    """Those that are not within another."""
+    """Return the modules that are not within another."""
     inner = {name for name in lists for other in lists if name.startswith(other + ".")}
     return {name: module for name, module in lists.items() if name not in inner}
 
@@ -100,7 +100,7 @@ def layers_width(layers: nn.ModuleList, configs: Sequence[Any]) -> int:
 
 
 def _norm_width(module: nn.Module) -> int | None:
-    """How many weights a norm has; None of another module."""
+    """Return the width of a norm, or None for other modules."""
     weight = getattr(module, "weight", None)
     norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and "norm" in type(module).__name__.lower()
     return len(weight) if norm else None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Being together with a host: moved, cast and frozen with it, invisible in it, and gone from it without a trace."""
+"""Adapters follow the host's `.to()` and `.train()`, stay out of its `state_dict`, and `unload()` removes them."""
 
 from __future__ import annotations
 

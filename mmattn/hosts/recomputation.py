@@ -45,7 +45,7 @@ def forget_context(host: nn.Module) -> None:
 
 
 def runs_hooks_again(layer: nn.Module) -> bool:
-    """Whether checkpointing wraps the call of a layer with its hooks, as in older transformers, not its forward."""
+    """Return True if checkpointing wraps a layer's call with its hooks, as in older transformers, not its forward."""
     return any(
         base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__
     )

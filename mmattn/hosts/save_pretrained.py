@@ -1,4 +1,4 @@
-"""What is saved of an adapted model: the adapters and what else is trained, never the frozen host."""
+"""`save_pretrained` of adapted models: adapters and other trained weights, never the frozen host."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None
 def adapter_config(
     model: Any, name: str, encoder: str | None = None, *, with_fingerprint: bool = True
 ) -> dict[str, Any]:
-    """What the files of an adapter say of it, as JSON values."""
+    """Return the content of `adapter_config.json`."""
     adapter = model.adapter(name)
     return {
         "format": FORMAT,
@@ -58,7 +58,7 @@ def host_sizes(model: Any, position: str) -> dict[str, int]:
 
 
 def describe_host(model: Any, position: str, with_fingerprint: bool = True) -> dict[str, Any]:
-    """What an adapter's file says of its host: class, family, sizes, and a fingerprint of the weights."""
+    """Describe the host for an adapter's file: class, family, sizes, fingerprint of the weights."""
     inner = _inner(model)
     return {
         "kind": model.kind,
@@ -83,7 +83,7 @@ def _inner(model: Any) -> nn.Module:
 
 
 def weights_elsewhere(host: nn.Module) -> bool:
-    """Whether some weights are not here, but offloaded or with other processes, so that they cannot be told apart."""
+    """Return True if some weights are offloaded or in other processes, so that no fingerprint can be computed."""
     elsewhere = (
         parameter.device.type == "meta" or hasattr(parameter, "full_tensor") for parameter in host.parameters()
     )

@@ -43,7 +43,7 @@ class MemoryStream:
 
     @property
     def arrived(self) -> int:
-        """How many slots have arrived so far, those that are forgotten included."""
+        """Number of slots that have arrived, forgotten ones included."""
         return self._slots.stop
 
     def append(self, slots: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where recipes and assets are installed, how a recipe is copied, and how one is loaded.
+"""Find, copy and load the installed recipes and assets.
 
 A checkout keeps `recipes/` and `assets/` beside the package; an installed wheel carries them inside it.
 """

@@ -1,4 +1,4 @@
-"""How a recipe or its settings are refused."""
+"""Errors of recipes and their settings."""
 
 from __future__ import annotations
 

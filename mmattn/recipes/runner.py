@@ -139,7 +139,7 @@ def _prepared(config: Path, overrides: Iterable[str]) -> tuple[ModuleType, dict[
 
 @contextlib.contextmanager
 def _settings_errors() -> Iterator[None]:
-    """What a recipe finds wrong in its settings when it runs, in the same words."""
+    """Turn errors of a running recipe about its settings into the errors of reading them."""
     from pydantic import ValidationError
 
     try:

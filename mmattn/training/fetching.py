@@ -18,7 +18,7 @@ from mmattn.training.prefetch import on_device, pinned
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a process learns at once.
+    """The part of a batch that one process computes at once.
 
     Args:
         number: of the micro-batch in its batch.

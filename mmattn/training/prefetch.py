@@ -78,7 +78,7 @@ class Prefetched(Generic[T]):
             self._put(self._raised, error)
 
     def _put(self, give: Callable[[Any], T], item: Any) -> bool:
-        """Whether the item was taken up, and not refused by one who has ended."""
+        """Return True if the queue took the item, False if its reader has ended."""
         while not self._ended.is_set():
             with contextlib.suppress(queue.Full):
                 self._queue.put((give, item), timeout=0.1)

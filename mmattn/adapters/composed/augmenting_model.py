@@ -99,7 +99,7 @@ class AugmentingModel:
 
     @cached_property
     def _rotations(self) -> dict[int, KeyRotation | None] | None:
-        """How its layers turn keys with their positions; None if keys depend on them otherwise."""
+        """Rotation of keys by position in its layers; None if keys depend on positions otherwise."""
         if not self._positions:
             return None
         places = torch.arange(7, device=device_of(embeddings_of(self.lm)))[None]
@@ -222,7 +222,7 @@ class AugmentingModel:
 
     @property
     def caches(self) -> bool:
-        """Whether its cache can be cut and reordered."""
+        """Return True if the model's cache can be cut and reordered."""
         return not getattr(self.lm, "_is_stateful", False)
 
 

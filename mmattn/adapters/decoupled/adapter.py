@@ -38,7 +38,7 @@ ADDED_TO = ("attention", "block")
 
 @dataclass(frozen=True)
 class DecoupledLayout:
-    """How an adapter is built where it departs from ours, as those that were published for Flux.
+    """Layout of published adapters, such as those for Flux, where it differs from the default.
 
     Args:
         slot_dim: width of the slots that `tokens` projects to; the width of the host's text by default.

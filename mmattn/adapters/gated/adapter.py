@@ -36,7 +36,7 @@ PARTS = ("decoder", "encoder")
 
 @dataclass(frozen=True)
 class GatedLayout(BlockLayout):
-    """How a gated block is built where it departs from ours.
+    """Layout of published gated blocks where it differs from the default.
 
     Args:
         feed_forward_all: the feed-forward also acts on tokens that may attend to nothing, as in OpenFlamingo and

@@ -20,7 +20,7 @@ ACTIVATIONS = ("gelu", "swiglu")
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a block is built where it departs from ours, as in the models that were published.
+    """Layout of the blocks of published models where it differs from the default.
 
     Args:
         norm: "layer" or "rms", of what goes into the attention and the feed-forward.

@@ -64,7 +64,7 @@ class HostAttention:
 
     @property
     def window(self) -> int | None:
-        """How far back a token of this layer attends, itself included; None for the whole text."""
+        """Sliding window of this layer, the token itself included; None for the whole text."""
         window = self.options.get("sliding_window")
         return window if isinstance(window, int) else None
 
@@ -183,7 +183,7 @@ class HostAttention:
 
     @property
     def _is_causal(self) -> bool:
-        """Whether the function hides later tokens itself, as it does if it gets no mask."""
+        """Return True if the attention function is causal by itself, as it is without a mask."""
         option = self.options.get("is_causal")
         causal = getattr(self.module, "is_causal", True) if option is None else option
         return bool(causal) and self.mask is None and self.query.shape[2] > 1

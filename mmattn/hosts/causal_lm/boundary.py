@@ -57,7 +57,7 @@ class RequestBoundary:
                 self._own[name] = replace_method(owner, name, mine)
 
     def admit(self, request_id: str, sources: Sources) -> Sources:
-        """What a request sees in a step: nothing where its memory is not finite, in which case it ends after the step.
+        """Return the memory of a request in a step, or None if it is not finite: the request then ends.
 
         Keys and values are computed here where that has not been done since the memory last changed.
         """
@@ -97,7 +97,7 @@ class RequestBoundary:
         return self._own["update"](key_states, value_states, *args, **kwargs)
 
     def keep(self, x: Tensor, adapted: Tensor) -> Tensor:
-        """What adapters made of hidden states, those as they were whose tokens are not finite now.
+        """Return changed hidden states; tokens that are no longer finite keep their value from before.
 
         Some matrix products take NaN from one token to the next.
         """
@@ -107,7 +107,7 @@ class RequestBoundary:
         return torch.where(broken[None, :, None], x, adapted)
 
     def _note(self, sizes: Tensor) -> Tensor:
-        """Which tokens of the forward under way are not finite, of a number (t,) for each; remembered."""
+        """Record the tokens of the current forward whose number (t,) is not finite."""
         broken = ~torch.isfinite(sizes)
         self._broken = broken if self._broken is None else self._broken | broken.to(self._broken.device)
         return broken

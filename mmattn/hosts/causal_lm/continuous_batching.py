@@ -38,7 +38,7 @@ ROW_BY_ROW = {"cpu"}
 
 @dataclass
 class Shared:
-    """What several requests were given under the same name.
+    """Memories of several requests for the same adapter.
 
     Args:
         given: by adapter, as it was given.
@@ -53,7 +53,7 @@ class Shared:
 
 @dataclass(eq=False)
 class Held:
-    """What a request attends to, and its answers that have not ended: there may be several, forked from one prompt.
+    """Memory of a request and its unfinished sequences, of which a fork has several.
 
     Args:
         shared: the memory; None is none.
@@ -174,7 +174,7 @@ class RequestMemories:
         self._own["deliver_batch"](outputs)
 
     def _create_batch_processor(self) -> Any:
-        """What runs the steps; its cache, which each forward is given, leads back here, and says who is forked."""
+        """Processor of the steps; its cache, an argument of each forward, identifies it and records forks."""
         processor = self._own["_create_batch_processor"]()
         cache = processor.cache
         if getattr(cache, "memories", None) is None:
@@ -236,7 +236,7 @@ class RequestMemories:
     # What a step sees ------------------------------------------------------------------------------------------------
 
     def call(self) -> Call | None:
-        """What the requests of the step under way see; None where none of them has a memory."""
+        """Return the memories of the requests in this step, or None if no request has one."""
         batches = self.manager.batch_processor.inputs_and_outputs
         if hasattr(batches, "io_pairs"):  # on a GPU the next batch is prepared while this one runs
             batches = batches.io_pairs[batches.current_pair].host_io

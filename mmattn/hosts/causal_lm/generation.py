@@ -42,7 +42,7 @@ def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
 
 
 def prompt_name(host: nn.Module) -> str:
-    """What `generate` of this host calls its prompt: "inputs", or as Whisper does "input_features"."""
+    """Return the name of the prompt argument of `generate`: "inputs", or as Whisper does "input_features"."""
     own: Any = type(host)
     named = [one for one in inspect.signature(own.generate).parameters.values() if one.name != "self"]
     first = named[0] if named else None
@@ -50,7 +50,7 @@ def prompt_name(host: nn.Module) -> str:
 
 
 def expansions_of(host: Any, kwargs: Arguments) -> frozenset[int]:
-    """How many rows of text `generate` may make of a row of the prompt: one, or the beams and samples asked for."""
+    """Return the numbers of rows that `generate` may make of a prompt's row: one, beams, samples."""
 
     def number(name: str) -> int:
         value = asked(host, kwargs, name)
@@ -67,7 +67,7 @@ def expansions_of(host: Any, kwargs: Arguments) -> frozenset[int]:
 
 
 def asked(host: Any, kwargs: Arguments, name: str) -> Any:
-    """What `generate` was asked for under this name, by its arguments or its config."""
+    """Return an option of `generate` from its arguments or its config."""
     config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
     return kwargs.get(name, getattr(config, name, None))
 
@@ -90,7 +90,7 @@ def fewest_logits(host: nn.Module) -> dict[str, int]:
 
 
 class TextNotes:
-    """What `prepare_inputs_for_generation` is where a memory follows the text: the call under way is told the whole
+    """Wrapper of `prepare_inputs_for_generation`: the call under way is told the whole
     text.
 
     Nowhere else do beams, drafts and chunks of a prompt appear in full.

@@ -17,7 +17,7 @@ from mmattn.hosts.keywords import check_keywords
 
 
 class HeadlessHost:
-    """What `base_model` of an adapted language model is. Whatever is not found here is looked up on the host's own."""
+    """The `base_model` of an adapted language model; other attributes are those of the host's own."""
 
     def __init__(self, model: AdaptedModel) -> None:
         self._model = model

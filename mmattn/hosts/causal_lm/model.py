@@ -108,7 +108,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Whatever no other kind of host matches: `find_layers` says what is missing."""
+        """Match models that no other kind matches; `find_layers` names what is missing."""
         return True
 
     @property
@@ -207,7 +207,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     @staticmethod
     def _trains_joined(step: ForwardStep) -> bool:
-        """Whether keys and values of an adapter with weights are joined in a forward."""
+        """Return True if an adapter with weights joins keys and values in a forward."""
         return any(
             position == "joined" and any(True for _ in block.parameters())
             for (_, position), own in step.actions.items()
@@ -217,7 +217,7 @@ class AdaptedCausalLM(AdaptedModel):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """What the adapters do in one forward of the host, and what it is given."""
+        """Return the actions of the adapters in one forward, and the inputs of the host."""
         text = self.text_state(call, args, kwargs)
         step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
         for actions in step.actions.values():
@@ -466,7 +466,7 @@ class AdaptedCausalLM(AdaptedModel):
         arrived: Tensor | None = None,
         window: int | None = None,
     ) -> Call | None:
-        """What a call with this memory sees; None is no memory."""
+        """Return the call of a memory, or None without one."""
         call = super().make_call(memory, adapter_scale, images)
         if arrived is not None and call is not None:
             call.arrivals = arrivals_of(arrived, window, call.sources.values())
@@ -487,7 +487,7 @@ class AdaptedCausalLM(AdaptedModel):
         return call, disabled
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What `host.generate` is while adapters are attached: rows are checked, then beams may multiply them."""
+        """Replace `host.generate`: check the rows before beams multiply them."""
         own: Any = type(self.host)
         call, _ = self.current_call()
         if call is None:
@@ -509,7 +509,7 @@ class AdaptedCausalLM(AdaptedModel):
             return own.generate(self.host, *args, **kwargs)
 
     def _expand_inputs(self, expand_size: int = 1, **kwargs: Any) -> Any:
-        """What `generate` repeats its rows by; those that it was called with, or that are known to be left of them."""
+        """Check the rows that `generate` expands: those of the call, or the rest of them."""
         inner: Any = inner_host(self.host)
         call, given = self.open_blocks.in_force().call, kwargs.get("input_ids")
         if call is not None and call.rows and given is not None:

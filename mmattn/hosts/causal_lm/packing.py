@@ -50,7 +50,7 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> 
 
 
 def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
-    """What is added to the scores: (b, 1, l, l), 0 for earlier tokens of a document and its own, else the least."""
+    """Return the additive mask (b, 1, l, l): 0 within a document, else the smallest number."""
     weight = embeddings_of(host).weight
     assert isinstance(weight, Tensor)
     number = text.numbers.to(weight.device)
@@ -61,7 +61,7 @@ def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
-    """Whether a document after another is answered as it is alone."""
+    """Return True if a packed document has the output that it has alone."""
     device, lengths = device_of(embeddings_of(host)), (3, 4)
     total = sum(lengths)
     size = getattr(text_config(host), "vocab_size", 2)

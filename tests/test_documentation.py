@@ -220,7 +220,7 @@ def test_the_reference_has_every_public_name() -> None:
     has: set[int] = set()
     for value in map(resolve, found):
         names = getattr(value, "__all__", []) if isinstance(value, types.ModuleType) else []
-        has |= {id(value), *(id(vars(value)[name]) for name in names if name in vars(value))}
+        has |= {id(value), *(id(getattr(value, name)) for name in names)}
     public = {f"mmattn.{name}" for name in mmattn.__all__}
     public |= {f"mmattn.{room}.{name}" for room in ROOMS.split() for name in resolve(f"mmattn.{room}").__all__}
     called = {name: resolve(name) for name in sorted(public)}

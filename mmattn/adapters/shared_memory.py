@@ -59,7 +59,7 @@ class PartedMemory(BoundMemory):
             layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
             for layer in views[-1].projected
         }
-        return ProjectedView(projected, views[-1].attention_mask, seen)
+        return self.parts[-1].view(projected, views[-1].attention_mask, seen)
 
     def for_request(self) -> BoundMemory:
         """Refuse: a request has a memory of one part."""

@@ -99,7 +99,7 @@ PICTURES = {
     ),
     "a forward of its own": (
         lambda: OfItsOwn(joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=32, **SIZES),
-        "not known what OfItsOwn is called with.*weather",
+        "no example inputs for OfItsOwn.*weather",
     ),
     "autoencoder": (
         lambda: diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4),

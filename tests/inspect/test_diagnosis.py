@@ -61,7 +61,7 @@ def test_a_unet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0, out + err
         assert "\nok    each layer depends on the memory " in out
     code, _, err = doctor(capsys, adapter, "--host", tmp_path)
-    assert code == 2 and "no UNet can be loaded from" in err
+    assert code == 2 and "no unet can be loaded from" in err
 
 
 def test_a_folder_that_is_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -445,5 +445,5 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
 
 
 def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a folder with a language model"):
+    with pytest.raises(AdapterFileError, match="no language model can be loaded from"):
         recipe.answering.load_lm(str(tmp_path / "nothing"))

@@ -199,6 +199,10 @@ class DecoupledLayers(AdapterLayers):
         """Bind a memory of vectors that was checked."""
         return DecoupledMemory(prepared, self)
 
+    def why_whole(self) -> str | None:
+        """Return why all slots must be read together: a resampler mixes them."""
+        return None if self.resampler is None else "its resampler mixes all slots"
+
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
         """Copy the host's own key and value projections, with start="host"."""

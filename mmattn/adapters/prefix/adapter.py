@@ -206,7 +206,9 @@ class PrefixRows:
             )
         return memory
 
-    def __len__(self) -> int:
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
         return len(self.numbers)
 
     def __getitem__(self, rows: Any) -> PrefixRows:
@@ -224,7 +226,7 @@ class PrefixMemory(JoinedMemory):
 
     def __init__(self, prefixes: PrefixRows, adapter: PrefixLayers) -> None:
         self.shared = self.prefixes = prefixes
-        self.adapter, self.name, self.rows = adapter, adapter.name, len(prefixes)
+        self.adapter, self.name, self.rows = adapter, adapter.name, prefixes.batch
 
     @property
     def slots(self) -> JoinedSlots:

@@ -138,7 +138,7 @@ def test_a_map_over_a_picture_of_unknown_shape():
     with pytest.raises(ConditionError, match="how its tokens lie"):
         run(model, lost, memory=memory, adapter_scale=torch.ones(ROWS, 2, 4))
     assert run(model, lost, memory=memory, adapter_scale=torch.ones(ROWS)).isfinite().all()
-    with pytest.raises(ConditionError, match="time step"):
+    with pytest.raises(ConditionError, match="timestep"):
         run(attach(make(OWN)), given(attach(make(OWN))) | {"timestep": None}, memory=memory, adapter_scale=lambda t: t)
 
 

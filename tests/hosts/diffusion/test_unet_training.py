@@ -119,7 +119,7 @@ def test_a_memory_of_its_own_for_every_row_and_time():
     assert torch.equal(out[1], own[1]) and not torch.equal(out[0], own[0])
     by_block = model(sample, times, words, memory=memory, adapter_scale={"": torch.tensor([1.0, 0.0, 1.0])}).sample
     assert torch.equal(by_block, out)
-    with pytest.raises(mmattn.errors.ConditionError, match="one time step"):
+    with pytest.raises(mmattn.errors.ConditionError, match="one timestep"):
         model(sample, times, words, memory=memory, adapter_scale=lambda time: time)
     same = torch.full((ROWS,), 41)
     assert torch.isfinite(model(sample, same, words, memory=memory, adapter_scale=lambda time: time / 100).sample).all()

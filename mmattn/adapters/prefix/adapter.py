@@ -155,7 +155,7 @@ class PrefixLayers(AdapterLayers):
             )
         counts = torch.tensor([len(row) for row in rows.numbers])
         padded = [[*row, *[0] * (longest - len(row))] for row in rows.numbers]
-        numbers = torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest)
+        numbers = torch.tensor(padded, dtype=torch.long).reshape(rows.batch, longest)
         keys, values = {}, {}
         for layer in self.layers:
             block, rotation = self.prefix(layer), None if self.rotations is None else self.rotations[layer]

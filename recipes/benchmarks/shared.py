@@ -40,7 +40,7 @@ def measure(dtype: torch.dtype, seconds: float = 20.0, rows: int = ROWS, shared:
     adapter = next(iter(model.adapters.values()))
     attention = adapter.attention(adapter.layers[0])
     x = torch.randn(rows, 1, model.config.n_embd, generator=generator).to(dtype)
-    seen = {name: _layer(model, memory) for name, memory in memories.items()}
+    seen = {name: _layer(model, memory, rows) for name, memory in memories.items()}
     q = torch.randn(rows, attention.num_heads, 1, attention.head_dim, generator=generator).to(dtype)
     layer, alone = (
         interleaved({name: lambda kv=kv, run=run: run(kv) for name, kv in seen.items()}, seconds=seconds)
@@ -51,19 +51,19 @@ def measure(dtype: torch.dtype, seconds: float = 20.0, rows: int = ROWS, shared:
         "a layer": ratio(layer, "parts", "copies"),
         "a token": ratio(times, "parts", "copies"),
         "a token, of the host alone": ratio(host, "parts", "host"),
-        "bytes": memories["parts"].nbytes() / memories["copies"].nbytes(),
+        "bytes": sum(part.nbytes() for part in memories["parts"].parts) / memories["copies"].nbytes(),
         "difference of the logits": float(
             (logits["parts"] - logits["copies"]).abs().max() / logits["copies"].abs().max()
         ),
     }
 
 
-def _layer(model: mmattn.hosts.AdaptedCausalLM, memory: Any) -> Any:
-    """What the first layer with an adapter attends to."""
+def _layer(model: mmattn.hosts.AdaptedCausalLM, memory: Any, rows: int) -> Any:
+    """Return the keys and values of the first layer with an adapter."""
     caught = []
     adapter = next(iter(model.adapters.values()))
     block = adapter.block(adapter.layers[0])
     hook = block.register_forward_pre_hook(lambda module, args: caught.append(args[1]))
-    model(torch.ones(memory.batch, 1, dtype=torch.long), memory=memory)
+    model(torch.ones(rows, 1, dtype=torch.long), memory=memory)
     hook.remove()
     return caught[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmattn.cli.live import Live, serve
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 def note_names() -> set[Any]:

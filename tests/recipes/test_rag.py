@@ -189,7 +189,7 @@ def test_what_a_question_attends_to(recipe: SimpleNamespace, known: Any, how: st
 def test_indexes_too_large_for_a_run(
     recipe: SimpleNamespace, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["large", str(run), str(run), "--size", "60", "--ask", "8", "--store", "exact"]
+    words = ["large", str(run), str(run), "--size", "60", "--ask", "8", "--store", "hnsw"]
     monkeypatch.setattr(sys, "argv", words)
     recipe.large.main()
     table = capsys.readouterr().out
@@ -426,7 +426,7 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
     assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= texts
     trace = asked.trace("A call gives a value, and a loop")
     assert "".join(trace.words).strip() == written.strip() and len(set(trace.sources)) == len(trace.sources)
-    Continuation = sys.modules[type(asked).__module__].Continuation
+    Continuation = sys.modules[type(asked).__module__]._Continuation
     one = Continuation(asked.index, asked.model, asked.tokenizer, asked._reader, asked.config)
     memory = asked.model.prepare(one.retrieve)
     out, begin = one.write("A call gives a value, and a loop", memory, asked.config.generation)

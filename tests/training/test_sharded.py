@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mmattn import training
+from mmattn.data.sampling import split_between_processes
 from mmattn.errors import ConfigError
 from tests import tiny
 from tests.tiny import assert_close
@@ -41,7 +42,7 @@ def test_a_host_in_pieces_on_two_processes_is_one(tmp_path: Path) -> None:
     found = small_run.start(two, processes=2, shard=True, **plain)
     assert found.returncode == 0, found.stderr
     steps = list(islice(training.RowBatches(small_run.rows(), 3, seed=3).epoch(0), 5))
-    pieces = [[training.sampling.split_between_processes(batch, rank, 2, 2) for rank in (0, 1)] for batch in steps]
+    pieces = [[split_between_processes(batch, rank, 2, 2) for rank in (0, 1)] for batch in steps]
     assert any([] in parts for of_both in pieces for parts in of_both), "no row"
     learns = [[any(row.has_memory for row in sum(parts, [])) for parts in of_both] for of_both in pieces]
     assert [True, False] in learns or [False, True] in learns, "no memory"

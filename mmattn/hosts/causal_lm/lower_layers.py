@@ -47,7 +47,7 @@ class LowerLayers:
     def __init__(self, model: AdaptedCausalLM, count: int) -> None:
         self.model, self.count = model, count
         self.layers = list(model.layers)
-        host = inner_host(model.host)
+        host: Any = inner_host(model.host)
         # OPT calls the decoder inside its base model.
         self.reader: Any = host.get_decoder() or host.base_model
         #: Number of outputs of each layer, None for a tensor; and the dtype of hidden states.

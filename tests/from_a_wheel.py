@@ -145,7 +145,7 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn("mmattn", "train", "mine/config.yaml", *settings, says=["held-out loss", "the adapter is in"])
     mmattn("mmattn", "train", "mine/config.yaml", *settings, says=["finished"])
     stored = ("data.path=pictures.store", "optim.max_steps=4", "out=runs/stored")
-    mmattn("mmattn", "train", "mine/config.yaml", *stored, says=["rows of a store", "the adapter is in"])
+    mmattn("mmattn", "train", "mine/config.yaml", *stored, says=["encoded rows", "the adapter is in"])
     mmattn("mmattn", "caption", "pictures/snowdrop", "--adapter", "runs/mine/adapter", says=["0.png", "3.png"])
     mmattn("mmattn", "explore", "runs/mine", says=[".html"])
     mmattn("mmattn", "draw", "a seven", "--adapter", "runs/mine/adapter", code=2, says=["for image-to-text"])

@@ -427,14 +427,14 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
     trace = asked.trace("A call gives a value, and a loop")
     assert "".join(trace.words).strip() == written.strip() and len(set(trace.sources)) == len(trace.sources)
     Continuation = sys.modules[type(asked).__module__]._Continuation
-    one = Continuation(asked.index, asked.model, asked.tokenizer, asked._reader, asked.config)
+    one = Continuation(asked, "A call gives a value, and a loop", asked.index, {})
     memory = asked.model.prepare(one.retrieve)
-    out, begin = one.write("A call gives a value, and a loop", memory, asked.config.generation)
+    out, begin = asked.model.generate(**one.arguments, memory=memory), one.begin
     with mmattn.inspect.record(asked.model) as weights:
         logits = asked.model(out, memory=memory).logits[0, begin - 1 : -1]
     want = logits.softmax(-1).gather(1, out[0, begin:, None])[:, 0]
     torch.testing.assert_close(trace.probability, want)
-    chunk = one.found[tuple(out[0, begin - one.size : begin].tolist())]
+    chunk = one.passages[tuple(out[0, begin - one.size : begin].tolist())]
     for layer, calls in enumerate(weights.values()):
         row = calls[0][begin // one.size - 1, :, 0, : len(chunk)]  # of the last token of the question
         first = torch.stack([row[:, [passage == name for passage in chunk]].sum(1) for name in trace.sources], 1)

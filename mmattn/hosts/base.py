@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -25,7 +24,6 @@ from mmattn.hosts.context import (
     OpenBlocks,
     Positional,
     prepared_for_graphs,
-    refuse_generator,
     scale_by_adapter,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
@@ -152,7 +150,6 @@ class AdaptedModel(NamedAdapters):
             NonFiniteError: NaN or infinity in a slot that may be attended to.
             ConditionError: a generator opens the block.
         """
-        refuse_generator(sys._getframe())
         call = self.make_call(memory, adapter_scale)
         with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
@@ -194,7 +191,6 @@ class AdaptedModel(NamedAdapters):
         off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
         for name in off:
             self.adapter(name)
-        refuse_generator(sys._getframe())
         with self.open_blocks.without(off, everything=off == set(self.adapters)):
             yield self
 

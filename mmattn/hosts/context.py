@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -153,40 +154,16 @@ class InForce(NamedTuple):
 
 
 class Block:
-    """One `condition` or `disable_adapter` block, or one call with `memory=`; a context manager."""
+    """One `condition` or `disable_adapter` block, or one call with `memory=`."""
 
     def __init__(
         self, home: OpenBlocks, call: Call | None, disabled: frozenset[str], is_condition: bool, gives: bool
     ) -> None:
         self.home, self.call, self.disabled, self.gives = home, call, disabled, gives
         self.is_condition = is_condition and call is not None
-        self.is_open = False
-        self.thread = 0
-
-    def __enter__(self) -> None:
-        if self.is_condition and not torch.compiler.is_compiling():
-            self.thread = threading.get_ident()
-            self.home.conditions.append(self)
-        self.is_open = True
-        blocks = _BLOCKS.get()
-        while blocks and not blocks[-1].is_open:  # left in another context
-            blocks = blocks[:-1]
-        _BLOCKS.set((*blocks, self))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.is_condition and not torch.compiler.is_compiling():
-            self.home.conditions.remove(self)
-        if error is not None and self.call is not None and not torch.compiler.is_compiling():
-            # A forward that was interrupted: torch runs no hooks after KeyboardInterrupt.
-            step = FORWARD.get()
-            if step is not None and step.call is self.call:
-                FORWARD.set(step.outer)
-        self.is_open, self.call = False, None
-        blocks = _BLOCKS.get()
-        # Blocks may be left in another order than entered, and in another context.
-        _BLOCKS.set(blocks[:-1] if blocks and blocks[-1] is self else tuple(one for one in blocks if one.is_open))
+        self.is_open, self.thread = True, 0
+        # A generator in which a function opened the block: while it is suspended, no call may find the block.
+        self.generator: FrameType | None = None
 
 
 # One variable for all hosts: the blocks entered in this context, those since left elsewhere among them.
@@ -201,13 +178,37 @@ class OpenBlocks:
         self.conditions: list[Block] = []
         self._warned = False
 
-    def conditioned(self, call: Call | None, is_condition: bool = False) -> Block:
+    def conditioned(self, call: Call | None, is_condition: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return a block inside of which calls have these memories; None for none."""
-        return Block(self, call, frozenset(), is_condition, gives=True)
+        return self._opened(Block(self, call, frozenset(), is_condition, gives=True), of_caller=is_condition)
 
-    def without(self, names: Iterable[str], everything: bool) -> Block:
+    def without(self, names: Iterable[str], everything: bool) -> contextlib.AbstractContextManager[None]:
         """Return a block inside of which some adapters, or all, do not exist."""
-        return Block(self, None, frozenset(names), False, gives=everything)
+        return self._opened(Block(self, None, frozenset(names), False, gives=everything), of_caller=True)
+
+    @contextlib.contextmanager
+    def _opened(self, block: Block, of_caller: bool) -> Iterator[None]:
+        """Open a block; one of the caller's code, not of a call with `memory=`, may be beneath a generator."""
+        traced = torch.compiler.is_compiling()
+        if of_caller and not traced:
+            block.thread, block.generator = threading.get_ident(), _generator_around(sys._getframe(1))
+        if block.is_condition and not traced:
+            self.conditions.append(block)
+        blocks = _BLOCKS.get()
+        while blocks and not blocks[-1].is_open:  # left in another context
+            blocks = blocks[:-1]
+        _BLOCKS.set((*blocks, block))
+        try:
+            yield
+        finally:
+            if not traced:
+                _end_forward(block.call)
+            if block.is_condition and not traced:
+                self.conditions.remove(block)
+            block.is_open, block.call, block.generator = False, None, None
+            blocks = _BLOCKS.get()
+            # Blocks may be left in another order than entered, and in another context.
+            _BLOCKS.set(blocks[:-1] if blocks and blocks[-1] is block else tuple(one for one in blocks if one.is_open))
 
     def in_force(self) -> InForce:
         """Return the memory of a call made here: that of the innermost block of this context."""
@@ -215,6 +216,8 @@ class OpenBlocks:
         disabled: frozenset[str] = frozenset()
         for block in reversed(_BLOCKS.get()):
             if block.home is self and block.is_open:
+                if block.generator is not None and block.thread == threading.get_ident():
+                    _check_running(block.generator)
                 # Blocks that disable adapters hold from outside of those that give a memory, too.
                 disabled |= block.disabled
                 if not found and block.gives:
@@ -239,22 +242,45 @@ class OpenBlocks:
         return OpenBlocks()
 
 
-def refuse_generator(frame: FrameType | None) -> None:
-    """Refuse a `condition` block that a generator opens: while it waits, the block would hold for its caller.
+def _generator_around(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost generator on a stack, or None; refuse a block that the generator opens itself.
 
     Helpers made by `contextlib` are passed over: they wait while their block is open.
     """
     library, generators = contextlib.__file__, inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-    while frame is not None and frame.f_back is not None:
+    is_opener = True
+    while frame is not None:
+        back = frame.f_back
         is_generator = bool(frame.f_code.co_flags & generators)
-        if frame.f_code.co_filename != library and not (is_generator and frame.f_back.f_code.co_filename == library):
-            break
+        if is_generator and (back is None or back.f_code.co_filename != library):
+            if is_opener:
+                raise ConditionError(
+                    f"the generator {frame.f_code.co_name} opens a condition block, which would also hold for its "
+                    "caller while the generator waits: give memory= to each call inside the generator"
+                )
+            return frame
+        is_opener = is_opener and (is_generator or frame.f_code.co_filename == library)
+        frame = back
+    return None
+
+
+def _check_running(generator: FrameType) -> None:
+    """Refuse a call that finds a block which was opened inside a generator, unless the generator is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not generator:
         frame = frame.f_back
-    if frame is not None and frame.f_code.co_flags & generators:
+    if frame is None:
         raise ConditionError(
-            f"the generator {frame.f_code.co_name} opens a condition block, which would also hold for its caller while "
-            "the generator waits: give memory= to each call inside the generator"
+            f"a condition block is open in the generator {generator.f_code.co_name}, which waits: it would hold for "
+            "this call, too. Give memory= to each call inside the generator"
         )
+
+
+def _end_forward(call: Call | None) -> None:
+    """End a forward that was interrupted: torch runs no hooks after KeyboardInterrupt."""
+    step = FORWARD.get()
+    if step is not None and call is not None and step.call is call:
+        FORWARD.set(step.outer)
 
 
 # Forwards -------------------------------------------------------------------------------------------------------------

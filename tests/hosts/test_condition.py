@@ -113,6 +113,35 @@ def test_a_generator_is_refused_a_block(asked, way, kind):
     assert asked() == "none"
 
 
+@pytest.mark.parametrize("way", ["condition", "disable_adapter"])
+def test_a_block_that_a_method_leaves_open_in_a_generator_holds_for_no_one_else(asked, way):
+    """Invariant 46: the generator's own calls have it; while the generator waits, a call that finds it is refused."""
+
+    class Session:
+        def __enter__(self):
+            self.block = asked.model.condition(asked.A) if way == "condition" else asked.model.disable_adapter()
+            self.block.__enter__()
+
+        def __exit__(self, *error):
+            self.block.__exit__(*error)
+
+    def stream():
+        with Session():
+            while True:
+                yield asked()
+
+    inside = "A" if way == "condition" else "none"
+    with asked.model.condition(asked.B):
+        generator = stream()
+        for _ in range(2):
+            assert next(generator) == inside
+            with pytest.raises(ConditionError, match="is open in the generator stream, which waits"):
+                asked()
+        generator.close()
+        assert asked() == "B"
+    assert asked() == "none"
+
+
 def test_calls_inside_generators_have_their_own_memories(asked):
     """Invariant 46: with `memory=` in the call, generators may take turns in any order, and in any thread."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -55,7 +54,6 @@ from mmattn.hosts.context import (
     Positional,
     is_broken,
     prepared_for_graphs,
-    refuse_generator,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
@@ -392,7 +390,6 @@ class AdaptedCausalLM(AdaptedModel):
             ConfigError: an adapter_scale of an adapter that is given no memory.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        refuse_generator(sys._getframe())
         call = self.make_call(memory, adapter_scale, images, arrived, window)
         with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self

@@ -8,7 +8,6 @@ and Wo A is added. `use_core` also computes the host's own attention to its text
 from __future__ import annotations
 
 import contextlib
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,7 +22,7 @@ from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel, check_unused
-from mmattn.hosts.context import Action, ForwardStep, refuse_generator
+from mmattn.hosts.context import Action, ForwardStep
 from mmattn.hosts.diffusion.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, WatchLayer
 from mmattn.hosts.diffusion.guided_calls import NAMED, conditional_parts, forget_step, parts_in_order, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
@@ -173,7 +172,6 @@ class AdaptedDenoiser(AdaptedModel):
 
         A call inside a guided block raises ConditionError where nothing tells whether it is unconditional.
         """
-        refuse_generator(sys._getframe())
         call = self.make_call(
             memory, adapter_scale, text_mask=text_mask, guided=guided or negative_prompt_embeds is not None
         )

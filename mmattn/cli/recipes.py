@@ -145,7 +145,7 @@ def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
                 run_recipe(config, given)
         except DryRunEnded as ended:
             if os.environ.get("RANK", "0") == "0":
-                typer.echo(str(ended.found))
+                typer.echo(str(ended))
             return
     raise ConfigError(f"{config} trained nothing that could be measured")
 

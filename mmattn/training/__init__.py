@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmattn.lazy import lazy_exports
-from mmattn.training.dry_run import DryRun, DryRunEnded, dry_run  # at once: a function has the name of its module
+from mmattn.training.dry_run import DryRunEnded, dry_run  # at once: a function has the name of its module
 
 if TYPE_CHECKING:
     from mmattn.data.collators import MemoryCollator, RowCollator
@@ -38,16 +38,14 @@ if TYPE_CHECKING:
     from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
     from mmattn.training.loop import train
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-    from mmattn.training.metrics import Metrics, MetricsLog, memory_warning, read_metrics
+    from mmattn.training.metrics import MetricsLog, memory_warning, read_metrics
     from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
     from mmattn.training.run_folder import RunFolder, markdown_table
-    from mmattn.training.trackers import log_to_trackers, report_to_trackers
 
 __all__ = [
     "AdapterTrainer",
     "Collate",
     "DatasetRows",
-    "DryRun",
     "DryRunEnded",
     "EncodedBatches",
     "EncodedDataset",
@@ -57,7 +55,6 @@ __all__ = [
     "Loss",
     "MemoryCollator",
     "MemorySource",
-    "Metrics",
     "MetricsLog",
     "PairSampler",
     "Row",
@@ -89,7 +86,6 @@ __all__ = [
     "last_step",
     "learning_rate_factor",
     "load_lora",
-    "log_to_trackers",
     "make_accelerator",
     "make_row",
     "markdown_table",
@@ -109,7 +105,6 @@ __all__ = [
     "read_rows",
     "read_run",
     "read_seeds",
-    "report_to_trackers",
     "shard_host",
     "shuffle_memories",
     "split_rows",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.errors import AdapterFileError
 from mmattn.storage.files import sync_folder
 from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import check_values, read_tensors, write_tensors
@@ -36,10 +36,10 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],
     *,
-    save_total_limit: int = 2,
-    save_more: Callable[[Path], None] | None = None,
-) -> Path:
-    """Write the checkpoint of a step, and remove the oldest ones; return its path."""
+    save_total_limit: int,
+    save_more: Callable[[Path], None],
+) -> None:
+    """Write the checkpoint of a step, and remove the oldest ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
@@ -48,8 +48,7 @@ def save_checkpoint(
     unfinished.mkdir()
     try:
         write_tensors(unfinished / STATE, tensors, {"format": FORMAT, **about})
-        if save_more is not None:
-            save_more(unfinished)
+        save_more(unfinished)
         sync_folder(unfinished)
         if target.exists():
             _remove(target)
@@ -60,7 +59,6 @@ def save_checkpoint(
     sync_folder(folder)
     for old in list_checkpoints(folder)[:-save_total_limit]:
         _remove(old)
-    return target
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -87,12 +85,8 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with making_sense(path / STATE, "state of a run"):
         tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
         for name, tensor in tensors.items():
-            if name.startswith(_WEIGHTS):  # what a loader of batches keeps may be anything
-                check_values(name, tensor)
+            check_values(name, tensor)
         return tensors, about
-
-
-_WEIGHTS = ("weights.", "averaged.", "best.", "moments.")
 
 
 def _unfinished(folder: Path) -> Path:
@@ -120,14 +114,14 @@ def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
     assign(parameters, tensors)
 
 
-def check_fits(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors of other names or shapes than those of the parameters, or that are no floating point."""
-    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+def check_fits(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors of other names or shapes than the expected ones, or that are no floating point."""
+    sizes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     shapes = {name: tuple(tensor.shape) if tensor.is_floating_point() else None for name, tensor in tensors.items()}
-    if expected != shapes:
-        differing = [name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)]
+    if sizes != shapes:
+        differing = [name for name in {**sizes, **shapes} if sizes.get(name) != shapes.get(name)]
         raise AdapterFileError(
-            f"{where} does not fit this model: {len(differing)} of {len(expected)} trained tensors differ "
+            f"{where} does not fit this model: {len(differing)} of {len(sizes)} trained tensors differ "
             f"({', '.join(differing[:5])}). Use the same adapter and settings, or another folder"
         )
 
@@ -150,64 +144,23 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {f"{index}.{key}": torch.as_tensor(value) for index, one in state.items() for key, value in one.items()}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Load the moments that `optimizer_tensors` returned into an optimizer."""
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Load the moments that `optimizer_tensors` returned into an AdamW optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    expected: dict[str, Tensor] = {}
+    for index, parameter in enumerate(parameters):
+        expected |= {f"{index}.step": torch.tensor(0.0), f"{index}.exp_avg": parameter}
+        expected[f"{index}.exp_avg_sq"] = parameter
+    if tensors:  # none where half precision has left out every step
+        check_fits(expected, tensors, where)
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = value
+        number, _, key = name.partition(".")
+        state.setdefault(int(number), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def check_moments(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse moments that are not those of the parameters of an optimizer."""
-    shapes = [tuple(one.shape) for group in optimizer.param_groups for one in group["params"]]
-    for name, tensor in tensors.items():
-        index, _, key = name.partition(".")
-        shape = shapes[int(index)] if index.isdecimal() and int(index) < len(shapes) else None
-        if shape is None or not key or (key.startswith("exp_avg") and tuple(tensor.shape) != shape):
-            raise AdapterFileError(f"it has a moment {name[:100]!r} {tuple(tensor.shape)}, which no parameter has")
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix.`, under what follows it."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-
-
-def without_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state of dicts and lists as JSON values, and the tensors that are in it by name.
-
-    >>> without_tensors({"at": 3, "generator": torch.zeros(2)})[0]
-    {'at': 3, 'generator': {'tensor of a state': '0'}}
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors[str(len(tensors))] = value
-            return {_TENSOR: str(len(tensors) - 1)}
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {key: cut(one) for key, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [cut(one) for one in value]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise ConfigError(
-            f"the state of the batches has a {type(value).__name__} in it, and a checkpoint holds JSON values and "
-            "tensors: give batches without state_dict(), whose order is the same again"
-        )
-
-    return cut(state), tensors
-
-
-def with_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Reverse `without_tensors`."""
-    if isinstance(state, dict):
-        if set(state) == {_TENSOR}:
-            return tensors[state[_TENSOR]]
-        return {key: with_tensors(one, tensors) for key, one in state.items()}
-    return [with_tensors(one, tensors) for one in state] if isinstance(state, list) else state
-
-
-_TENSOR = "tensor of a state"

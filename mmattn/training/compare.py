@@ -13,8 +13,7 @@ from typing import Any
 from mmattn.errors import ConfigError
 from mmattn.storage.json_files import read_json
 from mmattn.training.metrics import read_metrics
-from mmattn.training.run_folder import markdown_table
-from mmattn.training.trackers import flattened
+from mmattn.training.run_folder import flattened, markdown_table
 
 
 @dataclass(frozen=True)
@@ -161,20 +160,19 @@ def curves_of(runs: Runs, metrics: Sequence[str] = METRICS) -> Curves:
 
 def _settings(runs: Runs) -> str:
     """The settings that all have and that differ, and the names of those that some do not have."""
-    given = {name: _shared_settings(seeds) for name, seeds in runs.items()}
-    common = [key for key in next(iter(given.values())) if all(key in one for one in given.values())]
-    rows = []
-    for key in common:
-        values = [one[key] for one in given.values()]
-        if key not in _OWN and len(set(values)) > 1:
-            rows.append([key, *values])
-    lines = [f"{len(common)} settings in common, of which {len(rows)} differ."]
-    for name, one in given.items():
+    settings = {name: _shared_settings(seeds) for name, seeds in runs.items()}
+    common = set.intersection(*(set(one) for one in settings.values()))
+    differing = [
+        [key, *(one[key] for one in settings.values())]
+        for key in next(iter(settings.values()))
+        if key in common and key not in _OWN and len({one[key] for one in settings.values()}) > 1
+    ]
+    lines = [f"{len(common)} settings in common, of which {len(differing)} differ."]
+    for name, one in settings.items():
         if missing := [key for key in one if key not in common]:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             lines.append(f"Not in all of them, but in {name}: {', '.join(missing[:8])}{more}.")
-    table = markdown_table(["setting", *given], rows) if rows else ""
-    return "\n\n".join(part for part in ("\n".join(lines), table) if part)
+    return "\n".join(lines) + (f"\n\n{markdown_table(['setting', *settings], differing)}" if differing else "")
 
 
 def _shared_settings(seeds: Sequence[SavedRun]) -> dict[str, str]:
@@ -186,45 +184,52 @@ def _shared_settings(seeds: Sequence[SavedRun]) -> dict[str, str]:
     return {key: ", ".join(values) for key, values in texts.items()}
 
 
+Tables = Mapping[str, Sequence[Mapping[str, Mapping[str, Any]]]]
+"""By name of the run the rows of the table of each seed, by their names."""
+
+
 def _tables(runs: Runs) -> list[str]:
     """A table for each figure that two runs have at least: a line for each row of theirs."""
-    labelled = {name: [_labelled(run.rows) for run in seeds] for name, seeds in runs.items()}
-    having: dict[str, set[str]] = {}
-    for name, tables in labelled.items():
-        for figure in (figure for rows in tables for row in rows.values() for figure in _figures(row)):
-            having.setdefault(figure, set()).add(name)
-    parts = []
-    for figure in (figure for figure, names in having.items() if len(names) > 1):
-        rows = []
-        for label in dict.fromkeys(label for tables in labelled.values() for rows in tables for label in rows):
-            cells = [
-                _cell([rows[label].get(figure) for rows in tables if label in rows]) for tables in labelled.values()
-            ]
-            if any(cell != _NONE for cell in cells):
-                rows.append([label, *cells])
-        parts.append(markdown_table([figure, *labelled], rows))
-    alone = {figure: next(iter(names)) for figure, names in having.items() if len(names) == 1}
+    tables: Tables = {name: [_by_name(run.rows) for run in seeds] for name, seeds in runs.items()}
+    owners = _runs_by_figure(tables)
+    parts = [_table(figure, tables) for figure, names in owners.items() if len(names) > 1]
     for name in runs:
-        if figures := [figure for figure, owner in alone.items() if owner == name]:
-            parts.append(f"In the table of {name} alone: {', '.join(figures)}.")
+        if alone := [figure for figure, names in owners.items() if names == [name]]:
+            parts.append(f"In the table of {name} alone: {', '.join(alone)}.")
     if unfinished := [name for name, seeds in runs.items() if not all(run.rows for run in seeds)]:
         parts.append(f"Without a table, as it is not finished or measured nothing: {', '.join(unfinished)}.")
     return parts
 
 
-def _labelled(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return rows by name; equal names are extended by a count that differs."""
-    names = [str(row.get("name", number)) for number, row in enumerate(rows)]
-    labelled: dict[str, Mapping[str, Any]] = {}
-    for name, row in zip(names, rows, strict=True):
-        alike = [other for other, other_name in zip(rows, names, strict=True) if other_name == name]
-        label = name
-        if len(alike) > 1:
-            counts = [key for key, value in row.items() if _is_whole(value)]
-            key = next((key for key in counts if len({other.get(key) for other in alike}) == len(alike)), None)
-            label = f"{name}, {key} {row[key]:,}" if key else f"{name} ({len(labelled)})"
-        labelled[label] = row
-    return labelled
+def _runs_by_figure(tables: Tables) -> dict[str, list[str]]:
+    """The names of the runs that have each figure."""
+    owners: dict[str, list[str]] = {}
+    for name, seeds in tables.items():
+        rows = [row for one in seeds for row in one.values()]
+        for figure in dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value)):
+            owners.setdefault(figure, []).append(name)
+    return owners
+
+
+def _table(figure: str, tables: Tables) -> str:
+    """The table of a figure: a line for each row, a column for each run."""
+    lines = []
+    for row in dict.fromkeys(row for seeds in tables.values() for rows in seeds for row in rows):
+        cells = [_cell([rows[row].get(figure) for rows in seeds if row in rows]) for seeds in tables.values()]
+        if any(cell != _NONE for cell in cells):
+            lines.append([row, *cells])
+    return markdown_table([figure, *tables], lines)
+
+
+def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return rows by name; further ones of the same name have a number behind it."""
+    named: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        name, number = str(row.get("name", len(named))), 2
+        while name in named:
+            name, number = f"{row['name']} ({number})", number + 1
+        named[name] = row
+    return named
 
 
 def _tables_of_curves(curves: Curves) -> Iterable[str]:
@@ -252,21 +257,14 @@ def _mean(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.4g}" if values else _NONE
 
 
-def _cell(values: Sequence[Any]) -> str:
-    numbers = [value for value in values if _is_number(value)]
-    return mean_and_spread(numbers, 1, ",.0f" if all(map(_is_whole, numbers)) else ".4g", "")
+def _cell(values: Sequence[object]) -> str:
+    numbers: list[Any] = [value for value in values if _is_number(value)]
+    counts = all(isinstance(value, int) for value in numbers)
+    return mean_and_spread(numbers, 1, ",.0f" if counts else ".4g", "")
 
 
-def _figures(row: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in row.items() if _is_number(value)]
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 Columns = Mapping[str, tuple[str, float, str, str]]

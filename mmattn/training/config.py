@@ -43,7 +43,6 @@ class TrainingConfig:
         gradient_checkpointing: compute the activations of the adapters again in the backward pass.
         torch_compile: compile the blocks of the adapters; results differ by rounding, also between the process that was
             interrupted and the one that resumes.
-        torch_compile_backend: of `torch.compile`.
         eval_steps: steps between two evaluations; 0 never evaluates.
         early_stopping_patience: evaluations without a lower loss that end the run, with the best weights; 0 never.
         save_steps: steps between two checkpoints.
@@ -69,7 +68,6 @@ class TrainingConfig:
     ema_decay: float = 0.0
     gradient_checkpointing: bool = False
     torch_compile: bool = False
-    torch_compile_backend: str = "inductor"
     eval_steps: int = 0
     early_stopping_patience: int = 0
     save_steps: int = 100

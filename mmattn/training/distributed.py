@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, check_choice, import_extra
 from mmattn.hosts.interop.sharded import shard, tensor_parallel_size
 from mmattn.hosts.layers import find_layers
-from mmattn.training.trackers import start_trackers
+from mmattn.training.run_folder import flattened
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,7 @@ def make_accelerator(
         device: "auto", or "cpu" whatever else there is.
         trackers: those of accelerate besides the metrics, which are always written: "tensorboard", "wandb", "mlflow", …
         settings: of the run, which the trackers show.
-        resumed_step: of the checkpoint from which the run is resumed, so that trackers go on with the run they have; 0
-            begins anew.
+        resumed_step: of the checkpoint from which the run is resumed; TensorBoard forgets later steps.
 
     Raises:
         ConfigError: a precision this device does not have, a tracker that is not installed, or several processes that
@@ -129,7 +129,7 @@ def make_accelerator(
         if lacking := sorted(set(trackers) - set(available)):
             raise ConfigError(
                 f"the tracker {lacking[0]!r} is not installed, or accelerate does not know it; there are: "
-                f"{', '.join(available) or 'none'}. Metrics are written as JSON lines and CSV in any case"
+                f"{', '.join(available) or 'none'}. Metrics are written as JSON lines in any case"
             )
         options |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
     _forget_last(accelerate)
@@ -143,17 +143,15 @@ def make_accelerator(
         raise ConfigError(
             f"mixed_precision={mixed_precision} does not exist on {run_accelerator.device.type}: use bf16 there, or no"
         )
-    _check_launched(run_accelerator, "train CONFIG")
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != run_accelerator.num_processes:
+        raise ConfigError(
+            f"{launched} processes were launched and this one knows of {run_accelerator.num_processes}: each would "
+            "work alone. Launch with torchrun --nproc-per-node N -m mmattn train CONFIG"
+        )
     if trackers:
-        start_trackers(run_accelerator, folder, settings, resumed_step)
+        _start_trackers(run_accelerator, folder, settings, resumed_step)
     return run_accelerator
-
-
-def process_state() -> Any:
-    """The `accelerate.PartialState` of this process: which of how many it is, and how it waits for the others."""
-    state = import_extra("accelerate", "train").PartialState(cpu=not torch.accelerator.is_available())
-    _check_launched(state, "encode SOURCE -o STORE")
-    return state
 
 
 def end_training(accelerator: Any) -> None:
@@ -164,13 +162,20 @@ def end_training(accelerator: Any) -> None:
     accelerator.end_training()
 
 
-def _check_launched(state: Any, command: str) -> None:
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != state.num_processes:
-        raise ConfigError(
-            f"{launched} processes were launched and this one knows of {state.num_processes}: each would work alone. "
-            f"Launch with torchrun --nproc-per-node N -m mmattn {command}"
-        )
+def _start_trackers(
+    accelerator: Any, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any] | None, step: int
+) -> None:
+    """Begin a run in each tracker of an accelerator, named after its folder."""
+    place = {} if folder is None else {"dir": str(folder), "name": Path(folder).resolve().name}
+    options: dict[str, dict[str, Any]] = {
+        # Steps that were logged after the checkpoint come again.
+        "tensorboard": {"purge_step": step + 1} if step else {},
+        "wandb": place,
+        "mlflow": {"run_name": place["name"]} if place else {},
+    }
+    # A project is a folder in TensorBoard's.
+    project = "tensorboard" if [str(name) for name in accelerator.log_with] == ["tensorboard"] else "mmattn"
+    accelerator.init_trackers(project, config=flattened(settings or {}), init_kwargs=options)
 
 
 def _forget_last(accelerate: Any) -> None:

@@ -15,7 +15,6 @@ from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards
 from mmattn.training.config import Collate, Loss
 from mmattn.training.distributed import Processes
-from mmattn.training.prefetch import on_device
 
 GROUPS = 8
 """Batches that held-out rows make at least where there are so many: the spread between them is the noise of a loss."""
@@ -78,6 +77,18 @@ def evaluate(
     return metrics
 
 
+def loss_of(
+    loss: Loss, batch: Any, seeds: Sequence[int], collate: Collate | None, accelerator: Any
+) -> tuple[Tensor, int]:
+    """Return the loss of a batch under autocast, on the accelerator's device where the batch was collated."""
+    from accelerate.utils import send_to_device
+
+    if collate is not None:
+        batch = send_to_device(batch, accelerator.device)
+    with accelerator.autocast():
+        return loss(batch, seeds)
+
+
 @torch.no_grad()
 def _batch_losses(
     model: Any, loss: Loss, rows: Sequence[Row], size: int, processes: Processes, seed: int, collate: Collate | None
@@ -93,9 +104,9 @@ def _batch_losses(
     for number, start in enumerate(range(0, longest if shards(model) else len(share), size)):
         part = share[start : start + size]
         examples, seeds = zip(*(part or seeded[:1]), strict=True)
-        batch = list(examples) if collate is None else on_device(collate(examples, seeds), accelerator.device)
-        with accelerator.autocast(), stored(model):
-            total, count = loss(batch, seeds)
+        batch = list(examples) if collate is None else collate(examples, seeds)
+        with stored(model):
+            total, count = loss_of(loss, batch, seeds, collate, accelerator)
         if part:
             sums[processes.index, number] = torch.tensor([float(total), count], dtype=torch.float64)
     model.train(was_training)

@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
-import threading
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -24,13 +22,10 @@ from mmattn.errors import ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.generation import inputs_of
 from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below, lower_layers
 from mmattn.hosts.context import step_of
-from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 
 FORMAT = "mmattn-hidden-states"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHARD_BYTES = 128 << 20
-#: Names, shapes and checksums of a shard stand in its header, which may have 16 MB.
-SHARD_TENSORS = 16_384
 #: Entries of a config that change no hidden state.
 _NAMES = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
 #: Arguments on which the hidden states of a text do not depend, or that say where it begins.
@@ -62,20 +57,6 @@ class HiddenStateCache:
             "torch": torch.__version__,
             "transformers": version("transformers"),
         }
-        self._stores: dict[str, TensorShards] = {}
-
-    def nbytes(self) -> int:
-        """Return the bytes on the disk of the hidden states of the host as it is."""
-        return self._store().nbytes()
-
-    def flush(self) -> None:
-        """Write computed hidden states that are not yet on the disk.
-
-        Raises:
-            OSError: the disk is full; what is on it stays.
-        """
-        for store in self._stores.values():
-            store.flush()
 
     def before(self, reader: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a forward start from cached hidden states: a pre-hook of the host's base model."""
@@ -116,10 +97,11 @@ class HiddenStateCache:
 
     def _states(self, texts: PackedText, ids: Tensor) -> Tensor:
         """Return hidden states (b, l, d) after the lower layers, 0 on padding."""
-        store = self._store()
+        folder = self._folder()
         rows = [row[real] for row, real in zip(texts.unpack(ids), texts.real, strict=True)]
         keys = [hashlib.sha256(row.cpu().numpy().astype("<i8").tobytes()).hexdigest() for row in rows]
-        states = {key: value for key in keys if (value := store.get(key)) is not None}
+        files = {key: folder / key[:2] / f"{key}.safetensors" for key in keys}
+        states = {key: read_tensors(file, FORMAT)[0]["states"] for key, file in files.items() if file.is_file()}
         missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in states}
         self.found, self.computed = self.found + len(keys) - len(missing), self.computed + len(missing)
         order = sorted(missing, key=lambda key: len(missing[key]))  # little padding
@@ -127,15 +109,17 @@ class HiddenStateCache:
             together = order[start : start + self.batch_size]
             computed = self.lower.compute([missing[key] for key in together])
             for key, one in zip(together, computed, strict=True):
-                states[key] = store.put(key, one if self.dtype is None else one.to(self.dtype))
+                states[key] = one.to("cpu", self.dtype, copy=True)
+                files[key].parent.mkdir(parents=True, exist_ok=True)
+                write_tensors(files[key], {"states": states[key]}, {"format": FORMAT})
         like = self.lower.dtype
         device = device_of(self.lower.layers[self.lower.count - 1])
         flat = torch.zeros(ids.numel(), states[keys[0]].shape[1], device=device, dtype=like)
         flat[texts.tokens.to(device)] = torch.cat([states[key].to(device, non_blocking=True) for key in keys]).to(like)
         return flat.view(*ids.shape, -1)
 
-    def _store(self) -> TensorShards:
-        """Return the store of the host as it is now."""
+    def _folder(self) -> Path:
+        """Return the folder of the host as it is now, with a file for each text."""
         count, device = count_below(self.lower.model), device_of(self.lower.reader)
         if count < self.layers:
             raise ConditionError(
@@ -148,10 +132,7 @@ class HiddenStateCache:
             "autocast": str(autocast_dtype(device)),
             "device": device.type,
         }
-        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
-        if name not in self._stores:
-            self._stores[name] = TensorShards(self.folder / name)
-        return self._stores[name]
+        return self.folder / hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Any) -> Tensor:
@@ -199,83 +180,13 @@ def _refused(reason: str) -> ConditionError:
     return ConditionError(f"hidden states are cached by the ids of a text, but {reason}")
 
 
-class TensorShards:
-    """A folder of tensors that are written once each and read by name, by any number of threads and processes.
-
-    Tensors are collected in memory and written a shard at a time, atomically: a killed process loses at most one shard.
-
-    Args:
-        folder: created if missing.
-        shard_bytes: bytes of the tensors of a shard.
-
-    Raises:
-        OSError: the folder cannot be made or read.
-        AdapterFileError: a shard is damaged.
-    """
-
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self.shard_bytes = folder, shard_bytes
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.RLock()
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._shards: dict[str, Path] = {}
-        self._known: set[Path] = set()
-        self._open: dict[Path, Mapping[str, Tensor]] = {}
-        self._find_shards()
-
-    def get(self, name: str) -> Tensor | None:
-        """Return a tensor, which is not to be written to; None if there is none of this name."""
-        with self._lock:
-            if name not in self._pending and name not in self._shards:
-                self._find_shards()  # of other processes
-            if name in self._pending:
-                return self._pending[name]
-            shard = self._shards.get(name)
-            if shard is None:
-                return None
-            if shard not in self._open:
-                self._open[shard], _ = read_tensors(shard, FORMAT, check_finite=False, mapped=True)
-            return self._open[shard][name]
-
-    def put(self, name: str, tensor: Tensor) -> Tensor:
-        """Add a tensor, and return the copy that is kept."""
-        with self._lock:
-            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            self._pending[name] = copy
-            self._pending_bytes += copy.nbytes
-            if self._pending_bytes >= self.shard_bytes or len(self._pending) >= SHARD_TENSORS:
-                self.flush()
-            return copy
-
-    def flush(self) -> None:
-        """Write the tensors that are not yet on the disk."""
-        with self._lock:
-            if self._pending:
-                shard = self.folder / f"{secrets.token_hex(12)}.safetensors"
-                write_tensors(shard, self._pending, {"format": FORMAT})
-                self._shards |= dict.fromkeys(self._pending, shard)
-                self._known.add(shard)
-                self._pending, self._pending_bytes = {}, 0
-
-    def nbytes(self) -> int:
-        """Return the bytes of the shards on the disk."""
-        return sum(shard.stat().st_size for shard in self.folder.glob("*.safetensors"))
-
-    def _find_shards(self) -> None:
-        for shard in sorted(set(self.folder.glob("*.safetensors")) - self._known):
-            tensors, _ = read_header(shard, FORMAT)
-            self._shards |= dict.fromkeys(tensors, shard)
-            self._known.add(shard)
-
-
 @contextlib.contextmanager
 def cached_hidden_states(
     model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, batch_size: int = 1
 ) -> Iterator[HiddenStateCache]:
     """Run the layers of a causal language model below its lowest adapter once for each text inside the block.
 
-    Their hidden states are cached on the disk under the ids of the text, and a forward that reads the text again begins
+    Their hidden states are cached on the disk, in a file for each text, and a forward that reads the text again begins
     above them: any trainer, order of rows, padding and packing, and evaluation alike. They are those of the evaluation
     mode, so dropout of the lower layers does not act. Weights, LoRA, config, dtype of autocast, and versions of torch
     and transformers are part of the key: a changed host computes its own. Generation runs the whole host.
@@ -327,4 +238,3 @@ def cached_hidden_states(
         for hook in hooks:
             hook.remove()
         lower.run()
-        cache.flush()

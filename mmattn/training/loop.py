@@ -16,8 +16,9 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from mmattn.progress import tracked
 from mmattn.training import checkpoints
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 from mmattn.training.distributed import Processes
-from mmattn.training.dry_run import MEASURED, DryRun, DryRunEnded, StepClock, is_dry_run, measured
-from mmattn.training.evaluation import evaluate
-from mmattn.training.fetching import FetchedBatch, Fetcher, MicroBatch
+from mmattn.training.dry_run import MEASURED, DryRunEnded, cost, is_dry_run
+from mmattn.training.evaluation import evaluate, loss_of
+from mmattn.training.fetching import FetchedBatch, fetch, prefetched
+from mmattn.training.metrics import StepClock
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
-from mmattn.training.prefetch import Prefetched
 from mmattn.training.run_state import RunState
 
 # Settings that may differ when a run is resumed: what is learned depends on none of them, but for rounding.
@@ -49,7 +50,6 @@ _FREE = (
     "gradient_checkpointing",
     "dataloader_prefetch_factor",
     "torch_compile",
-    "torch_compile_backend",
 )
 
 
@@ -81,7 +81,7 @@ def train(
         loss: see `Loss`; it is given at most a batch's share of one process at a time.
         batches: of rows to train on: `RowBatches`, or anything that is iterated over once an epoch and gives lists of
             whatever the loss takes, such as a `DataLoader` with `collate_fn=list`. A resumed run skips those that are
-            done, so that their order must be the same again; a `StatefulDataLoader` of torchdata goes on by its state.
+            done, so that their order must be the same again.
         config: settings of the run.
         accelerator: what `make_accelerator` returned.
         collate: makes what the loss is given of the rows of a micro-batch and a seed for each; see `Collate`. None
@@ -117,7 +117,7 @@ def train(
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stored(model))
         if config.torch_compile:
-            contexts.enter_context(compiled_blocks(model, config.torch_compile_backend))
+            contexts.enter_context(compiled_blocks(model))
         if config.gradient_checkpointing:
             contexts.enter_context(gradient_checkpointing(model))
         if run.sharded:
@@ -175,9 +175,15 @@ class _Run:
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
         lengths = getattr(batches, "fingerprint", None)
         identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **identity}
-        averaged, scaler = bool(config.ema_decay), accelerator.scaler
-        self.state = RunState(self.parameters, self.optimizer, identity, averaged=averaged, scaler=scaler)
+        self.state = RunState(
+            self.parameters,
+            self.optimizer,
+            identity,
+            averaged=bool(config.ema_decay),
+            scaler=accelerator.scaler,
+        )
         self.done = self.state.done
+        self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
 
     # A step --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +197,9 @@ class _Run:
         sums = torch.zeros(2, dtype=torch.float64)
         for part in batch.micro_batches:
             torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, self.processes.index))
-            total, count = self._loss(part)
+            total, count = loss_of(self.loss, part.batch, part.seeds, self.collate, accelerator)
+            if part.is_filler:
+                total, count = total * 0, 0
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
                 accelerator.backward(total / batch.size)
@@ -206,7 +214,10 @@ class _Run:
                 f"the loss is {total_loss} at step {step}; lower the learning rate (now "
                 f"{max(self.learning_rates) * factor:.2e}), or look at the rows of this step"
             )
-        self._sum_gradients(batch.size / max(1.0, targets))
+        gradients: list[Tensor] = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.processes.sum_gradients(gradients)
+        for gradient in gradients:
+            gradient.mul_(batch.size / max(1.0, targets))
         norm = float(accelerator.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf))
         self.measured = {}
         if self.measure is not None and self._is_logged(step + 1):
@@ -217,80 +228,64 @@ class _Run:
         self.clock.count(batch.size, targets)
         return total_loss / max(1.0, targets), norm
 
-    def _loss(self, part: MicroBatch) -> tuple[Tensor, int]:
-        with self.accelerator.autocast():
-            total, count = self.loss(part.on(self.accelerator.device), part.seeds)
-        return (total, count) if part.own else (total * 0, 0)
-
-    def _sum_gradients(self, scale: float) -> None:
-        gradients: list[Tensor] = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self.processes.sum_gradients(gradients)
-        for gradient in gradients:
-            gradient.mul_(scale)
-
     # The run -------------------------------------------------------------------------------------------------------
 
     def train(self, log: Callable[..., None] | None, label: str, progress: bool) -> TrainingResult:
-        done, config, began, recent = self.done, self.config, time.perf_counter(), self.state.recent
+        done, config, began = self.done, self.config, time.perf_counter()
         if done.resumed_from_step and progress:
             print(f"{label} resumes at step {done.global_step} of {self.total}", file=sys.stderr, flush=True)
         bar = tracked(self.total, label, progress, self._status, done.global_step)
         self.model.train()
         next(bar, None)
-        fetched = Prefetched(self._fetcher(), config.dataloader_prefetch_factor)
-        self.clock.begin(fetched.waited)
+        self.clock.begin()
         try:
-            for batch in fetched:
-                if done.global_step % config.logging_steps == 0:
-                    recent.clear()
-                recent.append(self.step(batch))
-                done.global_step += 1
-                done.epoch, done.batch_in_epoch, self.state.data_state = batch.epoch, batch.place + 1, batch.data_state
-                last = done.global_step == self.total
-                if self._is_evaluated(done.global_step):
-                    with self.clock.aside():
-                        self._evaluate()
-                last = last or done.stopped_early
-                if log is not None and self._is_logged(done.global_step):
-                    log(**self._metrics(fetched.waited), seconds=round(time.perf_counter() - began, 2))
-                if done.global_step % config.logging_steps == 0:
-                    self.clock.begin(fetched.waited)
-                if done.global_step % config.save_steps == 0 or last:
-                    with self.clock.aside():
-                        self._save()
-                next(bar, None)
-                if last:
-                    break
+            with contextlib.closing(self._fetch()) as fetched:
+                for batch in self.clock.timed(fetched):
+                    if done.global_step % config.logging_steps == 0:
+                        self.recent.clear()
+                    self.recent.append(self.step(batch))
+                    done.global_step += 1
+                    done.epoch, done.batch_in_epoch = batch.epoch, batch.place + 1
+                    if self._is_evaluated(done.global_step):
+                        with self.clock.aside():
+                            self._evaluate()
+                    last = done.global_step == self.total or done.stopped_early
+                    if log is not None and self._is_logged(done.global_step):
+                        log(**self._metrics(), seconds=round(time.perf_counter() - began, 2))
+                    if done.global_step % config.logging_steps == 0:
+                        self.clock.begin()
+                    if done.global_step % config.save_steps == 0 or last:
+                        with self.clock.aside():
+                            self._save()
+                    next(bar, None)
+                    if last:
+                        break
         except KeyboardInterrupt:
             done.interrupted = True
-        finally:
-            fetched.close()
         self.model.eval()
         self.state.finish()
         done.seconds = time.perf_counter() - began
         return done
 
-    def dry_run(self, label: str) -> DryRun:
-        """Measure the first steps and extrapolate the cost of the run."""
+    def dry_run(self, label: str) -> str:
+        """Measure the first steps and return the cost of the run."""
         self.model.train()
-        seconds, size = [], 0
-        with contextlib.closing(Prefetched(self._fetcher(), self.config.dataloader_prefetch_factor)) as fetched:
-            for number in range(min(self.total, 1 + MEASURED)):
-                began = time.perf_counter()
-                batch = next(fetched)
+        size, last = 0, min(self.total, 1 + MEASURED)
+        with contextlib.closing(self._fetch()) as fetched:
+            for number, batch in enumerate(self.clock.timed(islice(fetched, last)), start=1):
                 self.step(batch)
                 self.done.global_step, size = self.done.global_step + 1, batch.size
-                seconds.append(time.perf_counter() - began)
-                if not number:
-                    fetched.waited = 0.0
-        return measured(self.model, label, seconds[1:] or seconds, fetched.waited, size, self.total, self.accelerator)
+                if number == 1 and last > 1:
+                    self.clock.begin()
+        speed = self.clock.metrics()
+        seconds = size / speed["rows_per_second"]
+        return cost(self.model, label, size, self.total, seconds, speed["waiting"], self.accelerator)
 
-    def _fetcher(self) -> Iterator[FetchedBatch]:
-        """Batches from where the run is, made ready for this process."""
+    def _fetch(self) -> Generator[FetchedBatch, None, None]:
+        """Return the batches from where the run is, made ready for this process."""
         steps = 0 if self.done.stopped_early else self.total - self.done.global_step
-        fetcher = Fetcher(self.batches, self.config, self.processes, self.collate, self.sharded)
-        done, data_state = self.done, self.state.data_state
-        return fetcher.fetch(done.global_step, steps, done.epoch, done.batch_in_epoch, data_state)
+        fetched = fetch(self.batches, self.config, self.processes, self.collate, self.sharded, self.done, steps)
+        return prefetched(fetched, self.config.dataloader_prefetch_factor)
 
     def _is_evaluated(self, step: int) -> bool:
         """True if the run is evaluated after this step."""
@@ -300,8 +295,8 @@ class _Run:
         """True if metrics are logged after this step."""
         return step % self.config.logging_steps == 0 or step == self.total or self._is_evaluated(step)
 
-    def _metrics(self, waited: float) -> dict[str, Any]:
-        losses, norms = zip(*self.state.recent, strict=True)
+    def _metrics(self) -> dict[str, Any]:
+        losses, norms = zip(*self.recent, strict=True)
         metrics: dict[str, Any] = {
             "step": self.done.global_step,
             "epoch": self.done.epoch,
@@ -309,10 +304,10 @@ class _Run:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "grad_norm": sum(norms) / len(norms),
         }
-        return {**metrics, **self.clock.metrics(waited), **self.measured}
+        return {**metrics, **self.clock.metrics(), **self.measured}
 
     def _status(self) -> str:
-        recent = self.state.recent
+        recent = self.recent
         status = f"loss {sum(loss for loss, _ in recent) / len(recent):.3f}" if recent else ""
         return f"{status} eval {self.done.eval_loss:.3f}" if math.isfinite(self.done.eval_loss) else status
 

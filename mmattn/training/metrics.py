@@ -1,97 +1,35 @@
-"""The metrics of a run as JSON lines and as CSV."""
+"""The metrics of a run: as JSON lines, in trackers of accelerate, and the speed of its steps."""
 
 from __future__ import annotations
 
-import csv
-import io
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmattn.storage.files import write_text
-from mmattn.training.trackers import log_to_trackers
 
-COLUMNS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "seconds")
-"""Columns that every table begins with."""
-
-
-class Metrics:
-    """`metrics.jsonl` and `metrics.csv` of a run, one line per call.
-
-    Args:
-        folder: of the run.
-        step: of the checkpoint from which a run is resumed: lines of later steps are dropped, as they come again. 0
-            empties both files.
-        name: of the files, without their endings.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], step: int = 0, name: str = "metrics") -> None:
-        self.lines, self.table = Path(folder) / f"{name}.jsonl", Path(folder) / f"{name}.csv"
-        earlier = [line for line in read_metrics(self.lines) if line.get("step", math.inf) <= step] if step else []
-        write_text(self.lines, "".join(json.dumps(line) + "\n" for line in earlier))
-        self._write_table(earlier)
-
-    def log(self, **figures: Any) -> None:
-        """Append a line to both files; numbers that are not finite become null, and texts go into the JSON alone.
-
-        Args:
-            **figures: by name.
-        """
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in figures.items()
-        }
-        with open(self.lines, "a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
-        if set(_numbers(plain)) <= set(self.columns):
-            with open(self.table, "a", encoding="utf-8", newline="") as file:
-                file.write(self._cells(plain))
-        else:
-            self._write_table(read_metrics(self.lines))
-
-    def _write_table(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """The whole table, with a column for every figure of these lines."""
-        self.columns = list(dict.fromkeys((*COLUMNS, *(name for line in lines for name in _numbers(line)))))
-        head = dict(zip(self.columns, self.columns, strict=True))
-        write_text(self.table, "".join(self._cells(line) for line in (head, *lines)))
-
-    def _cells(self, line: Mapping[str, Any]) -> str:
-        written = io.StringIO()
-        csv.writer(written, lineterminator="\n").writerow([line.get(name, "") for name in self.columns])
-        return written.getvalue()
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The complete lines of a `metrics.jsonl`; a process killed while it wrote leaves half a one.
-
-    Args:
-        path: of the file; where there is none, there are no lines.
-    """
-    records: list[Any] = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [line for line in records if isinstance(line, dict)]
-
-
-def _numbers(line: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in line.items() if isinstance(value, (int, float))]
+T = TypeVar("T")
+PATIENCE = 3
+"""Evaluations in a row that must agree."""
+ERRORS = 2.0
+"""Standard errors that a gain must exceed to be one."""
 
 
 class MetricsLog:
-    """Write metrics to `metrics.jsonl`, `metrics.csv` and the trackers, and print the warning of `memory_warning`.
+    """Write metrics to `metrics.jsonl` and the trackers, and print the warning of `memory_warning`.
 
     Args:
         accelerator: what `make_accelerator` returned; only its first process writes.
         folder: of the run.
-        step: of the checkpoint from which the run is resumed, as in `Metrics`.
-        name: of the files, without their endings.
-        prefix: of the figures in trackers.
+        step: of the checkpoint from which the run is resumed: lines of later steps are dropped, as they come again. 0
+            empties the file.
+        name: of the file, without its ending.
+        prefix: of the figures in trackers, which count the steps of each prefix by themselves.
         targets: unit of the throughput, such as "tokens".
     """
 
@@ -107,27 +45,61 @@ class MetricsLog:
     ) -> None:
         self.accelerator, self.prefix, self.targets = accelerator, prefix, targets
         self.path = Path(folder) / f"{name}.jsonl"
-        self.metrics = Metrics(folder, step, name) if accelerator.is_main_process else None
+        if accelerator.is_main_process:
+            earlier = [line for line in read_metrics(self.path) if line.get("step", math.inf) <= step] if step else []
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in earlier))
 
     def __call__(self, **figures: Any) -> None:
-        """Write the metrics of a step.
+        """Write the metrics of a step; numbers that are not finite become null.
 
         Args:
             **figures: by name, as `train` gives them.
         """
-        if self.metrics is None:
+        if not self.accelerator.is_main_process:
             return
-        named = {name.replace("targets_per_", f"{self.targets}_per_"): value for name, value in figures.items()}
-        self.metrics.log(**named)
-        log_to_trackers(self.accelerator, self.prefix, named.pop("step"), named)
+        named = {
+            name.replace("targets_per_", f"{self.targets}_per_"): None
+            if isinstance(value, float) and not math.isfinite(value)
+            else value
+            for name, value in figures.items()
+        }
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(named) + "\n")
+        _track(self.accelerator, self.prefix, named)
         if (warning := memory_warning(read_metrics(self.path))) is not None:
             self.accelerator.print(f"{self.prefix}: {warning}")
 
 
-PATIENCE = 3
-"""Evaluations in a row that must agree."""
-ERRORS = 2.0
-"""Standard errors that a gain must exceed to be one."""
+def _track(accelerator: Any, prefix: str, figures: Mapping[str, Any]) -> None:
+    """Give the numbers of a step to every tracker, as "prefix/name"."""
+    step = figures["step"]
+    values = {
+        f"{prefix}/{name}": value
+        for name, value in figures.items()
+        if name != "step" and isinstance(value, (int, float))
+    }
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            # Its own count of steps may not go back, as that of a second training in the same run does.
+            tracker.tracker.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+            tracker.log({**values, f"{prefix}/step": step})
+        else:
+            tracker.log(values, step=step)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The complete lines of a `metrics.jsonl`; a process killed while it wrote leaves half a one.
+
+    Args:
+        path: of the file; where there is none, there are no lines.
+    """
+    lines: list[dict[str, Any]] = []
+    for text in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines
 
 
 def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
@@ -174,3 +146,45 @@ def _is_ignored(line: Mapping[str, Any]) -> bool:
         return False
     # Of a single batch no error is known: then only what is equal to rounding is.
     return bool(other - eval_loss <= (1e-6 * abs(eval_loss) if error is None else ERRORS * error))
+
+
+class StepClock:
+    """The time of the steps since `begin`; that of evaluations and checkpoints does not count."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._began, self._waited, self._aside = time.perf_counter(), 0.0, 0.0
+        self._rows = self._targets = 0.0
+
+    def count(self, rows: int, targets: float) -> None:
+        """Count the rows and targets of a step."""
+        self._rows, self._targets = self._rows + rows, self._targets + targets
+
+    def timed(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items, and count the time until each is there as waiting."""
+        began = time.perf_counter()
+        for item in items:
+            self._waited += time.perf_counter() - began
+            yield item
+            began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context whose time does not count."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside += time.perf_counter() - began
+
+    def metrics(self) -> dict[str, float]:
+        """Rows and targets a second, and the share of the time spent waiting for rows."""
+        seconds = max(time.perf_counter() - self._began - self._aside, 1e-9)
+        return {
+            "waiting": round(self._waited / seconds, 4),
+            "rows_per_second": round(self._rows / seconds, 3),
+            "targets_per_second": round(self._targets / seconds, 3),
+        }

@@ -108,6 +108,22 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
 
 
+def flattened(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return settings without sections, each a number, a text, True, False or None.
+
+    >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})
+    {'seed': 0, 'optim.max_steps': 40, 'optim.betas': '[0.9, 0.98]'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{before}{name}.")
+        else:
+            plain = value is None or isinstance(value, (bool, int, float, str))
+            flat[f"{before}{name}"] = value if plain else str(value)
+    return flat
+
+
 def _learned_from(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a table depends on, as JSON has them."""
     return {name: _plain(value) for name, value in settings.items() if name not in ("out", "progress", "resume")}

@@ -10,33 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.errors import ConfigError, check_int
+from mmattn.errors import ConfigError
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.training import checkpoints
 from mmattn.training.config import TrainingResult
 
 # What of the result a checkpoint holds.
-_RESUMED = (
-    "global_step",
-    "epoch",
-    "batch_in_epoch",
-    "eval_loss",
-    "best_eval_loss",
-    "best_global_step",
-    "evals_without_improvement",
-    "stopped_early",
-)
+_COUNTS = ("global_step", "epoch", "batch_in_epoch", "best_global_step", "evals_without_improvement")
+_RESUMED = (*_COUNTS, "eval_loss", "best_eval_loss", "stopped_early")
 
 
 class RunState:
     """The trained weights of a run with their averages, the state of its optimizer, and where it is.
 
-    Args:
-        parameters: that are trained, by name.
-        optimizer: of these.
-        identity: of the run, as JSON values: what must be equal in a checkpoint to go on from it.
-        averaged: whether a moving average of the weights is computed.
-        scaler: of the loss in half precision; None for none.
+    `identity` must be equal in a checkpoint to go on from it. `averaged` asks for a moving average of the weights.
     """
 
     def __init__(
@@ -45,16 +32,14 @@ class RunState:
         optimizer: torch.optim.Optimizer,
         identity: Mapping[str, Any],
         *,
-        averaged: bool = False,
-        scaler: Any = None,
+        averaged: bool,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.parameters, self.optimizer, self.scaler = parameters, optimizer, scaler
         self.identity = dict(identity)
         self.averaged = checkpoints.copies(parameters) if averaged else {}
         self.best: dict[str, Tensor] = {}
         self.done = TrainingResult()
-        self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
-        self.data_state: Any = None  # of a StatefulDataLoader, after the last batch that was learned
 
     def average(self, decay: float) -> None:
         """Move the averages towards the weights."""
@@ -91,13 +76,10 @@ class RunState:
         groups = {"weights": {name: p.detach() for name, p in self.parameters.items()}}
         groups |= {"averaged": self.averaged, "best": self.best}
         groups["moments"] = checkpoints.optimizer_tensors(self.optimizer)
-        data, groups["data"] = checkpoints.without_tensors(self.data_state)
         tensors = {f"{group}.{name}": value for group, members in groups.items() for name, value in members.items()}
         # JSON has no infinity and no nan.
         at = {name: str(getattr(self.done, name)) for name in _RESUMED}
-        scaler = None if self.scaler is None else self.scaler.state_dict()
-        recent = [[str(value) for value in one] for one in self.recent]
-        about = {"run": self.identity, "at": at, "recent": recent, "scaler": scaler, "data": data}
+        about = {"run": self.identity, "at": at, "scaler": None if self.scaler is None else self.scaler.state_dict()}
 
         def more(where: Path) -> None:
             if save_more is not None:
@@ -113,12 +95,11 @@ class RunState:
         paths = checkpoints.list_checkpoints(folder)
         if not paths:
             return
+        where = str(paths[-1])
         tensors, about = checkpoints.load_checkpoint(paths[-1])
         with making_sense(paths[-1], "checkpoint"):
             done = _resumed(about["at"])
-            recent = [(float(loss), float(norm)) for loss, norm in about["recent"]]
             identity = validated("its run", dict[str, Any], about["run"])
-            data_state = checkpoints.with_tensors(about.get("data"), checkpoints.with_prefix(tensors, "data"))
             scaler = validated("its scaler", dict[str, Any] | None, about["scaler"])
         differing = [
             f"{name}: {identity.get(name)!r} there, {self.identity.get(name)!r} here"
@@ -127,35 +108,31 @@ class RunState:
         ]
         if differing:
             raise ConfigError(
-                f"{paths[-1]} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
+                f"{where} is of a run with other settings ({'; '.join(differing[:5])}): start it with those again, "
                 "name another folder, or begin anew with resume=false"
             )
         groups = {name: checkpoints.with_prefix(tensors, name) for name in ("weights", "averaged", "best", "moments")}
         with making_sense(paths[-1], "checkpoint of this run"):
             for name in ("weights", "averaged", "best"):
                 if groups[name] or name == "weights":
-                    checkpoints.check_fits(self.parameters, groups[name], str(paths[-1]))
-            checkpoints.check_moments(self.optimizer, groups["moments"])
-            checkpoints.load_weights(self.parameters, groups["weights"], str(paths[-1]))
-            checkpoints.load_optimizer(self.optimizer, groups["moments"])
+                    checkpoints.check_fits(self.parameters, groups[name], where)
+            checkpoints.load_optimizer(self.optimizer, groups["moments"], where)
+            checkpoints.assign(self.parameters, groups["weights"])
             if self.scaler is not None and scaler is not None:
                 self.scaler.load_state_dict(scaler)
         self.averaged = {name: value.to(device) for name, value in groups["averaged"].items()}
-        self.best, self.data_state, self.recent = groups["best"], data_state, recent
+        self.best = groups["best"]
         for name in (*_RESUMED, "resumed_from_step"):
             setattr(self.done, name, getattr(done, name))
 
 
 def _resumed(at: Mapping[str, str]) -> TrainingResult:
-    """The result of a run so far, of the texts that a checkpoint has of it."""
+    """Return the result of a run so far, as a checkpoint has it."""
     done = TrainingResult()
-    if not set(at) <= set(_RESUMED):
-        raise ConfigError(f"it says {sorted(at)[:10]} of the run, known are {', '.join(_RESUMED)}")
-    for name, text in at.items():
+    for name in _RESUMED:
         kind = type(getattr(done, name))
-        value = text == "True" if kind is bool else kind(text)
-        if kind is int:
-            check_int(name, value, at_least=0)
-        setattr(done, name, value)
+        setattr(done, name, at[name] == "True" if kind is bool else kind(at[name]))
+    if min(getattr(done, name) for name in _COUNTS) < 0:
+        raise ConfigError(f"counts of steps are 0 or more, got {at}")
     done.resumed_from_step = done.global_step
     return done

@@ -111,7 +111,7 @@ class Config(Strict):
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    trackers: list[str] = []  # those of accelerate besides metrics.jsonl and metrics.csv: tensorboard, wandb, mlflow
+    trackers: list[str] = []  # those of accelerate besides metrics.jsonl: tensorboard, wandb, mlflow
     resume: bool = True  # go on from the last checkpoint in `out`; false: begin anew
     progress: bool = True
     data: DataSettings = DataSettings()

@@ -50,7 +50,6 @@ def main(config: dict[str, Any]) -> Path:
         accelerator.print(finished)
     else:
         Run(settings, accelerator).run()
-        training.report_to_trackers(accelerator, settings.out)
     training.end_training(accelerator)
     return Path(settings.out)
 

@@ -56,8 +56,7 @@ class TestSavedRuns:
     def test_each_model_has_its_own_metrics(self, tmp_path: Path) -> None:
         """As lines that name it, and as a file of its own."""
         folder = make(tmp_path, {}, None, own=[1.0], LoRA=[2.0, 1.5])
-        log = training.Metrics(folder, name="metrics_control")
-        log.log(step=10, loss=7.0)
+        (folder / "metrics_control.jsonl").write_text('{"step": 10, "loss": 7.0}\n')
         run = training.read_run(folder)
         assert {model: run.values("loss", model) for model in run.metrics} == {
             "": {10: 1.0},
@@ -110,7 +109,7 @@ class TestCompare:
         assert "Not in all of them, but in first: optim.steps, word." in text
         assert "Not in all of them, but in other: sizes." in text
         table = cells(text)
-        assert ["adapter, entries 20,000", "–", "3"] in table and ["adapter", "0.5", "–"] in table
+        assert ["adapter (2)", "–", "3"] in table and ["adapter", "0.5", "3"] in table
         assert "In the table of other alone: bits, entries." in text
         assert ["other: control", "8", "–", "–", "–", "8", "8"] in table
 

@@ -34,14 +34,10 @@ def test_a_training_is_measured_and_ended(tmp_path: Path, steps: int) -> None:
             model, loss, batches, config, training.make_accelerator(device="cpu"), folder=tmp_path / "run",
             collate=lambda rows, seeds: collator.batch(rows), label="small",
         )  # fmt: skip
-    found = ended.value.found
-    trained, total = model.trainable_parameters()
-    assert (found.trained, found.parameters, found.weight_bytes) == (trained, total, 4 * total)
-    assert found.state_bytes == 3 * 4 * trained and found.peak_bytes > found.weight_bytes
-    assert (found.rows, found.steps, found.processes, found.label) == (6, steps, 1, "small")
-    assert len(made) == min(steps, MEASURED + 1) and found.seconds > 0 and 0 <= found.waiting <= 1
-    assert not (tmp_path / "run").exists()
-    assert str(found) == str(ended.value) and f"{steps:,} of 6 rows in 1 process," in str(found)
+    text, (trained, total) = str(ended.value), model.trainable_parameters()
+    assert f"small: {trained:,} of {total:,} parameters are trained" in text
+    assert f"{steps:,} of 6 rows in 1 process," in text
+    assert len(made) == min(steps, MEASURED + 1) and not (tmp_path / "run").exists()
 
 
 def test_the_command_line_says_it_and_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,6 @@ class TestAStepIsTheHosts:
         with cached_hidden_states(attach(), tmp_path / "b") as cache:
             assert same(step(cache.lower.model, batch((2, 0, 1))), want)
             assert (cache.computed, cache.found) == (0, 3)
-            assert cache.nbytes() > 4 * 32 * sum(LENGTHS)
 
     def test_packed_rows(self, tmp_path: Path) -> None:
         """Documents of packed rows are the texts that they are in rows of their own."""
@@ -276,7 +275,7 @@ class TestNothingStale:
         model = attach()
         with cached_hidden_states(model, tmp_path):
             step(model, batch())
-        (file,) = tmp_path.glob("*/*.safetensors")
+        file = min(tmp_path.glob("*/*/*.safetensors"))
         raw = bytearray(file.read_bytes())
         file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
         with cached_hidden_states(model, tmp_path), pytest.raises(AdapterFileError, match="wrong checksum"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import signal
@@ -240,39 +239,16 @@ def test_half_precision_where_there_is_none(tmp_path: Path) -> None:
         training.make_accelerator(tmp_path, device="cpu", trackers=("comet_ml",))
 
 
-class TestMetrics:
-    def test_lines_and_a_table(self, tmp_path: Path) -> None:
-        metrics = training.Metrics(tmp_path)
-        metrics.log(step=1, epoch=0, loss=float("nan"), learning_rate=0.5, other="kept in the lines")
-        metrics.log(step=2, epoch=0, loss=0.25, learning_rate=0.5, eval_loss=1.5)
-        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        assert lines == training.read_metrics(tmp_path / "metrics.jsonl")
-        assert lines[0]["loss"] is None and lines[1]["eval_loss"] == 1.5
-        table = (tmp_path / "metrics.csv").read_text().splitlines()
-        assert (
-            table[0] == "step,epoch,loss,learning_rate,grad_norm,eval_loss,seconds" and table[2] == "2,0,0.25,0.5,,1.5,"
-        )
-
-    def test_the_table_has_a_column_for_every_number(self, tmp_path: Path) -> None:
-        """Also one that comes late, and after the run was resumed."""
-        metrics = training.Metrics(tmp_path)
-        metrics.log(step=1, loss=0.5)
-        metrics.log(step=2, loss=0.25, **{"gate/layer_1": 0.125})
-        training.Metrics(tmp_path, step=2).log(step=3, loss=0.2, waiting=0)
-        with open(tmp_path / "metrics.csv") as file:
-            rows = list(csv.DictReader(file))
-        assert [row["gate/layer_1"] for row in rows] == ["", "0.125", ""]
-        assert [row["waiting"] for row in rows] == ["", "", "0"] and [row["step"] for row in rows] == ["1", "2", "3"]
-
-    def test_later_lines_and_half_ones_are_dropped(self, tmp_path: Path) -> None:
-        metrics = training.Metrics(tmp_path)
-        for step in (1, 2, 3):
-            metrics.log(step=step, loss=float(step))
-        with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write('{"step": 1, "lo')
-        training.Metrics(tmp_path, step=2)
-        assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-        assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+def test_later_lines_of_metrics_and_half_ones_are_dropped(tmp_path: Path) -> None:
+    accelerator = training.make_accelerator(device="cpu")
+    log = training.MetricsLog(accelerator, tmp_path)
+    for step in (1, 2, 3):
+        log(step=step, loss=float(step), grad_norm=math.nan)
+    with open(log.path, "a") as file:
+        file.write('{"step": 1, "lo')
+    training.MetricsLog(accelerator, tmp_path, step=2)
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": 1.0, "grad_norm": None}, {"step": 2, "loss": 2.0, "grad_norm": None}]
 
 
 class TestAnyBatches:

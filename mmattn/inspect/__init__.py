@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from mmattn.inspect.attribution import attribute, roll_out
     from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
-    from mmattn.inspect.media import media_names, over_frames, over_series, over_sound
-    from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_map, plot_mask, plot_positions, plot_surface
+    from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_map, plot_mask
     from mmattn.inspect.record_attention import record
+    from mmattn.inspect.source_names import media_names
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 __all__ = [
@@ -28,15 +28,10 @@ __all__ = [
     "head_figures",
     "load_traces",
     "media_names",
-    "over_frames",
-    "over_series",
-    "over_sound",
     "plot_curves",
     "plot_heat_maps",
     "plot_map",
     "plot_mask",
-    "plot_positions",
-    "plot_surface",
     "record",
     "roll_out",
     "save_traces",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel
-from mmattn.inspect.record_attention import record, slot_name
+from mmattn.inspect.record_attention import record
+from mmattn.inspect.source_names import named_sources
 from mmattn.inspect.trace import Trace
 from mmattn.inspect.trial import evaluating
 from mmattn.memory import Memory
@@ -76,26 +76,15 @@ def attribute(
             f"adapter {name!r} (kind {adapter.config.kind!r}) has no weights over a memory to be drawn: compare calls "
             "with other memories"
         )
-    device = adapter.weight.device
-    row = torch.as_tensor(ids, device=device).reshape(1, -1) if not isinstance(ids, Tensor) else ids.to(device)
-    row = row[None] if row.dim() == 1 else row
-    memory = (memory if isinstance(memory, Memory) else Memory(memory)).to(device)
-    if row.shape[0] != 1 or memory.batch != 1:
-        raise ShapeError(f"one row of ids and of memory is explained, got {tuple(row.shape)} and {memory.batch} rows")
-    length = row.shape[1]
-    check_int("start", start)
-    if start >= length:
-        raise ConfigError(f"start={start} leaves nothing to explain of {length} tokens")
-    texts = [str(one) for one in row[0].tolist()] if words is None else list(words)
-    if len(texts) != length:
-        raise ShapeError(f"words must name each of {length} tokens, got {len(texts)}")
+    memory = (memory if isinstance(memory, Memory) else Memory(memory)).to(adapter.weight.device)
+    row, texts = _text(torch.as_tensor(ids, device=memory.device), words, memory, start)
     names, owner = named_sources(memory, sources, grid)
     model = _twin(model)
     with evaluating(model):
         with record(model) as recorded:
             probability = _probability(model, row, memory, name, start)[0]
         weights = {layer: calls[0] for (other, layer), calls in recorded.items() if other == name}
-        _check_slots(weights, name, length, memory.length)
+        _check_slots(weights, name, row.shape[1], memory.length)
         with model.disable_adapter():
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
@@ -106,9 +95,8 @@ def attribute(
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
     by_layer = {layer: one[0].float() @ belongs for layer, one in sorted(weights.items())}
-    depth = max(by_layer) + 1
     rolled = None
-    if host_weights is not None and len(host_weights) >= depth:
+    if host_weights is not None and len(host_weights) > max(by_layer):
         means = {layer: one.mean(0) for layer, one in by_layer.items()}
         rolled = roll_out(host_weights, means, adapter.position == "before")[start - 1 : -1]
     return Trace(
@@ -126,40 +114,18 @@ def attribute(
     )
 
 
-def named_sources(
-    memory: Memory, sources: Sequence[str | None] | None = None, grid: tuple[int, int] | None = None
-) -> tuple[list[str], Tensor]:
-    """The names of a memory's sources, and the source (m,) of each slot, -1 for a slot that is masked or has none."""
-    if grid is not None and (grid[0] * grid[1] != memory.length or sources is not None):
-        raise ShapeError(
-            f"a grid of {grid[0]} × {grid[1]} and names do not fit {memory.length} slots: give one of them"
-        )
-    if grid is not None:
-        # A grid is drawn whole: the weights of a masked patch are 0.
-        patches = [f"row {i // grid[1] + 1}, column {i % grid[1] + 1}" for i in range(memory.length)]
-        return patches, torch.arange(memory.length)
-    if sources is not None:
-        if len(sources) != memory.length:
-            raise ShapeError(f"sources must name each of {memory.length} slots, got {len(sources)}")
-        slots: Sequence[Any] = sources
-    else:
-        slots = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
-    numbers: dict[str, int] = {}
-    labels: list[str] = []
-    owner = torch.full((memory.length,), -1)
-    for slot, (one, real) in enumerate(zip(slots, memory.real_slots()[0].tolist(), strict=True)):
-        if one is None or not real:
-            continue
-        # The slots of one passage are one source, although each names its slot.
-        whole = {key: value for key, value in one.items() if key != "slot"} if isinstance(one, dict) else one
-        key = json.dumps(whole, sort_keys=True)
-        if key not in numbers:
-            numbers[key] = len(labels)
-            labels.append(slot_name(whole))
-        owner[slot] = numbers[key]
-    if not labels:
-        raise ConfigError("no slot of this memory that may be attended to has a source: there is nothing to explain by")
-    return labels, owner
+def _text(ids: Tensor, words: Sequence[str] | None, memory: Memory, start: int) -> tuple[Tensor, list[str]]:
+    """Return the ids (1, l) of a text and the text of each token, or refuse those that cannot be explained."""
+    row = ids[None] if ids.dim() == 1 else ids
+    if row.shape[0] != 1 or memory.batch != 1:
+        raise ShapeError(f"one row of ids and of memory is explained, got {tuple(row.shape)} and {memory.batch} rows")
+    length = row.shape[1]
+    if check_int("start", start) >= length:
+        raise ConfigError(f"start={start} leaves nothing to explain of {length} tokens")
+    texts = [str(one) for one in row[0].tolist()] if words is None else list(words)
+    if len(texts) != length:
+        raise ShapeError(f"words must name each of {length} tokens, got {len(texts)}")
+    return row, texts
 
 
 def _twin(model: AdaptedModel) -> AdaptedModel:

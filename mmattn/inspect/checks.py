@@ -151,19 +151,15 @@ def gates(trial: Trial) -> Verdict:
 
 def openings(tensors: Mapping[str, Tensor]) -> Verdict:
     """Report the openings of the gates among an adapter's tensors, or else the size of its value projections."""
-    gates = {name: value for name, value in tensors.items() if name.endswith("gate.gate")}
-    projections = {
-        name: value for name, value in tensors.items() if name.startswith("blocks.") and name.endswith(".v_proj.weight")
-    }
-    if not (gates or projections):
+    word = "open by"
+    sizes = {name.removesuffix(".gate"): one.float().tanh() for name, one in tensors.items() if "gate.gate" in name}
+    if not sizes:
+        word, end = "no gates; largest value weights", ".v_proj.weight"
+        projections = {name: one for name, one in tensors.items() if name.startswith("blocks.") and name.endswith(end)}
+        sizes = {name.removesuffix(end): one for name, one in projections.items()}
+    if not sizes:
         return None, "not checked: this kind has neither gates nor value projections; see whether each layer adds"
-    if gates:
-        word = "open by"
-        sizes = {name.removesuffix(".gate"): value.detach().float().tanh() for name, value in gates.items()}
-    else:
-        word = "no gates; largest value weights"
-        sizes = {name.removesuffix(".v_proj.weight"): value.detach() for name, value in projections.items()}
-    largest = {name.removeprefix("blocks."): size.abs().max().item() for name, size in sizes.items()}
+    largest = {name.removeprefix("blocks."): float(size.detach().abs().max()) for name, size in sizes.items()}
     shut = [name for name, size in largest.items() if not size > 0]
     if shut:
         return False, f"at 0: {', '.join(shut)}; a fresh adapter adds nothing until it is trained"

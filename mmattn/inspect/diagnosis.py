@@ -164,20 +164,19 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]
     if given_cache(batch) is not None:
         raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
     bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
-    memories: dict[str, Any] = {name: one.shared for name, one in bound.items() if has_rows(one.shared)}
-    sources = {name: one for name, one in bound.items() if name not in memories}
     if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
+    memories = {name: one.shared for name, one in bound.items() if has_rows(one.shared)}
     others = {name: value for name, value in batch.items() if name != "memory"}
-    text = model.text_state(Call({}), (), others) if any(source.follows_text for source in sources.values()) else None
-    with model.disable_adapter():
-        memories |= {name: source.as_memory(text or TextState(0, 0)) for name, source in sources.items()}
-    for name, memory in memories.items():
-        if isinstance(memory, Memory) and not bool(memory.real_slots().any()):
+    for name in bound.keys() - memories.keys():
+        text = model.text_state(Call({}), (), others) if bound[name].follows_text else TextState(0, 0)
+        with model.disable_adapter():
+            memories[name] = bound[name].as_memory(text)
+        if isinstance(memories[name], Memory) and not bool(memories[name].real_slots().any()):
             raise ConfigError(
                 f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"
             )
-    return memories
+    return {name: memories[name] for name in bound}
 
 
 def random_batch(model: AdaptedModel, name: str = "default") -> dict[str, Any]:

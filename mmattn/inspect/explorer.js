@@ -102,44 +102,20 @@
 
   const label = (trace, j, value) => [number(value), change(trace, j)].filter((part) => part !== null).join(", ");
 
-  const wide = (trace) => trace.spans !== null || (trace.grid !== null && trace.grid[1] >= 3 * trace.grid[0]);
-
-  // Where each source lies in the picture: x, y, width and height, the picture being so wide and so high.
-  function boxes(trace) {
-    if (trace.spans === null) {
-      const [rows, columns] = trace.grid;
-      return [trace.sources.map((_, j) => [j % columns, Math.floor(j / columns), 1, 1]), columns, rows];
-    }
-    return [trace.spans.map(([start, end, low, high]) => [start, 1 - high, end - start, high - low]), trace.extent, 1];
-  }
-
-  // Times under the picture, from its beginning to its end.
-  function drawScale(trace) {
-    const scale = make("div", { class: "scale", "aria-hidden": "true" });
-    const digits = Math.max(0, Math.min(3, 1 - Math.floor(Math.log10(trace.extent / 4))));
-    for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-      const time = make("span", {}, `${(part * trace.extent).toFixed(digits)} ${trace.unit}`.trim());
-      time.style.setProperty("--at", `${100 * part}%`);
-      scale.append(time);
-    }
-    return scale;
-  }
-
   function drawMap(trace, shares, most) {
-    const [places, width, height] = boxes(trace);
-    const map = make("div", { class: wide(trace) ? "map wide" : "map" });
+    const [rows, columns] = trace.grid;
+    const map = make("div", { class: "map" });
     if (trace.picture !== null) {
       map.append(make("img", { src: trace.picture, alt: `the picture of “${trace.title}”, under the weights` }));
     }
-    const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
+    const svg = make("svg", { viewBox: `0 0 ${columns} ${rows}`, preserveAspectRatio: "none", role: "img" });
     const best = shares.indexOf(Math.max(...shares));
     // Where patches attend to words, all have some weight on every word: their differences are what is drawn.
     const least = trace.queries === "sources" && most > Math.min(...shares) ? Math.min(...shares) : 0;
     svg.setAttribute("aria-label", `weights over the picture, most at ${trace.sources[best]}`);
     shares.forEach((value, j) => {
-      const [x, y, across, down] = places[j];
       const rect = make("rect", {
-        x, y, width: across, height: down, class: value < 0 ? "less" : "more",
+        x: j % columns, y: Math.floor(j / columns), width: 1, height: 1, class: value < 0 ? "less" : "more",
         "fill-opacity": (0.75 * (Math.abs(value) - least) / (most - least)).toFixed(4),
       });
       rect.append(make("title", {}, `${trace.sources[j]}: ${label(trace, j, value)}`));
@@ -152,7 +128,7 @@
       const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
       legend.append(make("span", {}, number(least)), ramp, make("span", {}, number(most)));
     }
-    return trace.spans === null ? [map, legend] : [map, drawScale(trace), legend];
+    return [map, legend];
   }
 
   function drawChips(trace, shares, most) {
@@ -189,7 +165,7 @@
     at("explained").textContent = explained(trace);
     const short = trace.sources.length <= 80 && Math.max(...trace.sources.map((name) => name.length)) <= 16;
     at("picture").replaceChildren(
-      ...(trace.grid !== null || trace.spans !== null ? drawMap(trace, shares, most) : short ? [drawChips(trace, shares, most)] : [])
+      ...(trace.grid !== null ? drawMap(trace, shares, most) : short ? [drawChips(trace, shares, most)] : [])
     );
     drawList(trace, shares, most);
     buttons.forEach((button, i) => {

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from string import Template
@@ -43,7 +44,7 @@ def write_page(
         title: of the page.
 
     Raises:
-        ConfigError: no traces, or one of which not even a word fits.
+        ConfigError: no traces, or a first one that does not fit.
         OSError: the folder is missing or not writable; a file that was there is unchanged.
 
     >>> import os, tempfile
@@ -64,54 +65,25 @@ def write_page(
 
 
 def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
-    """The traces, reduced to a number of bytes, and a note on each thing that was left out.
-
-    Left out are first single heads, then the last traces, then, of one alone, its layers and at last the end of its
-    text.
-    """
+    """The traces, reduced to a number of bytes, first by single heads and then by samples, and notes that say so."""
     selected, notes = list(traces), []
     if sum(map(_size, selected)) > room and any(trace.weights.shape[1] > 1 for trace in selected):
         selected = [mean_of_heads(trace) for trace in selected]
         notes.append("Single heads are left out, and their mean is shown: the page would be too large.")
-    total, count = 0, 0
-    for trace in selected:
-        total += _size(trace)
-        count += total <= room
-    if max(count, 1) < len(selected):
-        notes.append(f"{max(count, 1)} of {len(selected)} samples are shown: the page would be too large.")
-        selected = selected[: max(count, 1)]
-    if _size(selected[0]) > room:
-        selected = [mean_of_layers(selected[0])]
-        notes.append("Single layers are left out, and their mean is shown: the page would be too large.")
-    if _size(selected[0]) > room:
-        length = len(selected[0].words)
-        words = max(1, length * room // (2 * _size(selected[0])))
-        selected = [first_words(selected[0], words)]
-        notes.append(f"{words} of {length} words are shown: the page would be too large.")
-    if _size(selected[0]) > room:
+    sizes = list(accumulate(map(_size, selected)))
+    count = sum(size <= room for size in sizes)
+    if not count:
         raise ConfigError(
-            f"a page of one word takes {_size(selected[0]):,} bytes of {room:,}: give fewer or shorter sources"
+            f"a sample takes {sizes[0]:,} bytes of {room:,}: give a shorter text, or fewer layers or sources"
         )
-    return selected, notes
+    if count < len(selected):
+        notes.append(f"{count} of {len(selected)} samples are shown: the page would be too large.")
+    return selected[:count], notes
 
 
 def mean_of_heads(trace: Trace) -> Trace:
     """The trace with one head, the mean of all."""
     return replace(trace, weights=trace.weights.mean(1, keepdim=True))
-
-
-def mean_of_layers(trace: Trace) -> Trace:
-    """The trace with one layer, the mean of all."""
-    name = trace.layers[0] if len(trace.layers) == 1 else f"mean of {len(trace.layers)} layers"
-    return replace(trace, weights=trace.weights.mean(0, keepdim=True), layers=[name])
-
-
-def first_words(trace: Trace, count: int) -> Trace:
-    """The trace with the first words of its text."""
-    parts = {name: getattr(trace, name) for name in ("rollout", "probability", "without", "dropped")}
-    shorter: dict[str, Any] = {name: None if part is None else part[:count] for name, part in parts.items()}
-    shorter |= {"word_grid": None, "word_picture": None}
-    return replace(trace, words=trace.words[:count], weights=trace.weights[:, :, :count], **shorter)
 
 
 def described(trace: Trace) -> dict[str, Any]:
@@ -125,9 +97,6 @@ def described(trace: Trace) -> dict[str, Any]:
         "queries": trace.queries,
         "grid": trace.grid,
         "picture": _data_url(trace.picture),
-        "spans": None if trace.spans is None else [[round(value, 4) for value in span] for span in trace.spans],
-        "extent": trace.extent,
-        "unit": trace.unit,
         "word_grid": trace.word_grid,
         "word_picture": _data_url(trace.word_picture),
         "weights": _packed(trace.weights),

@@ -1,4 +1,4 @@
-"""Plots with matplotlib, as PNG, SVG or PDF: attention weights over pictures, as maps or surfaces; masks; metrics."""
+"""Plots with matplotlib, as PNG, SVG or PDF: attention weights over pictures and as maps, masks, metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmattn.core.masks import Mask
@@ -21,56 +20,36 @@ File = str | PathLike[str]
 def plot_heat_maps(trace: Trace, path: File, columns: int = 6) -> Path:
     """Plot for each word of a trace the weights of the patches over their picture, the mean over layers and heads.
 
-    Of a sound or series the weights of its stretches are drawn over its picture, of a video those of the patches over
-    the strip of its frames; these are wide, and stand one under the other.
-
     Args:
-        trace: with a grid or spans.
+        trace: with a grid.
         path: the file to write.
         columns: pictures in a row, at most.
 
     Raises:
-        ConfigError: the sources are neither the patches of a picture nor parts of a sound or series.
+        ConfigError: the sources are not the patches of a picture.
         MissingExtraError: there is no matplotlib.
     """
-    if trace.grid is None and trace.spans is None:
-        raise ConfigError("heat maps need a trace with a grid or spans, which say where sources are: use plot_map")
+    if trace.grid is None:
+        raise ConfigError("heat maps need a trace with a grid, which says where sources are: use plot_map")
     weights = trace.mean()
-    wide = trace.grid is None or trace.grid[1] >= 3 * trace.grid[0]
-    columns = 1 if wide else min(columns, len(weights))
+    columns = min(columns, len(weights))
     lines = -(-len(weights) // columns)
-    figure = _figure(9 if wide else 1.6 * columns, (1.5 if wide else 1.8) * lines)
+    figure = _figure(1.6 * columns, 1.8 * lines)
     picture = None if trace.picture is None else _read(trace.picture)
+    # One scale for all words: else uniform weights would seem as sharp as any.
+    most = float(weights.max())
     for number, (word, row) in enumerate(zip(trace.words, weights, strict=True)):
         axes = figure.add_subplot(lines, columns, number + 1)
         axes.set_title(_literal(word), fontsize=8)
-        # One scale for all words: else uniform weights would seem as sharp as any.
-        most = float(weights.max())
-        if trace.spans is not None:
-            _draw_spans(axes, trace, row / (most or 1.0), picture)
-            continue
         axes.set_axis_off()
-        assert trace.grid is not None
         height, width = trace.grid if picture is None else picture.shape[:2]
         if picture is not None:
             axes.imshow(picture)
         axes.imshow(
             row.view(trace.grid).numpy(), cmap="inferno", vmin=0, vmax=most, alpha=1 if picture is None else 0.6,
-            extent=(0, width, height, 0), interpolation="nearest" if wide else "bilinear",
+            extent=(0, width, height, 0), interpolation="bilinear",
         )  # fmt: skip
     return _saved(figure, path)
-
-
-def _draw_spans(axes: Any, trace: Trace, shares: Tensor, picture: Any) -> None:
-    """Draw the picture of a sound or series with orange where its parts have weight."""
-    if picture is not None:
-        axes.imshow(picture, extent=(0, trace.extent, 0, 1), aspect="auto")
-    for (start, end, low, high), share in zip(trace.spans or (), shares.tolist(), strict=True):
-        axes.axvspan(start, end, low, high, color="tab:orange", alpha=0.6 * max(share, 0.0), linewidth=0)
-    axes.set(xlim=(0, trace.extent), ylim=(0, 1), yticks=[])
-    axes.tick_params(labelsize=7)
-    if trace.unit:
-        axes.set_xlabel(trace.unit, fontsize=7)
 
 
 def plot_map(weights: Tensor, path: File, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
@@ -99,35 +78,6 @@ def plot_map(weights: Tensor, path: File, words: Sequence[str] = (), sources: Se
     return _saved(figure, path)
 
 
-def plot_surface(weights: Tensor, path: File, words: Sequence[str] = (), sources: Sequence[str] = ()) -> Path:
-    """Plot attention weights as a surface over words and sources.
-
-    Args:
-        weights: (l, s).
-        path: the file to write.
-        words: l names, or none.
-        sources: s names, or none.
-
-    Raises:
-        ShapeError: weights that are not (l, s) or smaller than 2 × 2, or names that do not fit.
-        MissingExtraError: there is no matplotlib.
-    """
-    l, s = _check_map(weights, words, sources)
-    if min(l, s) < 2:
-        raise ShapeError(f"a surface needs two words and two sources or more, got {l} and {s}: use plot_map")
-    figure = _figure(8, 6)
-    axes = figure.add_subplot(projection="3d")
-    rows, columns = torch.meshgrid(torch.arange(l), torch.arange(s), indexing="ij")
-    height = weights.detach().float().cpu().numpy()
-    axes.plot_surface(columns.numpy(), rows.numpy(), height, cmap="viridis", linewidth=0, rcount=200, ccount=200)
-    axes.set(xlabel="source", ylabel="word", zlabel="weight")
-    if words:
-        axes.set_yticks(range(l), [_literal(word) for word in words], fontsize=6)
-    if sources:
-        axes.set_xticks(range(s), [_literal(source) for source in sources], fontsize=6)
-    return _saved(figure, path)
-
-
 def plot_mask(mask: Mask | Tensor, path: File) -> Path:
     """Plot a mask for each row and head, four at most: dark where a query may attend to a slot.
 
@@ -152,29 +102,6 @@ def plot_mask(mask: Mask | Tensor, path: File) -> Path:
             axis.get_major_locator().set_params(integer=True)
         if len(grids) > 1:
             axes.set_title(f"row {number // heads}, head {number % heads}", fontsize=8)
-    return _saved(figure, path)
-
-
-def plot_positions(vectors: Tensor, path: File) -> Path:
-    """Plot position vectors of `mmattn.positions`, and the cosine similarity of every two.
-
-    Args:
-        vectors: (p, d).
-        path: the file to write.
-
-    Raises:
-        ShapeError: vectors that are not (p, d).
-        MissingExtraError: there is no matplotlib.
-    """
-    _check_map(vectors, (), ())
-    vectors = vectors.detach().float().cpu()
-    unit = torch.nn.functional.normalize(vectors, dim=-1)
-    figure = _figure(9, 4)
-    for number, (values, across) in enumerate(((vectors, "channel"), (unit @ unit.T, "position"))):
-        axes = figure.add_subplot(1, 2, number + 1)
-        largest = float(values.abs().max()) or 1.0
-        figure.colorbar(axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto"))
-        axes.set(xlabel=across, ylabel="position", title=("vectors", "cosine similarity")[number])
     return _saved(figure, path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -21,7 +20,7 @@ from mmattn.tokenization import check_text
 FORMAT = "mmattn-traces"
 #: The name of the file in a run's folder.
 FILE = "attention.safetensors"
-#: Largest width or height of a stored picture, in pixels; a strip, three times as wide as it is high, has four of them.
+#: Largest width or height of a stored picture, in pixels.
 SIDE = 256
 _TENSORS = ("weights", "rollout", "probability", "without", "dropped")
 _PICTURES = ("picture", "word_picture")
@@ -45,10 +44,6 @@ class Trace:
         dropped: (l, s) of each word without one source.
         grid: rows and columns, where the sources are the patches of a picture, row by row.
         picture: that of `grid`, as an image of Pillow, which is stored as a small JPEG, or the bytes of a JPEG.
-        spans: where the sources are parts of a sound or series: for each where it begins and ends, from left to right
-            of the picture; and the share of the height where it begins and ends, from the bottom, by default all of it.
-        extent: of the picture from left to right, in the unit of `spans`; by default up to the end of the last one.
-        unit: of `spans`, as it is written after a number.
         word_grid: rows and columns, where the words are the patches of a picture too.
         word_picture: that of `word_grid`, as for `picture`.
 
@@ -78,9 +73,6 @@ class Trace:
     dropped: Tensor | None = None
     grid: tuple[int, int] | None = None
     picture: Any = None
-    spans: Sequence[Sequence[float]] | None = None
-    extent: float | None = None
-    unit: str = "s"
     word_grid: tuple[int, int] | None = None
     word_picture: Any = None
 
@@ -113,30 +105,10 @@ class Trace:
         for grid, count, kind in ((self.grid, s, "sources"), (self.word_grid, l, "words")):
             if grid is not None and grid[0] * grid[1] != count:
                 raise ShapeError(f"a grid of {grid[0]} × {grid[1]} patches does not fit {count} {kind}")
-        if self.spans is not None:
-            self._check_spans()
         for name in _PICTURES:
             value = getattr(self, name)
             if value is not None and not isinstance(value, bytes):
                 object.__setattr__(self, name, _small(value))
-
-    def _check_spans(self) -> None:
-        """Complete the spans, and refuse those that are none."""
-        spans = tuple(tuple(map(float, (*span, 0.0, 1.0) if len(span) == 2 else span)) for span in self.spans or ())
-        if self.grid is not None:
-            raise ConfigError("sources are the patches of a grid or have spans, and both were given: give one of them")
-        if len(spans) != len(self.sources) or any(len(span) != 4 for span in spans):
-            raise ShapeError(
-                f"spans are (start, end) or (start, end, bottom, top), one for each of {len(self.sources)} sources, "
-                f"got {len(spans)}"
-            )
-        extent = max((span[1] for span in spans), default=1.0) if self.extent is None else float(self.extent)
-        if not all(math.isfinite(value) for value in (extent, *(value for span in spans for value in span))):
-            raise NonFiniteError("spans of a trace have NaN or infinity: give the times of its sources")
-        if extent <= 0 or any(not (0 <= a <= b and 0 <= low < high <= 1) for a, b, low, high in spans):
-            raise ConfigError("spans must have 0 ≤ start ≤ end and 0 ≤ bottom < top ≤ 1, and extent must be above 0")
-        object.__setattr__(self, "spans", spans)
-        object.__setattr__(self, "extent", extent)
 
     def mean(self) -> Tensor:
         """The weights (l, s) as the mean over layers and heads."""
@@ -200,9 +172,6 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
                 "queries": trace.queries,
                 "grid": None if trace.grid is None else list(trace.grid),
                 "word_grid": None if trace.word_grid is None else list(trace.word_grid),
-                "spans": None if trace.spans is None else [list(span) for span in trace.spans],
-                "extent": trace.extent,
-                "unit": trace.unit,
             }
         )
     file = Path(run) / FILE
@@ -245,14 +214,13 @@ def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) ->
         grid = about[name]
         fields[name] = None if grid is None else (int(grid[0]), int(grid[1]))
     fields |= {name: about[name] for name in ("words", "sources", "layers", "title", "queries")}
-    fields |= {name: about[name] for name in ("spans", "extent", "unit")}
     return Trace(weights=tensors[f"{number}.weights"], **fields)
 
 
 def _small(image: Any) -> bytes:
     """A picture as the bytes of a small JPEG."""
     small, file = image.convert("RGB"), io.BytesIO()
-    small.thumbnail((4 * SIDE if small.width >= 3 * small.height else SIDE, SIDE))
+    small.thumbnail((SIDE, SIDE))
     small.save(file, "JPEG", quality=88)
     return file.getvalue()
 

@@ -119,9 +119,9 @@ class TestWords:
         assert set(MODULES.values()) == set(EXTRAS)
         homes = metadata.packages_distributions()
         for module, extra in MODULES.items():
-            if module in homes and module != "PIL":  # which torchvision brings
+            if module in homes:
                 owners = {name.lower().replace("_", "-") for name in homes[module]}
-                names = [name for one in EXTRAS.values() for name in one]
+                names = [name for one in EXTRAS.values() for name in one.values()]
                 assert owners & {name.lower().replace("_", "-") for name in names}, (module, extra, owners)
 
     def test_every_extra_of_the_project_is_listed(self) -> None:
@@ -179,7 +179,7 @@ class TestWords:
     ) -> None:
         from mmattn.inspect import environment
 
-        monkeypatch.setitem(environment.EXTRAS, "vision", ("torchvision", "no-such-distribution"))
+        monkeypatch.setitem(environment.EXTRAS, "vision", {"PIL": "no-such-distribution"})
         _, out, _ = call(capsys, "env")
         assert "no-such-distribution (missing)" in out
         assert "pip install 'mmattn[" in out and "vision" in out.rsplit("mmattn[", 1)[1]

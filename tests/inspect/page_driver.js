@@ -17,7 +17,6 @@
     other: () => choose("trace", "1"),
     tiles: () => choose("trace", "2"),
     below: () => { at("words").children[0].focus(); press("ArrowDown"); },
-    sound: () => choose("trace", "3"),
   };
   const found = {};
   for (const [name, step] of Object.entries(steps)) { step(); found[name] = seen(); }

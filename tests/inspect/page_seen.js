@@ -17,10 +17,6 @@ globalThis.seen = () => {
     groups: Array.from(at("trace").children).map((one) => [one.getAttribute("label"), one.children.length]),
     sources: texts("sources"),
     rects: drawn.filter((one) => one.tagName === "rect").map((one) => one.getAttribute("fill-opacity")),
-    places: drawn.filter((one) => one.tagName === "rect")
-      .map((one) => ["x", "y", "width", "height"].map((name) => Number(one.getAttribute(name)))),
-    scale: drawn.filter((one) => one.getAttribute("class") === "scale")
-      .flatMap((one) => Array.from(one.children).map((time) => time.textContent)),
     label: drawn.map((one) => one.getAttribute("aria-label")).find((one) => one) || null,
     layers: texts("layer"),
     views: texts("view"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmattn import inspect, masks, positions
+from mmattn import inspect, masks
 from mmattn.errors import ConfigError, MaskError, ShapeError
 from tests.inspect.test_trace import made
 
@@ -26,28 +26,23 @@ def test_heat_maps_lie_over_the_picture(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
-def test_maps_and_surfaces(tmp_path: Path) -> None:
+def test_maps(tmp_path: Path) -> None:
     trace = made()
     names = {"words": trace.words, "sources": ["$x", *trace.sources[1:]]}
     assert shades(inspect.plot_map(trace.mean(), tmp_path / "map.png", **names)) > 10
-    assert shades(inspect.plot_surface(trace.mean(), tmp_path / "surface.png", **names)) > 10
     assert b"<svg" in inspect.plot_map(trace.mean(), tmp_path / "map.svg").read_bytes()
-    for draw in (inspect.plot_map, inspect.plot_surface):
-        with pytest.raises(ShapeError, match="two sizes"):
-            draw(trace.weights, tmp_path / "none.png")
-        with pytest.raises(ShapeError, match="as many names"):
-            draw(trace.mean(), tmp_path / "none.png", words=["a"])
-    with pytest.raises(ShapeError, match="use plot_map"):
-        inspect.plot_surface(trace.mean()[:1], tmp_path / "none.png")
+    with pytest.raises(ShapeError, match="two sizes"):
+        inspect.plot_map(trace.weights, tmp_path / "none.png")
+    with pytest.raises(ShapeError, match="as many names"):
+        inspect.plot_map(trace.mean(), tmp_path / "none.png", words=["a"])
 
 
-def test_masks_and_positions(tmp_path: Path) -> None:
+def test_masks(tmp_path: Path) -> None:
     inspect.plot_mask(masks.causal(7), tmp_path / "causal.png")
     with Image.open(tmp_path / "causal.png") as image:
         grey = torch.tensor(list(image.convert("L").tobytes())).view(image.height, image.width)
     corner = grey[image.height // 2 :, : image.width // 2], grey[: image.height // 2, image.width // 2 :]
     assert (corner[0] < 50).float().mean() > (corner[1] < 50).float().mean() + 0.3, "dark where a query may attend"
     inspect.plot_mask(masks.causal(5) & masks.padding([2, 5], 5), tmp_path / "rows.png")
-    assert shades(inspect.plot_positions(positions.sinusoidal(torch.arange(11), 6), tmp_path / "positions.png")) > 100
     with pytest.raises(MaskError):
         inspect.plot_mask(torch.ones(3, 5), tmp_path / "none.png")

@@ -92,8 +92,6 @@ class TestLanguage:
         assert 0 < first["gate/layer_2"] != last["gate/layer_2"]
         assert last["eval_loss_shuffled"] != last["eval_loss"] and last["memory_gain_stderr"] >= 0
         assert last["tokens_per_second"] > last["rows_per_second"] > 0
-        head = (run / "metrics.csv").read_text().splitlines()[0].split(",")
-        assert set(head) == set(last)
         lora = training.read_metrics(run / "metrics_lora.jsonl")[-1]
         assert not any("/" in name or "shuffled" in name for name in lora), "it has no memory"
         with Image.open(run / "loss.png") as plot:

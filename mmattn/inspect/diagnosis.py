@@ -166,7 +166,7 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]
     bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
     if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
-    memories = {name: one.shared for name, one in bound.items() if has_rows(one.shared)}
+    memories: dict[str, Any] = {name: one.shared for name, one in bound.items() if has_rows(one.shared)}
     others = {name: value for name, value in batch.items() if name != "memory"}
     for name in bound.keys() - memories.keys():
         text = model.text_state(Call({}), (), others) if bound[name].follows_text else TextState(0, 0)

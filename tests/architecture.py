@@ -57,7 +57,7 @@ HOMES = {
     "timm": (),
     "soundfile": ("encoders.audio_input",),
     "soxr": ("encoders.audio_input",),
-    "av": ("encoders.frames",),
+    "av": ("encoders.video",),
     "PIL": ("encoders.images",),
     "faiss": ("retrieval.stores",),
     "qdrant_client": ("retrieval.stores",),

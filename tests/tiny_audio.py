@@ -17,7 +17,7 @@ SPEECH = {
     "hubert": ("HubertConfig", "HubertModel"),
     "wavlm": ("WavLMConfig", "WavLMModel"),
 }
-FAMILIES = ("whisper", "wav2vec2", "hubert", "wavlm", "ast", "clap", "clap-fused")
+FAMILIES = ("whisper", "wav2vec2", "hubert", "wavlm", "clap", "clap-fused")
 
 
 def tiny_audio(family: str) -> tuple[Any, Any]:
@@ -44,9 +44,6 @@ def tiny_audio(family: str) -> tuple[Any, Any]:
             num_buckets=20, max_bucket_distance=50,
         )  # fmt: skip
         return getattr(transformers, names[1])(config), transformers.Wav2Vec2FeatureExtractor()
-    if family == "ast":
-        config = transformers.ASTConfig(**sizes, max_length=64, num_mel_bins=36)
-        return transformers.ASTModel(config), transformers.ASTFeatureExtractor(num_mel_bins=36, max_length=64)
     audio = {
         "patch_embeds_hidden_size": WIDTH // 2, "hidden_size": WIDTH, "depths": [1, 1], "num_attention_heads": [2, 2],
         "spec_size": 64, "window_size": 2, "num_mel_bins": 16, "num_classes": 7, "enable_fusion": family != "clap",

@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from mmattn.encoders.audio import AudioEncoder
     from mmattn.encoders.audio_input import load_audio, stream_audio
     from mmattn.encoders.base import ImageEncoder
-    from mmattn.encoders.frames import Frame, stream_frames
     from mmattn.encoders.hybrid import HybridEncoder
-    from mmattn.encoders.images import ImageProcessor, load_image, preprocess
+    from mmattn.encoders.images import ImageProcessor, load_image
     from mmattn.encoders.log_mel import LogMelEncoder
     from mmattn.encoders.multi_vector import MultiVectorEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
-    from mmattn.encoders.video import VideoEncoder
+    from mmattn.encoders.video import Frame, VideoEncoder, stream_frames
 
 __all__ = [
     "AudioEncoder",
@@ -45,7 +44,6 @@ __all__ = [
     "load_image_encoder",
     "load_text_encoder",
     "register_encoder",
-    "preprocess",
     "stream_audio",
     "stream_frames",
 ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmattn.encoders.audio_input import MAX_CLIPPED, MAX_SECONDS, as_sounds, load_sounds, stream_audio
+from mmattn.encoders.audio_input import MAX_SECONDS, load_sounds, sound_list, stream_audio
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AudioError, ConfigError, check_float, check_int, import_extra
 from mmattn.memory import Memory
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _SECONDS = 30.0
 #: Weights of the pretraining, which may be random.
 _UNUSED = ("masked_spec_embed",)
-#: Hop and frame of AST's features, in samples.
-_AST_HOP, _AST_FRAME = 160, 400
 
 #: Tokens (m, e) of a sound and the source of each.
 Encoded = tuple[Tensor, list[Any]]
@@ -47,7 +45,6 @@ class SoundEncoder(FrozenEncoder):
         batch_size: int = 8,
         progress: bool = False,
         max_seconds: float = MAX_SECONDS,
-        max_clipped: float = MAX_CLIPPED,
     ) -> Memory:
         """Return the memory (b, m, e) of b sounds, padded, computed without gradients; `encode` is the same.
 
@@ -60,19 +57,18 @@ class SoundEncoder(FrozenEncoder):
             batch_size: sounds that are read at once, and windows that pass a network at once.
             progress: show the progress on stderr.
             max_seconds: longer sounds are refused; `stream` reads them in pieces.
-            max_clipped: as in `load_audio`.
 
         Raises:
             AudioError: a sound cannot be read, or is too short for one token; the message says which one.
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        items = as_sounds(sounds)
+        items = sound_list(sounds)
         rows: list[Encoded] = []
         for start in batches(len(items), batch_size, "encoding", progress):
             waves = load_sounds(
                 items[start : start + batch_size], self.sampling_rate, source_rate=sampling_rate, first=start,
-                max_seconds=max_seconds, max_clipped=max_clipped,
+                max_seconds=max_seconds,
             )  # fmt: skip
             rows += self._encode_waves(waves, start, batch_size)
         return self._padded([tokens for tokens, _ in rows], [sources for _, sources in rows])
@@ -101,25 +97,25 @@ class SoundEncoder(FrozenEncoder):
     def _check_stream(self) -> None:
         """Raise ConfigError if the encoder needs the whole sound."""
 
+    @abstractmethod
     def _encode_waves(self, waves: list[Tensor], first: int, batch_size: int) -> list[Encoded]:
-        raise NotImplementedError
+        """Encode waveforms, the first of which has the number `first`."""
 
+    @abstractmethod
     def _stream(self, pieces: Iterator[Tensor]) -> Iterator[Encoded]:
-        raise NotImplementedError
+        """Encode a waveform that arrives in pieces."""
 
 
 class AudioEncoder(SoundEncoder):
     """Hidden states of a frozen audio encoder of transformers as a memory (b, m, e): a token for each time step.
 
-    The encoder of an encoder-decoder and the audio part of CLAP are used. Models of spectrograms (AST, CLAP) give a
-    token for each time and band. Longer sounds are encoded in windows; of an overlap each window gives the half that
-    is farther from its edge, so that every time occurs once. States of a model's own padding are left out.
+    The encoder of an encoder-decoder and the audio part of CLAP are used; CLAP gives a token for each time and band.
+    Longer sounds are encoded in windows that follow each other. States of a model's own padding are left out.
 
     Args:
         name: any name or folder that `transformers.AutoModel` reads, with safetensors weights; or the model itself.
         feature_extractor: needed with a model itself; otherwise that of the name.
         window: seconds of a window; by default that of the model (Whisper: 30, CLAP: 10), or 30.
-        overlap: seconds that a window shares with the one before it.
         pooled: one token for each sound, the mean of its states (m = 1).
         device: where the network runs, by default the CPU.
 
@@ -143,7 +139,6 @@ class AudioEncoder(SoundEncoder):
         feature_extractor: FeatureExtractionMixin | None = None,
         *,
         window: float | None = None,
-        overlap: float = 0.0,
         pooled: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
@@ -155,21 +150,20 @@ class AudioEncoder(SoundEncoder):
         self.feature_extractor = feature_extractor
         self.sampling_rate: int = check_int("sampling_rate", getattr(feature_extractor, "sampling_rate", None))
         model = _audio_part(name)
-        self._fixed = _fixed_length(feature_extractor, model.config)
+        # The samples to which the extractor pads every sound, or None.
+        self._fixed: int | None = getattr(
+            feature_extractor, "n_samples", getattr(feature_extractor, "nb_max_samples", None)
+        )
         longest = _SECONDS if self._fixed is None else self._fixed / self.sampling_rate
         self.window = longest if window is None else check_float("window", window, at_least=1e-3)
-        self.overlap = check_float("overlap", overlap, at_least=0)
         if self._fixed is not None and self.window > longest:
             raise ConfigError(f"{type(model).__name__} reads {longest:g} s at once, and window is {window}: give less")
-        if self.overlap > self.window / 2:
-            raise ConfigError(f"overlap must be at most half of the window of {self.window:g} s, got {overlap}")
         self.pooled = pooled
         settings = {
             "encoder": "audio",
             "model": model.config.model_type,
             "features": json.loads(feature_extractor.to_json_string()),
             "window": self.window,
-            "overlap": self.overlap,
             "pooled": pooled,
         }
         super().__init__(model, settings, device)
@@ -189,63 +183,71 @@ class AudioEncoder(SoundEncoder):
             raise ConfigError("pooled states need the whole sound; build the encoder without pooled to stream")
 
     def _encode_waves(self, waves: list[Tensor], first: int, batch_size: int) -> list[Encoded]:
-        windows = [(number, window) for number, wave in enumerate(waves) for window in self._cut([wave])]
-        parts: list[list[Encoded]] = [[] for _ in waves]
-        for (number, _), encoded in zip(windows, self._encode_windows(windows, first, batch_size), strict=True):
-            parts[number].append(encoded)
+        windows = [_Window(first + i, *window) for i, wave in enumerate(waves) for window in self._cut([wave])]
+        parts: dict[int, list[Encoded]] = {first + i: [] for i in range(len(waves))}
+        for window, encoded in zip(windows, self._encode_windows(windows, batch_size), strict=True):
+            parts[window.sound].append(encoded)
         rows: list[Encoded] = []
-        for number, part in enumerate(parts):
+        for number, part in parts.items():
             tokens = torch.cat([tokens for tokens, _ in part])
             if self.pooled:
-                rows.append((tokens.mean(0, keepdim=True), [{"audio": first + number}]))
+                rows.append((tokens.mean(0, keepdim=True), [{"audio": number}]))
             else:
                 rows.append((tokens, [source for _, sources in part for source in sources]))
         return rows
 
     def _stream(self, pieces: Iterator[Tensor]) -> Iterator[Encoded]:
         for window in self._cut(pieces):
-            yield from self._encode_windows([(0, window)], 0, 1)
+            yield from self._encode_windows([_Window(0, *window)], 1)
 
-    def _cut(self, pieces: Iterable[Tensor]) -> Iterator[Window]:
-        length, overlap = (round(seconds * self.sampling_rate) for seconds in (self.window, self.overlap))
-        return cut(pieces, length, overlap)
+    def _cut(self, pieces: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Cut a sound that arrives in pieces into windows, each with its first sample; the last one may be shorter."""
+        length = round(self.window * self.sampling_rate)
+        start, waiting = 0, torch.zeros(0)
+        for piece in pieces:
+            waiting = torch.cat([waiting, piece])
+            while len(waiting) > length:
+                yield start, waiting[:length]
+                start, waiting = start + length, waiting[length:]
+        yield start, waiting
 
     @torch.no_grad()
-    def _encode_windows(self, windows: list[tuple[int, Window]], first: int, batch_size: int) -> list[Encoded]:
-        """Encode windows (number of the sound, window); windows of one length pass the network together."""
-        order = sorted(range(len(windows)), key=lambda i: len(windows[i][1].samples))
+    def _encode_windows(self, windows: list[_Window], batch_size: int) -> list[Encoded]:
+        """Encode windows, of which those of one length pass the network together."""
+        order = sorted(range(len(windows)), key=lambda i: len(windows[i].samples))
         encoded: dict[int, Encoded] = {}
         while order:
-            length = len(windows[order[0]][1].samples)
-            batch = [i for i in order[:batch_size] if len(windows[i][1].samples) == length]
+            length = len(windows[order[0]].samples)
+            batch = [i for i in order[:batch_size] if len(windows[i].samples) == length]
             order = order[len(batch) :]
             try:
-                states, real = self._states([windows[i][1].samples for i in batch])
+                states, real = self._states([windows[i].samples for i in batch])
             except _TooShortError as error:
-                raise AudioError(
-                    f"sound {first + windows[batch[0]][0]} has {length} samples at {self.sampling_rate} Hz, too short "
-                    f"for one state of {type(self.model).__name__}; give a longer one"
-                ) from error
+                if not all(windows[i].start for i in batch):
+                    number = next(windows[i].sound for i in batch if not windows[i].start)
+                    raise AudioError(
+                        f"sound {number} has {length} samples at {self.sampling_rate} Hz, too short for one state of "
+                        f"{type(self.model).__name__}; give a longer one"
+                    ) from error
+                # The rest of a longer sound.
+                states, real = torch.zeros(len(batch), 0, 1, self.dim, dtype=self.dtype, device=self.device), 0
             step = self._step(states.shape[1], length)
             for i, state in zip(batch, states, strict=True):
-                number, window = windows[i]
-                times = window.own_times(step, real)
+                starts = [(windows[i].start + number * step) / self.sampling_rate for number in range(real)]
                 sources = [
-                    {"audio": first + number, "start": round(start, 4), "end": round(end, 4)}
+                    {"audio": windows[i].sound, "start": round(start, 4)}
+                    | {"end": round(start + step / self.sampling_rate, 4)}
                     | ({} if states.shape[2] == 1 else {"band": band})
-                    for start, end in window.spans(times, step, self.sampling_rate)
+                    for start in starts
                     for band in range(states.shape[2])
                 ]
-                encoded[i] = (state[times].flatten(0, 1), sources)
+                encoded[i] = (state[:real].flatten(0, 1), sources)
         return [encoded[i] for i in range(len(windows))]
 
     def _states(self, waves: list[Tensor]) -> tuple[Tensor, int]:
         """Return states (n, times, bands, e) of waveforms of one length, and the number of times without padding."""
-        samples, config = len(waves[0]), self.model.config
+        samples = len(waves[0])
         lengths = getattr(self.model, "_get_feat_extract_output_lengths", None)
-        frames = (samples - _AST_FRAME) // _AST_HOP + 1
-        if hasattr(config, "time_stride") and frames < 1:
-            raise _TooShortError
         inputs = self._features(waves)
         mask = inputs.pop("attention_mask", None)
         if mask is not None and lengths is not None and int(lengths(mask[0].sum())) < 1:
@@ -259,37 +261,29 @@ class AudioEncoder(SoundEncoder):
             if "ernel size can't be greater" not in str(error):
                 raise
             raise _TooShortError from error
-        if out.dim() == 4:
-            # CLAP: (n, e, bands, times).
-            states = out.permute(0, 3, 2, 1)
-        elif hasattr(config, "time_stride"):
-            # AST: two tokens of the whole, then the patches, band by band.
-            bands = (config.num_mel_bins - config.patch_size) // config.frequency_stride + 1
-            states = out[:, 2:].unflatten(1, (bands, -1)).transpose(1, 2)
-        else:
-            states = out[:, :, None]
+        # CLAP: (n, e, bands, times).
+        states = out.permute(0, 3, 2, 1) if out.dim() == 4 else out[:, :, None]
         times = states.shape[1]
-        if hasattr(config, "time_stride"):
-            return states, min(times, math.ceil(frames / config.time_stride))
         if mask is None:
             return states, math.ceil(times * samples / (self._fixed or samples))
         return states, min(times, int(lengths(mask[0].sum()) if lengths is not None else mask[0].sum()))
 
     def _features(self, waves: list[Tensor]) -> dict[str, Tensor]:
         """Return the model inputs of waveforms of one length."""
-        arrays = [wave.numpy() for wave in waves]
-        options = {"sampling_rate": self.sampling_rate, "return_tensors": "pt", "return_attention_mask": True}
-        if "is_longer" in self.feature_extractor.model_input_names:
-            random = import_extra("numpy", "audio").random
-            # CLAP's extractor draws random numbers; the state of the caller stays.
-            state = random.get_state()
-            try:
-                inputs = dict(self.feature_extractor(arrays, **options))
-            finally:
-                random.set_state(state)
+        random = import_extra("numpy", "audio").random
+        # CLAP's extractor draws random numbers; the state of the caller stays.
+        state = random.get_state()
+        try:
+            inputs = dict(
+                self.feature_extractor(
+                    [wave.numpy() for wave in waves], sampling_rate=self.sampling_rate, return_tensors="pt",
+                    return_attention_mask=True,
+                )
+            )  # fmt: skip
+        finally:
+            random.set_state(state)
+        if "is_longer" in inputs:
             inputs["is_longer"] = torch.zeros(len(waves), 1, dtype=torch.bool)
-        else:
-            inputs = dict(self.feature_extractor(arrays, **options))
         return {
             name: value.to(self.device, self.dtype) if value.is_floating_point() else value.to(self.device)
             for name, value in inputs.items()
@@ -298,19 +292,25 @@ class AudioEncoder(SoundEncoder):
     def _step(self, times: int, samples: int) -> float:
         """Return the samples from one state to the next."""
         config = self.model.config
-        if hasattr(config, "time_stride"):
-            return float(_AST_HOP * config.time_stride)
         ratio = getattr(config, "inputs_to_logits_ratio", None)
         if ratio is not None and not getattr(config, "add_adapter", False):
             return float(ratio)
-        return (self._fixed or samples) / times
+        return (self._fixed or samples) / max(times, 1)
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, sampling_rate={self.sampling_rate}, window={self.window:g}, overlap={self.overlap:g}"
+        return f"dim={self.dim}, sampling_rate={self.sampling_rate}, window={self.window:g}"
 
 
 class _TooShortError(Exception):
     """A sound gives no state."""
+
+
+class _Window(NamedTuple):
+    """A stretch of a sound from a sample on."""
+
+    sound: int
+    start: int
+    samples: Tensor
 
 
 def _audio_part(model: Any) -> Any:
@@ -322,64 +322,3 @@ def _audio_part(model: Any) -> Any:
     if not hasattr(model, "config"):
         raise ConfigError(f"{type(model).__name__} is no model of transformers; name one, or subclass SoundEncoder")
     return model.get_encoder() if model.config.is_encoder_decoder and hasattr(model, "get_encoder") else model
-
-
-def _fixed_length(feature_extractor: Any, config: Any) -> int | None:
-    """Return the length in samples to which the extractor pads every sound, or None."""
-    if hasattr(config, "time_stride"):
-        return int((feature_extractor.max_length - 1) * _AST_HOP + _AST_FRAME)
-    for name in ("n_samples", "nb_max_samples"):
-        if hasattr(feature_extractor, name):
-            return int(getattr(feature_extractor, name))
-    return None
-
-
-@dataclass(frozen=True)
-class Window:
-    """A stretch of a sound; positions are in samples from the begin of the sound."""
-
-    start: int
-    samples: Tensor
-    first: float  # begin of the part whose states are taken from this window
-    last: float  # end of that part
-    is_last: bool
-
-    def own_times(self, step: float, count: int) -> list[int]:
-        """Return those of `count` states, `step` samples apart, whose middle lies in the own part of the window."""
-        middles = [self.start + (number + 0.5) * step for number in range(count)]
-        # The sound may end before the middle of its last state.
-        return [
-            number
-            for number, middle in enumerate(middles)
-            if self.first <= middle and (middle < self.last or self.is_last)
-        ]
-
-    def spans(self, times: list[int], step: float, sampling_rate: int) -> list[tuple[float, float]]:
-        """Return begin and end of states in seconds."""
-        edges = ((self.start + number * step, self.start + (number + 1) * step) for number in times)
-        return [(start / sampling_rate, end / sampling_rate) for start, end in edges]
-
-
-def cut(pieces: Iterable[Tensor], length: int, overlap: int) -> Iterator[Window]:
-    """Cut a sound that arrives in pieces into windows of `length` samples that share `overlap` samples.
-
-    A shorter sound is one window. The last window ends with the sound, and overlaps more. Each window owns the half of
-    an overlap in which it has more context.
-
-    >>> [(w.start, len(w.samples), w.first, w.last) for w in cut([torch.zeros(11)], 5, 2)]
-    [(0, 5, 0.0, 4.0), (3, 5, 4.0, 7.0), (6, 5, 7.0, 11.0)]
-    """
-    waiting, start, first = torch.zeros(0), 0, 0.0
-    before = waiting
-    for piece in pieces:
-        waiting = torch.cat([waiting, piece])
-        while len(waiting) > length:
-            last = start + length - overlap / 2
-            yield Window(start, waiting[:length], first, last, False)
-            # The last window may reach back as far as this.
-            before, waiting = waiting[: length - overlap], waiting[length - overlap :]
-            start, first = start + length - overlap, last
-    end = start + len(waiting)
-    missing = min(length - len(waiting), len(before))
-    samples = torch.cat([before[len(before) - missing :], waiting]) if missing else waiting
-    yield Window(start - missing, samples, first, float(end), True)

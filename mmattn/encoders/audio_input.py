@@ -6,34 +6,26 @@ its own rate and with all its channels; channels are averaged, and the rate is c
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import AudioError, MmattnError, check_float, check_int, import_extra
+from mmattn.encoders.media_files import as_list, is_array, open_binary
+from mmattn.errors import AudioError, check_float, check_int, import_extra
 
 SAMPLING_RATE = 16_000
 """Samples in a second that models of speech expect."""
 MAX_SECONDS = 7200.0
 """The longest sound that is read at once by default: 460 MB at 16 kHz."""
 
-MAX_CLIPPED = 0.05
-"""The share of samples at full scale from which on a recording is refused by default."""
-
-_ACCEPTED = (
-    "a path, bytes, an open binary file, an array or tensor (samples,) or (channels, samples), or a dict of 'array' "
-    "and 'sampling_rate'"
-)
 #: Largest sample: full scale is 1.
 _SCALE = 2.0
-#: From here on a sample counts as clipped.
-_FULL = 0.99
 #: Missing bytes from which a file counts as cut short: some writers count wrongly.
 _SLACK = 64
 
@@ -44,7 +36,6 @@ def load_audio(
     *,
     source_rate: int | None = None,
     max_seconds: float = MAX_SECONDS,
-    max_clipped: float = MAX_CLIPPED,
 ) -> Tensor:
     """Read one sound as a mono waveform (samples,), float32 with full scale 1, at a sampling rate.
 
@@ -54,10 +45,9 @@ def load_audio(
         sampling_rate: samples in a second of the result.
         source_rate: samples in a second of an array; by default `sampling_rate`. Files say their own.
         max_seconds: longer sounds are refused; `stream_audio` reads them in pieces.
-        max_clipped: the share of samples at full scale from which on a recording is refused as overdriven; 1 for none.
 
     Raises:
-        AudioError: `source` is no sound, is damaged, cut short, empty, too long or overdriven, or has NaN.
+        AudioError: `source` is no sound, is damaged, cut short, empty, too long, or has NaN.
         ConfigError: a setting outside what is allowed.
         MissingExtraError: soundfile is not installed, or soxr, and they are needed.
 
@@ -65,7 +55,7 @@ def load_audio(
     torch.Size([160])
     """
     check_float("max_seconds", max_seconds, at_least=0)
-    pieces = list(_resampled(source, sampling_rate, source_rate, 10.0, max_seconds, max_clipped))
+    pieces = list(_resampled(source, sampling_rate, source_rate, 10.0, max_seconds))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -96,54 +86,32 @@ def stream_audio(
         MissingExtraError: soundfile is not installed, or soxr, and they are needed.
     """
     check_float("block", block, at_least=1e-3)
-    one = isinstance(source, (str, bytes, bytearray, memoryview, os.PathLike, Mapping, Tensor))
-    if isinstance(source, Iterable) and not (one or hasattr(source, "read") or hasattr(source, "__array_interface__")):
-        source = iter(source)
-    return _resampled(source, sampling_rate, source_rate, block, math.inf, 1.0)
+    return _resampled(source, sampling_rate, source_rate, block, math.inf)
 
 
 def _resampled(
-    source: Any, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float, max_clipped: float
+    source: Any, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float
 ) -> Iterator[Tensor]:
     check_int("sampling_rate", sampling_rate)
-    check_float("max_clipped", max_clipped, at_least=0)
-    name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, block)
-    change = None
-    if rate != sampling_rate:
-        change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
-    total = clipped = 0
-    for piece in pieces:
-        mono = _mono(piece, name, total / rate)
-        total, clipped = total + len(mono), clipped + int((mono.abs() >= _FULL).sum())
-        if total > max_seconds * rate:
-            raise AudioError(
-                f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or read it in pieces with "
-                "stream_audio"
-            )
-        yield mono if change is None else torch.from_numpy(change.resample_chunk(mono.numpy()))
-    if not total:
-        raise AudioError(f"{name} has no samples")
-    if clipped > max_clipped * total:
-        raise AudioError(
-            f"{name} is clipped: {clipped / total:.0%} of its samples are at full scale, above {max_clipped:.0%}; "
-            "record it at a lower level, or raise max_clipped"
-        )
-    if change is not None:
-        yield torch.from_numpy(change.resample_chunk(torch.zeros(0).numpy(), last=True))
-
-
-def as_sounds(sounds: Any) -> list[Any]:
-    """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
-    if isinstance(sounds, (str, bytes, bytearray, memoryview, os.PathLike, Mapping)) or hasattr(sounds, "read"):
-        return [sounds]
-    if isinstance(sounds, Tensor) or hasattr(sounds, "__array_interface__"):
-        return list(sounds) if len(sounds.shape) == 3 else [sounds]
-    if isinstance(sounds, Iterable) and not isinstance(sounds, (set, frozenset)):
-        items = list(sounds)
-        if items and all(isinstance(sample, (int, float)) for sample in items):
-            return [torch.tensor(items, dtype=torch.float32)]
-        return items
-    raise AudioError(f"sounds were expected, got {type(sounds).__name__}; give {_ACCEPTED}, or a list of these")
+    with ExitStack() as stack:
+        name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, block, stack)
+        change = None
+        if rate != sampling_rate:
+            change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
+        total = 0
+        for piece in pieces:
+            mono = _mono(piece, name, total / rate)
+            total += len(mono)
+            if total > max_seconds * rate:
+                raise AudioError(
+                    f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or read it in pieces "
+                    "with stream_audio"
+                )
+            yield mono if change is None else torch.from_numpy(change.resample_chunk(mono.numpy()))
+        if not total:
+            raise AudioError(f"{name} has no samples")
+        if change is not None:
+            yield torch.from_numpy(change.resample_chunk(torch.zeros(0).numpy(), last=True))
 
 
 def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: Any) -> list[Tensor]:
@@ -157,49 +125,39 @@ def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: A
     return waves
 
 
-def _opened(source: Any, source_rate: int, block: float) -> tuple[str, int, Iterator[Tensor]]:
+def sound_list(sounds: Any) -> list[Any]:
+    """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
+    return as_list(sounds, "sound", AudioError, batch_dims=3, single=(Mapping,))
+
+
+def _opened(source: Any, source_rate: int, block: float, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
     """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
     if isinstance(source, Mapping):
-        if not {"array", "sampling_rate"} <= source.keys():
-            raise AudioError(f"a dict of a sound has 'array' and 'sampling_rate', got {sorted(map(str, source))}")
-        try:
-            return _opened(source["array"], int(source["sampling_rate"]), block)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, MmattnError):
-                raise
-            raise AudioError(f"'sampling_rate' must be a number, got {source['sampling_rate']!r:.60}") from error
-    if isinstance(source, Tensor) or hasattr(source, "__array_interface__"):
+        rate = source.get("sampling_rate")
+        if "array" not in source or not isinstance(rate, int):
+            raise AudioError(f"a sound is a dict of 'array' and an int 'sampling_rate'; got {sorted(map(str, source))}")
+        source, source_rate = source["array"], rate
+    if is_array(source):
         check_int("source_rate", source_rate)
-        return _from_array(source, source_rate)
-    if isinstance(source, (str, os.PathLike)):
-        return _from_path(os.fsdecode(source), block)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_file(io.BytesIO(bytes(source)), "the bytes", block)
-    if hasattr(source, "read"):
-        if hasattr(source, "seekable") and source.seekable():
-            source.seek(0)
-        data = source.read()
-        if not isinstance(data, bytes):
-            raise AudioError(f"the file reads as {type(data).__name__}; open it with mode 'rb'")
-        return _from_file(io.BytesIO(data), "the file", block)
-    if isinstance(source, (list, tuple)) and all(isinstance(sample, (int, float)) for sample in source):
-        return _from_array(torch.tensor(source, dtype=torch.float32), source_rate)
-    if isinstance(source, Iterator):
-        pieces = (piece for part in source for piece in _from_array(part, source_rate, empty=True)[2])
-        return "the stream", source_rate, pieces
-    raise AudioError(f"a sound was expected, got {type(source).__name__}; give {_ACCEPTED}")
+        name, samples = _of_array(source)
+        return name, source_rate, iter([samples])
+    is_file = isinstance(source, (str, bytes, bytearray, memoryview)) or hasattr(source, "read")
+    if isinstance(source, Iterable) and not is_file:
+        return "the stream", source_rate, (_of_array(piece)[1] for piece in source)
+    file, name = stack.enter_context(open_binary(source, "sound", AudioError))
+    sound = stack.enter_context(_sound_file(file, name))
+    return name, sound.samplerate, _file_pieces(sound, name, max(1, round(block * sound.samplerate)))
 
 
-def _from_array(source: Any, rate: int, empty: bool = False) -> tuple[str, int, Iterator[Tensor]]:
-    if not isinstance(source, Tensor) and not hasattr(source, "__array_interface__"):
+def _of_array(source: Any) -> tuple[str, Tensor]:
+    """Return the name of an array in messages, and its samples (samples, channels)."""
+    if not is_array(source):
         raise AudioError(f"a piece of a sound was expected, got {type(source).__name__}; give an array or a tensor")
     name = f"the {'tensor' if isinstance(source, Tensor) else 'array'} {tuple(source.shape)}"
     try:
         samples = source.detach().cpu() if isinstance(source, Tensor) else torch.from_numpy(source.copy())
     except (TypeError, ValueError) as error:
         raise AudioError(f"{name} is {source.dtype}; give floats from -1 to 1, or int16 or int32") from error
-    if not samples.numel() and not empty:
-        raise AudioError(f"{name} has no samples")
     if samples.dim() not in (1, 2):
         raise AudioError(f"{name} is not one sound; give (samples,) or (channels, samples), several as a list")
     if samples.dim() == 2 and samples.shape[0] > samples.shape[1]:
@@ -210,33 +168,12 @@ def _from_array(source: Any, rate: int, empty: bool = False) -> tuple[str, int, 
         samples = samples.double() / -torch.iinfo(samples.dtype).min
     elif not samples.is_floating_point():
         raise AudioError(f"{name} is {samples.dtype}; give floats from -1 to 1, or int16 or int32")
-    return name, rate, iter([(samples if samples.dim() == 2 else samples[None]).float().T])
+    return name, (samples if samples.dim() == 2 else samples[None]).float().T
 
 
-def _from_path(path: str, block: float) -> tuple[str, int, Iterator[Tensor]]:
-    if path.lower().startswith(("http://", "https://", "data:", "s3://", "gs://")):
-        raise AudioError(f"{path[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
-    label = repr(path if len(path) <= 200 else path[:200] + "…")
-    if os.path.isdir(path):
-        raise AudioError(f"{label} is a folder; give the paths of the sounds in it")
-    try:
-        file = open(path, "rb")  # noqa: SIM115 (closed once its last piece is read)
-    except FileNotFoundError:
-        raise AudioError(f"there is no file {label}") from None
-    except (OSError, ValueError) as error:
-        raise AudioError(f"{label} cannot be read: {error}") from error
-    try:
-        return _from_file(file, label, block)
-    except BaseException:
-        file.close()
-        raise
-
-
-def _from_file(file: Any, name: str, block: float) -> tuple[str, int, Iterator[Tensor]]:
+def _sound_file(file: BinaryIO, name: str) -> Any:
+    """Return the `soundfile.SoundFile` of a file that is whole as far as its header says."""
     soundfile = import_extra("soundfile", "audio")
-    if not file.read(1):
-        raise AudioError(f"{name} is empty (0 bytes), no sound")
-    file.seek(0)
     if file.read(4) == b"OggS" and not _ends(file):
         raise AudioError(f"{name} is cut short: the last page of its Ogg stream is missing; fetch or copy it anew")
     file.seek(0)
@@ -248,10 +185,10 @@ def _from_file(file: Any, name: str, block: float) -> tuple[str, int, Iterator[T
         # Writers without the length state the largest one.
         if int(actual) + _SLACK < int(stated) < 2**31 - 1:
             raise AudioError(f"{name} is cut short: {actual} of {stated} bytes; fetch or copy it anew")
-    return name, sound.samplerate, _file_pieces(soundfile, sound, file, name, max(1, round(block * sound.samplerate)))
+    return sound
 
 
-def _ends(file: Any) -> bool:
+def _ends(file: BinaryIO) -> bool:
     """Return True if an Ogg file (RFC 3533, section 6) ends with a whole page that is marked as the last."""
     # A page has a head of at most 282 bytes and 255 segments of 255.
     size = file.seek(0, os.SEEK_END)
@@ -264,22 +201,19 @@ def _ends(file: Any) -> bool:
     return len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
 
 
-def _file_pieces(soundfile: Any, sound: Any, file: Any, name: str, length: int) -> Iterator[Tensor]:
+def _file_pieces(sound: Any, name: str, length: int) -> Iterator[Tensor]:
     read = 0
-    with file, sound:
-        while True:
-            try:
-                piece = sound.read(length, dtype="float32", always_2d=True)
-            except (soundfile.SoundFileError, RuntimeError) as error:
-                raise AudioError(
-                    f"{name} is damaged or cut short after {read / sound.samplerate:.2f} s: {error}"
-                ) from error
-            if not len(piece):
-                break
-            read += len(piece)
-            yield torch.from_numpy(piece)
-        if read < sound.frames < 2**62:
-            raise AudioError(f"{name} is cut short: {read} of {sound.frames} samples; fetch or copy it anew")
+    while True:
+        try:
+            piece = sound.read(length, dtype="float32", always_2d=True)
+        except RuntimeError as error:
+            raise AudioError(f"{name} is damaged or cut short after {read / sound.samplerate:.2f} s: {error}") from error
+        if not len(piece):
+            break
+        read += len(piece)
+        yield torch.from_numpy(piece)
+    if read < sound.frames < 2**62:
+        raise AudioError(f"{name} is cut short: {read} of {sound.frames} samples; fetch or copy it anew")
 
 
 def _mono(piece: Tensor, name: str, seconds: float) -> Tensor:

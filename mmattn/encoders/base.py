@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.images import MAX_PIXELS, ImageProcessor, as_list
+from mmattn.encoders.images import MAX_PIXELS, ImageProcessor, image_list
 from mmattn.errors import check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
@@ -188,7 +188,7 @@ class ImageEncoder(FrozenEncoder):
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        pictures, process = as_list(images), self.image_processor
+        pictures, process = image_list(images), self.image_processor
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
             parts = [

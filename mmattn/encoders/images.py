@@ -6,16 +6,15 @@ as its EXIF says, laid on white where it is transparent, and its header is check
 
 from __future__ import annotations
 
-import io
 import os
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from mmattn.encoders.media_files import as_list, is_array, open_binary
 from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
 
 if TYPE_CHECKING:
@@ -25,30 +24,6 @@ MAX_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded by default: where Pillow begins to warn, 256 MB as RGB."""
 MAX_SIDE = 1 << 18
 """Pixels of the longest side that is decoded: Pillow takes seconds for the rows of 1 x 80,000,000."""
-
-_ACCEPTED = (
-    "a path, bytes, an open binary file, a PIL image, a numpy array or a torch tensor "
-    "(uint8 or float 0..1, one picture as h w 3 or 3 h w)"
-)
-
-_SIGNATURES = (
-    (b"<svg", "an SVG drawing: render it to PNG first"),
-    (b"<!doctype html", "an HTML page, as a failed download leaves behind"),
-    (b"<html", "an HTML page, as a failed download leaves behind"),
-    (b"<?xml", "XML (an SVG drawing?): render it to PNG first"),
-    (b"version https://git-lfs", "a Git LFS pointer: fetch the file itself with git lfs pull"),
-    (b"%pdf", "a PDF document: render a page to PNG first"),
-    (b"%!ps", "a PostScript drawing: render it to PNG first"),
-    (b"pk\x03\x04", "a ZIP archive: unpack it first"),
-    (b"\x1f\x8b", "gzip data: unpack it first"),
-    (b"\x89png", "a PNG file"),
-    (b"\xff\xd8\xff", "a JPEG file"),
-    (b"gif8", "a GIF file"),
-    (b"bm", "a BMP file"),
-    (b"ii*\x00", "a TIFF file"),
-    (b"mm\x00*", "a TIFF file"),
-    (b"{", "JSON text"),
-)
 
 
 def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
@@ -75,27 +50,16 @@ def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
     check_int("max_pixels", max_pixels)
     if isinstance(source, pil.Image):
         return _decoded(source, "the PIL image", max_pixels)
-    if isinstance(source, Tensor) or hasattr(source, "__array_interface__"):
-        return _from_array(source, max_pixels)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _opened(bytes(source), "the bytes", max_pixels)
-    if hasattr(source, "read"):
-        return _from_file(source, max_pixels)
-    if isinstance(source, (str, os.PathLike)):
-        return _from_path(os.fspath(source), max_pixels)
-    raise ImageError(f"a picture was expected, got {type(source).__name__}; give {_ACCEPTED}")
+    if is_array(source):
+        name = f"the {'tensor' if isinstance(source, Tensor) else 'array'} {tuple(source.shape)}"
+        return _decoded(pil.fromarray(_levels(source, name)), name, max_pixels)
+    with open_binary(source, "picture", ImageError) as (file, name):
+        return _decoded(_opened(file, name, max_pixels), name, max_pixels)
 
 
-def as_list(images: Any) -> list[Any]:
+def image_list(images: Any) -> list[Any]:
     """Return one image, an iterable of images, or an array (b, ...) of them as a list."""
-    pil = import_extra("PIL.Image", "vision")
-    if isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike, pil.Image)) or hasattr(images, "read"):
-        return [images]
-    if isinstance(images, Tensor) or hasattr(images, "__array_interface__"):
-        return list(images) if len(images.shape) == 4 else [images]
-    if isinstance(images, Iterable) and not isinstance(images, (dict, set, frozenset)):
-        return list(images)
-    raise ImageError(f"pictures were expected, got {type(images).__name__}; give {_ACCEPTED}, or a list of these")
+    return as_list(images, "picture", ImageError, batch_dims=4, single=(import_extra("PIL.Image", "vision").Image,))
 
 
 def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -210,126 +174,64 @@ def each_image(
     return rows
 
 
-def preprocess(images: Any, size: int | Sequence[int] = 224, **settings: Any) -> Tensor:
-    """Return normalised pixels (b, 3, height, width) of one image or several.
-
-    Args:
-        images: one image or a list of them, of any kind that `load_image` reads.
-        size: height and width in pixels, or one number for both.
-        **settings: of `ImageProcessor`.
-
-    Raises:
-        ImageError: an image cannot be read; the message says which one.
-        ConfigError: a setting outside what is allowed.
-
-    >>> preprocess(torch.zeros(3, 8, 11), size=6).shape
-    torch.Size([1, 3, 6, 6])
-    """
-    return ImageProcessor(size, **settings)(as_list(images))
-
-
 def _pixels(image: Image) -> Tensor:
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
 
 
-def _from_path(path: str | bytes, max_pixels: int) -> Image:
-    name = os.fsdecode(path)
-    if name.lower().startswith(("http://", "https://", "data:", "s3://", "gs://")):
-        raise ImageError(f"{name[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
-    label = repr(name if len(name) <= 200 else name[:200] + "…")
-    try:
-        with open(path, "rb") as file:
-            return _opened(file, label, max_pixels)
-    except FileNotFoundError:
-        raise ImageError(f"there is no file {label}") from None
-    except IsADirectoryError:
-        raise ImageError(f"{label} is a folder; give the paths of the pictures in it") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, ImageError):
-            raise
-        raise ImageError(f"{label} cannot be read: {error}") from error
-
-
-def _from_file(file: Any, max_pixels: int) -> Image:
-    try:
-        if not hasattr(file, "seekable") or file.seekable():
-            file.seek(0)
-        data = file.read()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ImageError(f"the file cannot be read: {error}") from error
-    if not isinstance(data, bytes):
-        raise ImageError(f"the file reads as {type(data).__name__}; open it with mode 'rb'")
-    return _opened(data, "the file", max_pixels)
-
-
-def _opened(data: Any, name: str, max_pixels: int) -> Image:
+def _opened(file: BinaryIO, name: str, max_pixels: int) -> Image:
     pil = import_extra("PIL.Image", "vision")
-    file = io.BytesIO(data) if isinstance(data, bytes) else data
-    head = file.read(512)
-    file.seek(0)
-    if not head:
-        raise ImageError(f"{name} is empty (0 bytes), no picture")
     try:
-        image = pil.open(file)
+        image: Image = pil.open(file)
     except (pil.DecompressionBombError, pil.DecompressionBombWarning) as error:
         raise ImageError(
             f"{name} is too large: {error}. The limit here is {max_pixels} pixels; shrink the picture first"
         ) from error
     except Exception as error:  # Pillow lets any error of its readers through.
-        raise ImageError(f"{name} cannot be read as a picture; it {_looks_like(head)}") from error
+        file.seek(0)
+        raise ImageError(
+            f"{name} cannot be read as a picture: it begins with {file.read(24)!r}; save it as PNG or JPEG"
+        ) from error
     if image.format in ("EPS", "WMF"):
         raise ImageError(f"{name} is a drawing ({image.format}), not a picture; render it to PNG first")
-    return _decoded(image, name, max_pixels)
+    return image
 
 
 def _decoded(image: Image, name: str, max_pixels: int) -> Image:
-    pil = import_extra("PIL.Image", "vision")
+    """Return the first frame upright in RGB."""
     width, height = image.size
-    kind = image.format or f"mode {image.mode}"
+    name = f"{name} ({image.format or f'mode {image.mode}'}, {width} x {height})"
+    if not width * height:
+        raise ImageError(f"{name} has no pixels")
     if width * height > max_pixels:
         raise ImageError(
-            f"{name} ({kind}) is {width} x {height} = {width * height} pixels, more than the limit of {max_pixels}; "
-            "shrink it first, or raise max_pixels"
+            f"{name} has {width * height} pixels, more than the limit of {max_pixels}; shrink it first, or raise "
+            "max_pixels"
         )
-    if not width * height:
-        raise ImageError(f"{name} is {width} x {height}: it has no pixels")
     if max(width, height) > MAX_SIDE:
-        raise ImageError(
-            f"{name} ({kind}) is {width} x {height}: a side has at most {MAX_SIDE:,} pixels; cut it into pictures"
-        )
+        raise ImageError(f"{name} is too long: a side has at most {MAX_SIDE:,} pixels; cut it into pictures")
     try:
         frame = image.tell()
         try:
             if frame:
                 image.seek(0)
-            image.load()
-            upright = _rgb(image)
-            orientation = _orientation(image)
+            return _rgb(_upright(image))
         finally:
             if frame:
                 image.seek(frame)
-        if orientation is not None:
-            upright = upright.transpose(orientation)
-        # A fresh image carries no EXIF, so that it is not turned again when it comes back here.
-        clean = pil.new("RGB", upright.size)
-        clean.paste(upright)
-        return clean
     except ImageError as error:
-        raise ImageError(f"{name} ({kind}, {width} x {height}) {error}") from error
+        raise ImageError(f"{name} {error}") from error
     except Exception as error:  # Pillow lets any error of its readers through.
-        raise ImageError(f"{name} ({kind}, {width} x {height}) is damaged or cut short: {error}") from error
+        raise ImageError(f"{name} is damaged or cut short: {error}") from error
 
 
-def _orientation(image: Image) -> Any:
-    pil = import_extra("PIL.Image", "vision")
+def _upright(image: Image) -> Image:
+    """Return a copy, turned as EXIF says."""
+    image.load()
     try:
-        value = image.getexif().get(0x0112)
-    except (OSError, SyntaxError, ValueError, TypeError, KeyError, EOFError, struct.error):
-        return None  # Viewers show a picture with unreadable EXIF as it is stored.
-    turn = pil.Transpose
-    turns = {2: turn.FLIP_LEFT_RIGHT, 3: turn.ROTATE_180, 4: turn.FLIP_TOP_BOTTOM, 5: turn.TRANSPOSE}
-    turns |= {6: turn.ROTATE_270, 7: turn.TRANSVERSE, 8: turn.ROTATE_90}
-    return turns.get(value) if isinstance(value, int) else None
+        upright: Image = import_extra("PIL.ImageOps", "vision").exif_transpose(image)
+    except Exception:  # Viewers show a picture with unreadable EXIF as it is stored.
+        return image.copy()
+    return upright
 
 
 def _rgb(image: Image) -> Image:
@@ -339,7 +241,6 @@ def _rgb(image: Image) -> Image:
     transparency = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(transparency, tuple) and max(transparency) > 255:
         # 16 bits as in the file, while Pillow keeps the upper 8 of each pixel.
-        image = image.copy()
         image.info["transparency"] = tuple(level >> 8 for level in transparency)
     if image.mode == "La":
         image = image.convert("LA")
@@ -347,42 +248,34 @@ def _rgb(image: Image) -> Image:
         page = pil.new("RGBA", image.size, "white")
         page.alpha_composite(image.convert("RGBA"))
         image = page
-    try:
-        return image.convert("RGB")
-    except ValueError as error:
-        raise ImageError(f"has the colour mode {image.mode}, which cannot become RGB; save it as RGB") from error
+    return image.convert("RGB")
 
 
-def _grey(array: Any, transparency: Any = None) -> Image:
+def _grey(array: Any, transparency: object) -> Image:
+    """Return grey levels of 16 bits, ints or floats as RGB."""
     numpy, pil = import_extra("numpy", "vision"), import_extra("PIL.Image", "vision")
-    exact = array.dtype == numpy.uint16 or array.dtype == numpy.dtype(">u2")
     values = array.astype(numpy.float64)
     low, high = values.min(), values.max()
-    if not numpy.isfinite(low) or not numpy.isfinite(high):
-        raise ImageError("has pixels that are NaN or infinite")
-    if low < 0 or high > 65535:
+    if not (low >= 0 and high <= 65535):
         raise ImageError(f"has pixels from {low:g} to {high:g}; scale them to 0..255 or 0..65535 (floats also to 0..1)")
-    if exact or high > 255:
-        scale = 65535.0
-    else:
-        scale = 1.0 if array.dtype.kind == "f" and high <= 1 else 255.0
+    scale = 65535.0 if array.dtype.itemsize == 2 or high > 255 else 1.0 if array.dtype.kind == "f" and high <= 1 else 255.0
     levels = (values * (255 / scale)).round().astype(numpy.uint8)
     if isinstance(transparency, int):
         levels[values == transparency] = 255
-    return pil.fromarray(levels).convert("RGB")
+    grey: Image = pil.fromarray(levels).convert("RGB")
+    return grey
 
 
-def _from_array(source: Any, max_pixels: int) -> Image:
-    numpy, pil = import_extra("numpy", "vision"), import_extra("PIL.Image", "vision")
-    name = f"the {'tensor' if isinstance(source, Tensor) else 'array'} {tuple(source.shape)}"
+def _levels(source: Any, name: str) -> Any:
+    """Return a tensor or array as an array (h, w) or (h, w, c) of 8 bits."""
+    numpy = import_extra("numpy", "vision")
     if isinstance(source, Tensor):
         tensor = source.detach().cpu()
         array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     else:
         array = numpy.asarray(source)
-    channels = (1, 3, 4)
     if array.ndim == 3:
-        first, last = array.shape[0] in channels, array.shape[2] in channels
+        first, last = (array.shape[axis] in (1, 3, 4) for axis in (0, 2))
         # Where both ends could be channels, tensors come as (3, h, w) and arrays as (h, w, 3).
         if first and (not last or isinstance(source, Tensor)):
             array = array.transpose(1, 2, 0)
@@ -393,8 +286,6 @@ def _from_array(source: Any, max_pixels: int) -> Image:
         raise ImageError(f"{name} is not one picture; give (h, w, 3) or (3, h, w), several as a list")
     if not array.size:
         raise ImageError(f"{name} has no pixels")
-    if array.shape[0] * array.shape[1] > max_pixels:
-        raise ImageError(f"{name} has more than {max_pixels} pixels; shrink it first, or raise max_pixels")
     if array.dtype.kind == "f":
         low, high = float(array.min()), float(array.max())
         if not (low >= -1e-4 and high <= 1 + 1e-4):
@@ -402,25 +293,11 @@ def _from_array(source: Any, max_pixels: int) -> Image:
                 f"{name} has float values from {low:g} to {high:g}, not 0..1; divide 0..255 by 255, and give pictures "
                 "before mean and std are taken off"
             )
-        array = (array.astype(numpy.float64).clip(0, 1) * 255).round().astype(numpy.uint8)
+        array = (array.astype(numpy.float64).clip(0, 1) * 255).round()
     elif array.dtype == numpy.uint16:
-        array = (array / 257).round().astype(numpy.uint8)
+        array = (array / 257).round()
     elif array.dtype == numpy.bool_:
-        array = array.astype(numpy.uint8) * 255
+        array = array * 255
     elif array.dtype != numpy.uint8:
         raise ImageError(f"{name} is {array.dtype}; give uint8 (0..255), uint16, bool or float (0..1)")
-    return _decoded(pil.fromarray(numpy.ascontiguousarray(array)), name, max_pixels)
-
-
-def _looks_like(head: bytes) -> str:
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if b"<svg" in text:
-        return f"looks like {_SIGNATURES[0][1]}"
-    for signature, words in _SIGNATURES:
-        if text.startswith(signature):
-            return f"looks like {words}" + (", damaged or cut short" if words.endswith("file") else "")
-    if head[4:8] == b"ftyp":
-        return f"looks like a video, HEIC or AVIF file (brand {head[8:12]!r}): save it as JPEG or PNG first"
-    if not any(byte < 9 or 13 < byte < 32 for byte in head):
-        return f"looks like text, beginning {head[:24]!r}"
-    return f"begins with the bytes {head[:8]!r}, of no format Pillow knows here"
+    return numpy.ascontiguousarray(array.astype(numpy.uint8))

@@ -1,20 +1,26 @@
-"""Videos as a memory: frames with their times, each through an encoder of images."""
+"""Videos as a memory: frames, decoded one by one by FFmpeg (PyAV), with their times, each through an image encoder."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from mmattn.encoders.base import FrozenEncoder, ImageEncoder
-from mmattn.encoders.frames import Frame, as_videos, stream_frames
 from mmattn.encoders.images import MAX_PIXELS
-from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int
+from mmattn.encoders.media_files import as_list, is_array, open_binary
+from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
+
+#: Missing length from which a video counts as cut short: as a share, and in seconds.
+_SLACK = (0.1, 0.5)
 
 
 class VideoEncoder(FrozenEncoder):
@@ -26,7 +32,6 @@ class VideoEncoder(FrozenEncoder):
     Args:
         images: the encoder of the frames.
         fps: frames of each second; None for all.
-        count: frames of the whole video, in place of `fps`.
         max_frames: videos that give more are refused.
 
     Attributes:
@@ -43,16 +48,12 @@ class VideoEncoder(FrozenEncoder):
     (Memory(b=1, m=3, e=512, float32, segments, sources), [[0, 1, 2]], {'video': 0, 'frame': 1, 'time': 0.5})
     """
 
-    def __init__(
-        self, images: ImageEncoder, *, fps: float | None = 1.0, count: int | None = None, max_frames: int = 1000
-    ) -> None:
+    def __init__(self, images: ImageEncoder, *, fps: float | None = 1.0, max_frames: int = 1000) -> None:
         if not isinstance(images, ImageEncoder):
             raise ConfigError(f"images must be an encoder of images, got {type(images).__name__}")
-        self.count = None if count is None else check_int("count", count)
-        self.fps = None if fps is None or count is not None else check_float("fps", fps, at_least=1e-6)
+        self.fps = None if fps is None else check_float("fps", fps, at_least=1e-6)
         self.max_frames = check_int("max_frames", max_frames)
-        settings = {"encoder": "video", "fps": self.fps, "count": self.count}
-        super().__init__(images, settings, images.device)
+        super().__init__(images, {"encoder": "video", "fps": self.fps}, images.device)
         self.dim = images.dim
 
     @property
@@ -80,7 +81,9 @@ class VideoEncoder(FrozenEncoder):
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        items, rows = as_videos(videos), []
+        items, rows = as_list(videos, "video", VideoError, batch_dims=0), []
+        if items and isinstance(items[0], tuple):
+            items = [items]
         for number in batches(len(items), 1, "encoding", progress):
             try:
                 rows.append(self._whole(items[number], number, batch_size, max_pixels))
@@ -126,8 +129,7 @@ class VideoEncoder(FrozenEncoder):
         return torch.tensor(places, dtype=torch.float32, device=memory.device).view(memory.batch, memory.length, 3)
 
     def _frames(self, video: Any, max_pixels: int) -> Iterator[Frame]:
-        frames = stream_frames(video, fps=self.fps, count=self.count, max_pixels=max_pixels)
-        for number, frame in enumerate(frames):
+        for number, frame in enumerate(stream_frames(video, fps=self.fps, max_pixels=max_pixels)):
             if number >= self.max_frames:
                 raise VideoError(
                     f"more than {self.max_frames} frames up to {frame.time:.2f} s; lower fps, or raise max_frames"
@@ -138,14 +140,13 @@ class VideoEncoder(FrozenEncoder):
         frames = self._frames(video, max_pixels)
         parts: list[Memory] = []
         while chunk := list(itertools.islice(frames, batch_size)):
-            parts.append(self._encoded(chunk, number, sum(part.length for part in parts) // self.images.length))
-        memory = Memory.cat([Memory(part.tokens, sources=part.sources) for part in parts])
+            parts.append(self._encoded(chunk, number, batch_size * len(parts)))
+        memory = Memory.cat(parts)
         segments = torch.arange(memory.length, device=memory.device)[None] // self.images.length
         return Memory(memory.tokens, segments=segments, sources=memory.sources)
 
-    def _encoded(self, frames: Iterable[Frame], video: int, first: int) -> Memory:
+    def _encoded(self, frames: list[Frame], video: int, first: int) -> Memory:
         """Encode frames, numbered from `first`, as one row (1, n × m, e)."""
-        frames = list(frames)
         memory = self.images([frame.image for frame in frames], batch_size=len(frames))
         assert memory.sources is not None
         sources = [
@@ -162,4 +163,159 @@ class VideoEncoder(FrozenEncoder):
         return self.images._weights()
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, fps={self.fps}, count={self.count}"
+        return f"dim={self.dim}, fps={self.fps}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A picture of a video.
+
+    Args:
+        time: in seconds from the first frame.
+        image: of any kind that `load_image` reads.
+    """
+
+    time: float
+    image: Any
+
+
+def stream_frames(source: Any, *, fps: float | None = None, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
+    """Yield frames of one video in their order, upright, each as soon as it is decoded.
+
+    With `fps` these are the frames on display at the requested times, each once: a video with fewer frames gives all of
+    them.
+
+    Args:
+        source: path, bytes or open binary file, or an iterable of (time in seconds, image) as they arrive.
+        fps: frames of each second, by time; None for all.
+        max_pixels: videos with larger frames are refused.
+
+    Yields:
+        Frames with increasing times.
+
+    Raises:
+        VideoError: `source` is no video, has no frames, is damaged or cut short, or is larger than `max_pixels`.
+        ConfigError: a setting outside what is allowed.
+        MissingExtraError: PyAV is not installed, and it is needed.
+
+    >>> [frame.time for frame in stream_frames([(0.0, "a"), (0.4, "b"), (0.6, "c"), (1.1, "d")], fps=2)]
+    [0.0, 0.4, 0.6, 1.1]
+    """
+    check_int("max_pixels", max_pixels)
+    if fps is not None:
+        check_float("fps", fps, at_least=1e-6)
+    # A little late, so that the rounding of times does not choose the frame before.
+    count, late, shown, apart = 0, 1e-6, None, 0.0
+    for frame in _frames(source, max_pixels):
+        if fps is None:
+            yield frame
+        elif shown is not None:
+            apart = frame.time - shown.time
+            # The previous frame was on display up to here.
+            if count / fps + late < frame.time:
+                yield shown
+            while count / fps + late < frame.time:
+                count += 1
+        shown = frame
+    if fps is not None and shown is not None and count / fps < max(shown.time + apart - 2 * late, shown.time + late):
+        yield shown
+
+
+def _frames(source: Any, max_pixels: int) -> Iterator[Frame]:
+    """Yield all frames of a video."""
+    with contextlib.ExitStack() as stack:
+        is_file = isinstance(source, (str, bytes, bytearray, memoryview)) or hasattr(source, "read")
+        if isinstance(source, Iterable) and not is_file and not is_array(source):
+            name, pairs = "the stream", source
+        else:
+            file, name = stack.enter_context(open_binary(source, "video", VideoError))
+            pairs = _decoded(file, name, max_pixels)
+        first, last = 0.0, -math.inf
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], (int, float)):
+                raise VideoError(f"a frame is a pair of its time in seconds and an image, got {type(pair).__name__}")
+            time, image = pair
+            if time <= last:
+                raise VideoError(f"the times of {name} must increase, got {time:g} s after {last:g} s")
+            first = time if math.isinf(last) else first
+            last = time
+            yield Frame(round(time - first, 6), image)
+        if math.isinf(last):
+            raise VideoError(f"{name} has no frames")
+
+
+def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float, Any]]:
+    """Yield the time and the pixels of each frame."""
+    av = import_extra("av", "video")
+    errors = (av.error.FFmpegError, OSError, ValueError, LookupError)
+    try:
+        # A playlist could name other files or addresses.
+        container = av.open(file, options={"protocol_whitelist": "file,pipe"})
+    except errors as error:
+        raise VideoError(f"{name} cannot be read as a video, or is cut short: {error}") from error
+    with container:
+        if not container.streams.video:
+            raise VideoError(f"{name} has no pictures, though it may have sound")
+        stream = container.streams.video[0]
+        if stream.width * stream.height > max_pixels:
+            raise VideoError(
+                f"{name} has frames of {stream.width} x {stream.height} pixels, more than {max_pixels}; shrink it "
+                "first, or raise max_pixels"
+            )
+        frames, first, last = container.decode(stream), math.inf, -math.inf
+        while True:
+            try:
+                frame = next(frames, None)
+            except errors as error:
+                raise VideoError(
+                    f"{name} is damaged or cut short after {max(last - first, 0):.2f} s: {error}"
+                ) from error
+            if frame is None:
+                break
+            if frame.time is None:
+                raise VideoError(f"{name} has no times of its frames; convert it first")
+            # Broken clocks repeat a time now and then; these frames are left out.
+            if frame.time > last:
+                first, last = min(first, frame.time), frame.time
+                yield last, _upright(_square(frame, stream.sample_aspect_ratio, max_pixels))
+        seconds = last - first + 1 / float(stream.average_rate or math.inf)
+        duration = _duration(container, stream, av.time_base)
+    if last >= first and seconds + max(_SLACK[1], _SLACK[0] * duration) < duration:
+        raise VideoError(f"{name} is cut short: {seconds:.2f} of {duration:.2f} s; fetch or copy it anew")
+
+
+def _duration(container: Any, stream: Any, time_base: int) -> float:
+    """Return the seconds that the header states; 0 where it states none."""
+    if stream.duration is not None and stream.time_base is not None:
+        return float(stream.duration * stream.time_base)
+    if container.duration is None:
+        return 0.0
+    # That of Matroska counts from 0, not from the first frame.
+    late = stream.start_time if "matroska" in container.format.name else None
+    return float(container.duration / time_base - (late or 0) * (stream.time_base or 0))
+
+
+def _square(frame: Any, aspect: Any, max_pixels: int) -> Any:
+    """Return the frame with square pixels; `aspect` is the width of a pixel divided by its height."""
+    width = round(frame.width * aspect) if aspect else frame.width
+    if width == frame.width or not 0 < width * frame.height <= max_pixels:
+        return frame
+    return frame.reformat(width=width)
+
+
+def _upright(frame: Any) -> Any:
+    numpy = import_extra("numpy", "video")
+    if any(component.is_alpha for component in frame.format.components):
+        rgba = frame.to_ndarray(format="rgba").astype(numpy.uint16)
+        pixels = ((rgba[..., :3] * rgba[..., 3:] + 255 * (255 - rgba[..., 3:]) + 127) // 255).astype(numpy.uint8)
+    else:
+        pixels = frame.to_ndarray(format="rgb24")
+    data = next((one for one in frame.side_data if one.type.name == "DISPLAYMATRIX"), None)
+    if data is None:
+        return pixels
+    # x' = a x + c y and y' = b x + d y, with y downwards (ISO 14496-12, 6.2.2); to the nearest quarter turn.
+    a, b, _, c, d = numpy.frombuffer(bytes(data), numpy.int32)[:5].tolist()
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return numpy.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
+

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmattn.encoders.images import as_list, load_image, picture_files
+from mmattn.encoders.images import image_list, load_image, picture_files
 from mmattn.errors import ImageError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
@@ -35,7 +35,7 @@ class ImageToTextPipeline(ImagePipeline):
             ImageError: an image cannot be read.
         """
         folder = isinstance(images, (str, os.PathLike)) and os.path.isdir(images)
-        pictures: list[Any] = picture_files([images]) if folder else as_list(images)
+        pictures: list[Any] = picture_files([images]) if folder else image_list(images)
         one = not folder and len(pictures) == 1 and not isinstance(images, (list, tuple))
         memory = self._memory(pictures, progress)
         texts = generate_texts(

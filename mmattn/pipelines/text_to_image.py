@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.images import as_list, load_image
+from mmattn.encoders.images import image_list, load_image
 from mmattn.errors import ConfigError, check_float, check_int
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.loading import load
@@ -103,7 +103,7 @@ class TextToImagePipeline(ImagePipeline):
         return pictures[0] if isinstance(prompts, str) else pictures
 
     def _memory(self, images: Any, count: int) -> Memory:
-        examples = as_list(images)
+        examples = image_list(images)
         if len(examples) not in (1, count):
             raise ConfigError(f"{len(examples)} examples for {count} prompts: give one, or one for each prompt")
         memory: Memory = self.encoder(examples)

@@ -54,7 +54,6 @@ def test_channels_are_averaged_and_integers_scaled() -> None:
     for dtype, scale in ((torch.int16, 2**15), (torch.int32, 2**31), (torch.uint8, 2**7)):
         whole = ((wave * scale).round() + (128 if dtype == torch.uint8 else 0)).to(dtype)
         torch.testing.assert_close(load_audio(whole.numpy()), wave, atol=1 / scale, rtol=0)
-    assert torch.equal(load_audio([0.5, -0.25, 0.0]), torch.tensor([0.5, -0.25, 0.0]))
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
@@ -134,17 +133,16 @@ LOUD = torch.sin(2 * math.pi * 200 * torch.arange(4000) / 16000)
         ("https://example.org/a.wav", "is an address, and nothing is downloaded"),
         (torch.zeros(0), r"the tensor \(0,\) has no samples"),
         (np.array(["a", "b"]), r"the array \(2,\) is <U1; give floats"),
-        ({"array": np.zeros(400), "sampling_rate": "fast"}, "'sampling_rate' must be a number, got 'fast'"),
+        ({"array": np.zeros(400), "sampling_rate": "fast"}, "an int 'sampling_rate'"),
         (np.zeros((2, 3, 4)), r"the array \(2, 3, 4\) is not one sound"),
         (torch.zeros(16000, 2), "more channels than samples"),
         (torch.zeros(5, dtype=torch.bool), "is torch.bool; give floats"),
         (torch.tensor([0.0, math.nan, 0.1]), "has NaN or infinity, 0.00 s and 1 samples from its beginning"),
         (1000 * LOUD, "has samples up to 1000, and full scale is 1"),
-        ((2 * LOUD).clamp(-1, 1), "is clipped: 6.% of its samples are at full scale, above 5%"),
         (written(torch.zeros(0)), "the bytes has no samples"),
         (3.5, "a sound was expected, got float; give a path"),
-        ({"array": [0.0]}, "a dict of a sound has 'array' and 'sampling_rate'"),
-        (io.StringIO("text"), "reads as str; open it with mode 'rb'"),
+        ({"array": [0.0]}, "a sound is a dict of 'array' and an int 'sampling_rate'"),
+        (io.StringIO("text"), "reads as text; open it with mode 'rb'"),
     ],
 )
 def test_what_is_no_sound_is_said(source: Any, words: str) -> None:
@@ -156,7 +154,6 @@ def test_what_is_no_sound_is_said(source: Any, words: str) -> None:
 
 
 def test_what_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.equal(load_audio((2 * LOUD).clamp(-1, 1), max_clipped=1), (2 * LOUD).clamp(-1, 1))
     with pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
         load_audio(LOUD * 0.5, max_seconds=0.2)
     for rates in ((0, None), (16000, 0)):

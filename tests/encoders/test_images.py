@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmattn.encoders import ImageProcessor, load_image, preprocess
-from mmattn.encoders.images import as_list
+from mmattn.encoders import ImageProcessor, load_image
+from mmattn.encoders.images import image_list
 from mmattn.errors import ConfigError, ImageError
 
 
@@ -179,14 +179,15 @@ def test_where_both_ends_could_be_channels_tensors_come_channels_first() -> None
     assert load_image(torch.zeros(5, 7, 3)).size == (7, 5)
 
 
-def huge_png(width: int, height: int) -> bytes:
-    """A PNG whose header promises more pixels than its few bytes hold."""
+def png(width: int, height: int, data: bytes, depth: int = 8, colour: int = 2, transparent: bytes | None = None) -> bytes:
+    """A PNG whose header promises as many pixels as it says, whatever its data hold."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    header += b"" if transparent is None else chunk(b"tRNS", transparent)
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("action", ["ignore", "error"])
@@ -194,30 +195,23 @@ def huge_png(width: int, height: int) -> bytes:
 def test_too_many_pixels_are_refused_from_the_header(side: int, action: str) -> None:
     warnings.simplefilter(action, Image.DecompressionBombWarning)
     with pytest.raises(ImageError, match=f"{side**2}"):
-        load_image(huge_png(side, side))
+        load_image(png(side, side, bytes(1000)))
 
 
 def test_the_pixel_limit_is_the_callers() -> None:
-    with pytest.raises(ImageError, match=r"61 x 47 = 2867 pixels, more than the limit of 2866.*max_pixels"):
+    with pytest.raises(ImageError, match="61 x 47.* has 2867 pixels, more than the limit of 2866.*max_pixels"):
         load_image(drawing(), max_pixels=2866)
     assert load_image(drawing(), max_pixels=2867).size == (61, 47)
     with pytest.raises(ImageError, match="max_pixels"):
         load_image(np.zeros((47, 61), np.uint8), max_pixels=2866)
 
 
-SVG = b'<?xml version="1.0"?>\n<!-- drawn -->\n<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
 BROKEN = {
     "zero bytes": (b"", "empty"),
-    "svg": (SVG, "SVG"),
-    "bare svg": (b"\n <svg/>", "SVG"),
-    "html": (b"<!DOCTYPE html><p>404", "HTML"),
-    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid", "LFS"),
-    "pdf": (b"%PDF-1.7 \x00", "PDF"),
-    "zip": (b"PK\x03\x04\x00\x00", "ZIP"),
-    "heic": (b"\x00\x00\x00\x18ftypheic\x00", "HEIC"),
-    "text": (b"not a picture at all", "text"),
-    "noise": (bytes(range(1, 60)), "begins with the bytes"),
-    "header only": (b"\x89PNG\r\n\x1a\n", "PNG file, damaged"),
+    "svg": (b"\n <svg/>", "begins with b.*<svg/>"),
+    "html": (b"<!DOCTYPE html><p>404", "begins with b'<!DOCTYPE html>"),
+    "noise": (bytes(range(1, 60)), "begins with"),
+    "header only": (b"\x89PNG\r\n\x1a\n", "begins with"),
     "cut png": (written(drawing(), "PNG")[:400], r"PNG, 61 x 47.*damaged or cut short"),
     "cut jpeg": (written(drawing(), "JPEG")[:900], r"JPEG, 61 x 47.*damaged or cut short"),
     "cut gif": (written(drawing(), "GIF")[:1200], r"GIF, 61 x 47.*damaged or cut short"),
@@ -233,7 +227,7 @@ BROKEN = {
     "floats 0..255": (np.full((5, 7, 3), 200.0), "divide 0..255"),
     "normalised": (torch.linspace(-2, 2, 105).view(3, 5, 7), "mean and std"),
     "NaN": (torch.full((3, 5, 7), math.nan), "nan"),
-    "NaN in F": (Image.fromarray(np.full((5, 7), np.nan, np.float32)), "NaN"),
+    "NaN in F": (Image.fromarray(np.full((5, 7), np.nan, np.float32)), "from nan"),
     "F out of range": (Image.fromarray(np.full((5, 7), -3, np.float32)), "from -3"),
     "int64": (np.zeros((5, 7, 3), np.int64), "int64"),
     "two channels": (np.zeros((5, 7, 2), np.uint8), "no axis of 1, 3 or 4"),
@@ -279,7 +273,7 @@ def test_mutated_files_give_pictures_or_image_errors() -> None:
 @pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1)])
 @pytest.mark.parametrize("resize", ["shortest", "longest", "squash"])
 def test_odd_shapes_become_pixels(size: tuple[int, int], resize: str) -> None:
-    pixels = preprocess(Image.new("RGB", size, (255, 0, 0)), 224, resize=resize, fill=255)
+    pixels = ImageProcessor(224, resize=resize, fill=255)([Image.new("RGB", size, (255, 0, 0))])
     assert pixels.shape == (1, 3, 224, 224)
     assert torch.isfinite(pixels).all()
     assert (pixels[:, 0] == 1).all()
@@ -293,7 +287,7 @@ def test_pixels_are_those_of_open_clip(resize: str, shape: tuple[int, int]) -> N
 
     image = drawing(*shape)
     theirs = image_transform(29, is_train=False, resize_mode=resize, mean=(0.5,) * 3, std=(0.5,) * 3)
-    want, got = theirs(image), preprocess(image, 29, resize=resize)[0]
+    want, got = theirs(image), ImageProcessor(29, resize=resize)([image])[0]
     assert torch.isfinite(got).all()
     # One grey level at the edge of the cut: they round the long side's length before, we after.
     assert (got - want).abs().max() <= 2.01 / 127.5
@@ -301,7 +295,8 @@ def test_pixels_are_those_of_open_clip(resize: str, shape: tuple[int, int]) -> N
 
 
 def test_mean_and_std_are_taken_off() -> None:
-    pixels = preprocess(Image.new("RGB", (5, 7), (255, 51, 0)), 3, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.1))
+    processor = ImageProcessor(3, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.1))
+    pixels = processor([Image.new("RGB", (5, 7), (255, 51, 0))])
     torch.testing.assert_close(pixels[0, :, 0, 0], torch.tensor([1.8, 0.0, -3.0]))
 
 
@@ -310,15 +305,15 @@ def test_a_bad_picture_among_good_ones_is_numbered() -> None:
         ImageProcessor()([drawing(), drawing(), b""])
 
 
-def test_collections_are_told_from_pictures() -> None:
+def test_one_picture_or_several() -> None:
     image = drawing()
-    assert len(as_list(image)) == len(as_list("a.png")) == len(as_list(b"x")) == len(as_list(io.BytesIO())) == 1
-    assert len(as_list([image, "a.png", b"x"])) == len(as_list(iter([1, 2, 3]))) == 3
-    assert len(as_list(torch.zeros(5, 3, 7, 7))) == 5
-    assert len(as_list(torch.zeros(3, 7, 7))) == 1
+    for one in (image, "a.png", b"x", io.BytesIO(), torch.zeros(3, 7, 7)):
+        assert len(image_list(one)) == 1
+    assert len(image_list([image, "a.png", b"x"])) == len(image_list(iter([1, 2, 3]))) == 3
+    assert len(image_list(torch.zeros(5, 3, 7, 7))) == 5
     for wrong in (None, 7, {"a": image}, {"a"}):
-        with pytest.raises(ImageError, match=type(wrong).__name__):
-            as_list(wrong)
+        with pytest.raises(ImageError, match=f"pictures were expected, got {type(wrong).__name__}"):
+            image_list(wrong)
 
 
 @pytest.mark.parametrize(
@@ -344,19 +339,9 @@ def test_settings_are_checked(settings: dict, words: str) -> None:
 def test_absurd_sides_are_refused_from_the_header(size: tuple[int, int]) -> None:
     """Invariant 136. A side has a limit of its own: rows cost time, however short."""
     with pytest.raises(ImageError, match="a side has at most"):
-        load_image(huge_png(*size))
+        load_image(png(*size, bytes(1000)))
     with pytest.raises(ImageError, match="a side has at most"):
         load_image(np.zeros((1 << 19, 1), np.uint8))
-
-
-def png(depth: int, kind: int, raw: bytes, transparent: bytes) -> bytes:
-    """A PNG of one row of 256 pixels, of which one level or colour is transparent."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 256, 1, depth, kind, 0, 0, 0)) + chunk(b"tRNS", transparent)
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" + raw)) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("level", [0, 7, 255])
@@ -367,9 +352,9 @@ def test_one_transparent_level_is_white(level: int) -> None:
     ramp = (np.arange(256) * 257).astype(">u2")
     colours = np.repeat(ramp, 3)
     pictures = [
-        png(8, 0, bytes(range(256)), struct.pack(">H", level)),
-        png(16, 0, ramp.tobytes(), struct.pack(">H", level * 257)),
-        png(16, 2, colours.tobytes(), struct.pack(">HHH", *[level * 257] * 3)),
+        png(256, 1, b"\0" + bytes(range(256)), 8, 0, struct.pack(">H", level)),
+        png(256, 1, b"\0" + ramp.tobytes(), 16, 0, struct.pack(">H", level * 257)),
+        png(256, 1, b"\0" + colours.tobytes(), 16, 2, struct.pack(">HHH", *[level * 257] * 3)),
     ]
     for picture in pictures:
         assert np.asarray(load_image(picture))[0, :, 0].tolist() == want.tolist()

@@ -78,7 +78,7 @@ class ImageError(MmattnError, ValueError):
 
 
 class AudioError(MmattnError, ValueError):
-    """A sound cannot be read: missing, damaged, cut short, empty, too short or too long, overdriven, or no sound."""
+    """A sound cannot be read: missing, damaged, cut short, empty, too short or too long, or no sound."""
 
 
 class VideoError(MmattnError, ValueError):

@@ -207,7 +207,9 @@ def _file_pieces(sound: Any, name: str, length: int) -> Iterator[Tensor]:
         try:
             piece = sound.read(length, dtype="float32", always_2d=True)
         except RuntimeError as error:
-            raise AudioError(f"{name} is damaged or cut short after {read / sound.samplerate:.2f} s: {error}") from error
+            raise AudioError(
+                f"{name} is cut short after {read / sound.samplerate:.2f} s, or damaged: {error}"
+            ) from error
         if not len(piece):
             break
         read += len(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -18,7 +19,7 @@ from mmattn.progress import batches
 from mmattn.tokenization import check_text
 
 
-class FrozenEncoder(nn.Module):
+class FrozenEncoder(nn.Module, ABC):
     """A frozen network, always in evaluation mode, identified by a fingerprint of its settings and weights.
 
     Args:
@@ -117,8 +118,9 @@ class TextEncoderBase(FrozenEncoder):
 
     encode = forward
 
+    @abstractmethod
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
-        raise NotImplementedError
+        """Encode checked texts."""
 
 
 class ImageEncoder(FrozenEncoder):

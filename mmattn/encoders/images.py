@@ -258,7 +258,9 @@ def _grey(array: Any, transparency: object) -> Image:
     low, high = values.min(), values.max()
     if not (low >= 0 and high <= 65535):
         raise ImageError(f"has pixels from {low:g} to {high:g}; scale them to 0..255 or 0..65535 (floats also to 0..1)")
-    scale = 65535.0 if array.dtype.itemsize == 2 or high > 255 else 1.0 if array.dtype.kind == "f" and high <= 1 else 255.0
+    scale = (
+        65535.0 if array.dtype.itemsize == 2 or high > 255 else 1.0 if array.dtype.kind == "f" and high <= 1 else 255.0
+    )
     levels = (values * (255 / scale)).round().astype(numpy.uint8)
     if isinstance(transparency, int):
         levels[values == transparency] = 255

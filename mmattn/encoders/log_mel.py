@@ -14,7 +14,7 @@ from mmattn.encoders.audio import Encoded, SoundEncoder
 from mmattn.encoders.audio_input import SAMPLING_RATE
 from mmattn.errors import AudioError, ConfigError, check_choice, check_float, check_int
 
-_NORMALIZATIONS = ("fixed", "whisper", "mean_std")
+_NORMALIZATIONS = ("fixed", "mean_std")
 #: Smallest power, that of silence.
 _FLOOR = 1e-10
 #: Frames that are transformed at once: 40 s, some 100 MB.
@@ -24,7 +24,7 @@ _BLOCK = 4096
 class LogMelEncoder(SoundEncoder):
     """Log-mel energies of sounds as a memory (b, m, e), one token for each `frames_per_token` frames.
 
-    A frame is the power spectrum of `window` seconds under a Hann window, summed by `n_mels` triangles on the mel
+    A frame is the power spectrum of `window` seconds under a Hann window, summed by `n_mels` triangles on Slaney's mel
     scale, as a decimal logarithm. With the defaults these are the features of Whisper (arXiv 2212.04356, section 2.2)
     at 40 ms a token, except that frames are not centred: frame i begins at i × `hop`. The last token is filled up with
     silence.
@@ -35,11 +35,7 @@ class LogMelEncoder(SoundEncoder):
         sampling_rate: samples in a second; sounds at other rates are resampled.
         window: seconds of a frame.
         hop: seconds from one frame to the next.
-        low: frequency in Hz where the first band begins.
-        high: frequency in Hz where the last band ends; by default half the sampling rate.
-        mel_scale: "slaney", whose bands are scaled to one area, or "htk", whose bands are scaled to one height.
-        normalization: "fixed" for (log10 + 4) / 4; "whisper" for the same with a floor 8 decades below the
-            loudest band of the sound; "mean_std" for mean 0 and deviation 1 of each band over the
+        normalization: "fixed" for (log10 + 4) / 4, or "mean_std" for mean 0 and deviation 1 of each band over the
             sound. Only "fixed" can be streamed.
         device: where it is computed, by default the CPU.
 
@@ -64,9 +60,6 @@ class LogMelEncoder(SoundEncoder):
         sampling_rate: int = SAMPLING_RATE,
         window: float = 0.025,
         hop: float = 0.010,
-        low: float = 0.0,
-        high: float | None = None,
-        mel_scale: str = "slaney",
         normalization: str = "fixed",
         device: str | torch.device | None = None,
     ) -> None:
@@ -79,21 +72,15 @@ class LogMelEncoder(SoundEncoder):
         )
         if self._hop > self._window:
             raise ConfigError(f"hop must be at most the window of {window} s, got {hop}: samples would be left out")
-        high = sampling_rate / 2 if high is None else check_float("high", high)
-        if not 0 <= check_float("low", low) < high <= sampling_rate / 2:
-            raise ConfigError(
-                f"bands go from 0 ≤ low < high ≤ {sampling_rate / 2:g} Hz, half the sampling rate; got {low} to {high}"
-            )
-        filters = _mel_filters(check_int("n_mels", n_mels), self._window, sampling_rate, low, high, mel_scale)
+        filters = _mel_filters(check_int("n_mels", n_mels), self._window, sampling_rate)
         if not filters.any(0).all():
             raise ConfigError(
-                f"{n_mels} bands from {low:g} to {high:g} Hz are narrower than the {sampling_rate / self._window:g} Hz "
-                "between the frequencies of a frame, and some have none; give fewer, or a longer window"
+                f"{n_mels} bands are narrower than the {sampling_rate / self._window:g} Hz between the frequencies of a "
+                "frame, and some have none; give fewer, or a longer window"
             )
         settings = {
             "encoder": "log mel", "n_mels": n_mels, "frames_per_token": frames_per_token,
-            "sampling_rate": sampling_rate, "window": self._window, "hop": self._hop, "low": low, "high": high,
-            "mel_scale": mel_scale, "normalization": normalization,
+            "sampling_rate": sampling_rate, "window": self._window, "hop": self._hop, "normalization": normalization,
         }  # fmt: skip
         super().__init__(_Bands(filters, torch.hann_window(self._window)), settings, device)
         self.dim = n_mels * frames_per_token
@@ -143,11 +130,8 @@ class LogMelEncoder(SoundEncoder):
             return tokens
         frames = tokens.view(count * self.frames_per_token, -1)
         real = frames[: math.ceil(len(wave) / self._hop)]
-        if self.normalization == "whisper":
-            frames = frames.maximum(real.max() - 8 / 4)
-        else:
-            deviation, mean = torch.std_mean(real, 0, correction=0)
-            frames = (frames - mean) / (deviation + 1e-5)
+        deviation, mean = torch.std_mean(real, 0, correction=0)
+        frames = (frames - mean) / (deviation + 1e-5)
         return frames.view(count, -1)
 
     @torch.no_grad()
@@ -190,15 +174,13 @@ class _Bands(nn.Module):
         return (power @ self.filters.float()).clamp_min(_FLOOR).log10()
 
 
-def _mel_filters(n_mels: int, samples: int, sampling_rate: int, low: float, high: float, scale: str) -> Tensor:
+def _mel_filters(n_mels: int, samples: int, sampling_rate: int) -> Tensor:
     """Return triangles (samples // 2 + 1, n_mels) that sum the power spectrum of a frame to bands."""
     from transformers.audio_utils import mel_filter_bank
 
-    check_choice("mel_scale", scale, ("slaney", "htk"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bands without a frequency, which are an error here
         filters = mel_filter_bank(
-            samples // 2 + 1, n_mels, low, high, sampling_rate, norm="slaney" if scale == "slaney" else None,
-            mel_scale=scale,
-        )  # fmt: skip
+            samples // 2 + 1, n_mels, 0.0, sampling_rate / 2, sampling_rate, norm="slaney", mel_scale="slaney"
+        )
     return torch.from_numpy(filters).float()

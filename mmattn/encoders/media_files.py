@@ -67,4 +67,4 @@ def as_list(
         return list(values) if len(values.shape) == batch_dims else [values]
     if isinstance(values, Iterable) and not isinstance(values, (Mapping, set, frozenset)):
         return list(values)
-    raise error(f"{kind}s were expected, got {type(values).__name__}; give one {kind} or a list of them")
+    raise error(f"one {kind} or several were expected, got {type(values).__name__}; give one, or a list")

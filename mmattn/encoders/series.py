@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.base import FrozenEncoder
+from mmattn.encoders.media_files import as_list
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches
 
-_NORMALIZATIONS = ("series", "running", "none")
+_NORMALIZATIONS = ("series", "running")
 #: Share of the mean that is added to deviations, so that noise of constant series stays small.
 _SMALL = 1e-5
 
@@ -31,7 +32,7 @@ class SeriesEncoder(FrozenEncoder):
         patch_length: time steps of a patch; the last patch may be incomplete.
         channels: of the series.
         normalization: by the mean and deviation of each channel over the whole "series"; or "running", over
-            the values observed up to the end of the patch; or "none". The last two can be streamed.
+            the values observed up to the end of the patch, which can be streamed.
         position_features: sines and cosines of the number of the patch, with wavelengths from 2π to 20000π patches;
             even, 0 for none.
         device: where it is computed, by default the CPU.
@@ -73,31 +74,26 @@ class SeriesEncoder(FrozenEncoder):
         self,
         series: Any,
         *,
-        times: Sequence[Any] | None = None,
         batch_size: int = 32,
         progress: bool = False,
     ) -> Memory:
         """Return the memory (b, m, e) of b series, the shorter ones padded; `encode` is the same.
 
-        `sources` of the memory gives series, first time step and end: {"series": 0, "start": 16, "end": 32}; or with
-        `times` the times of the first and of the last step.
+        `sources` of the memory gives series, first time step and end: {"series": 0, "start": 16, "end": 32}.
 
         Args:
             series: an array or tensor (b, length, channels), or a list of those (length, channels) or, of one channel,
                 (length,); NaN where nothing was observed.
-            times: for each series its times (length,), in whichever unit, increasing.
             batch_size: series that are read before the progress is shown.
             progress: show the progress on stderr.
 
         Raises:
-            ShapeError: a series of other channels, or empty, or times that do not fit; the message says which one.
+            ShapeError: a series of other channels, or empty; the message says which one.
             NonFiniteError: infinity in a series.
             ConfigError: `batch_size` is no positive int.
         """
         check_int("batch_size", batch_size)
-        items = _as_list(series)
-        if times is not None and len(times) != len(items):
-            raise ShapeError(f"times are a list with those of each series: {len(items)}, got {len(times)}")
+        items = as_list(series, "series", ShapeError, batch_dims=3)
         rows, masks, sources = [], [], []
         for begin in batches(len(items), batch_size, "encoding", progress):
             for number in range(begin, min(begin + batch_size, len(items))):
@@ -105,8 +101,7 @@ class SeriesEncoder(FrozenEncoder):
                 tokens, observed = self._tokens(values, _Past(self.channels))
                 rows.append(tokens)
                 masks.append(observed)
-                clock = None if times is None else _clock(times[number], len(values), number)
-                sources.append(self._origins(number, 0, len(values), clock))
+                sources.append(self._origins(number, 0, len(values)))
         memory = self._padded(rows, sources)
         if not rows:
             return memory
@@ -138,7 +133,7 @@ class SeriesEncoder(FrozenEncoder):
         """
         if self.normalization == "series":
             raise ConfigError(
-                "normalization 'series' needs the whole series; build the encoder with 'running' or 'none' to stream"
+                "normalization 'series' needs the whole series; build the encoder with 'running' to stream"
             )
         past, start, waiting = _Past(self.channels), 0, torch.zeros(0, self.channels, dtype=torch.float64)
         for number, piece in enumerate(pieces):
@@ -183,12 +178,7 @@ class SeriesEncoder(FrozenEncoder):
         )
         observed = ~patches.isnan()
         filled = patches.where(observed, 0.0)
-        if self.normalization == "none":
-            mean, deviation = (
-                values.new_zeros(len(patches), self.channels),
-                values.new_ones(len(patches), self.channels),
-            )
-        elif self.normalization == "running":
+        if self.normalization == "running":
             mean, deviation = past.add(filled, observed)
         else:
             statistics = past.add(filled.flatten(0, 1)[None], observed.flatten(0, 1)[None])
@@ -204,11 +194,9 @@ class SeriesEncoder(FrozenEncoder):
         ]
         return torch.cat(parts, 1).to(self.device, self.dtype), observed.flatten(1).any(1)
 
-    def _origins(self, series: int, start: int, stop: int, clock: list[Any] | None = None) -> list[Any]:
-        spans = [(first, min(first + self.patch_length, stop)) for first in range(start, stop, self.patch_length)]
-        if clock is not None:
-            spans = [(clock[first], clock[end - 1]) for first, end in spans]
-        return [{"series": series, "start": first, "end": end} for first, end in spans]
+    def _origins(self, series: int, start: int, stop: int) -> list[Any]:
+        starts = range(start, stop, self.patch_length)
+        return [{"series": series, "start": first, "end": min(first + self.patch_length, stop)} for first in starts]
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, patch_length={self.patch_length}, channels={self.channels}"
@@ -253,22 +241,3 @@ class _Past:
             means.append(self.mean)
             deviations.append((self.squares / total.clamp_min(1)).sqrt())
         return torch.stack(means), torch.stack(deviations)
-
-
-def _as_list(series: Any) -> list[Any]:
-    if isinstance(series, Tensor) or hasattr(series, "__array_interface__"):
-        return list(series) if len(series.shape) == 3 else [series]
-    if isinstance(series, Iterable) and not isinstance(series, (str, bytes, dict, set, frozenset)):
-        return list(series)
-    raise ShapeError(
-        f"series were expected, got {type(series).__name__}; give an array (b, length, channels), or a list of arrays "
-        "(length, channels)"
-    )
-
-
-def _clock(times: Any, length: int, number: int) -> list[Any]:
-    clock = torch.as_tensor(times)
-    if clock.shape != (length,) or not bool((clock[1:] > clock[:-1]).all()):
-        raise ShapeError(f"times of series {number} must be ({length},) and increase, got {tuple(clock.shape)}")
-    values: list[Any] = clock.tolist()
-    return values

@@ -17,7 +17,7 @@ from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.hub import is_weights_path, read_weights, refuse_keys
 
 # Last layer before the pooling, by the names torchvision gives it; Swin's `permute` puts channels first again.
-_LAST = (
+_LAST = [
     "permute",
     "features",
     "layer4",
@@ -28,7 +28,7 @@ _LAST = (
     "Mixed_7c",
     "layers",
     "blocks",
-)
+]
 _HEADS = ("classifier", "fc", "head", "heads", "AuxLogits", "aux1", "aux2")
 
 
@@ -57,8 +57,6 @@ class TorchvisionEncoder(ImageEncoder):
         mean: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         std: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         pooled: one token per image: the mean over patches, or the class token of a vision transformer (m = 1).
-        resize: as in `ImageProcessor`.
-        interpolation: as in `ImageProcessor`.
         device: where the network runs, by default the CPU.
 
     Attributes:
@@ -84,8 +82,6 @@ class TorchvisionEncoder(ImageEncoder):
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
         pooled: bool = False,
-        resize: str = "shortest",
-        interpolation: str = "bilinear",
         device: str | torch.device | None = None,
     ) -> None:
         models = import_extra("torchvision.models", "vision")
@@ -93,7 +89,7 @@ class TorchvisionEncoder(ImageEncoder):
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 3) or known
             raise ConfigError(f"torchvision has no classification network {name!r}; did you mean {', '.join(near)}?")
-        released = None
+        released, default = None, {"size": 224, "mean": 0.5, "std": 0.5}
         if weights is not None and not is_weights_path(weights):
             choices = models.get_model_weights(name).__members__
             if weights not in choices:
@@ -102,16 +98,10 @@ class TorchvisionEncoder(ImageEncoder):
                 )
             released = choices[weights]
             transforms = released.transforms()
-            size = transforms.crop_size[0] if size is None else size
-            mean = transforms.mean if mean is None else mean
-            std = transforms.std if std is None else std
-        image_processor = ImageProcessor(
-            size=224 if size is None else size,
-            mean=0.5 if mean is None else mean,
-            std=0.5 if std is None else std,
-            resize=resize,
-            interpolation=interpolation,
-        )
+            default = {"size": transforms.crop_size[0], "mean": transforms.mean, "std": transforms.std}
+        given = {"size": size, "mean": mean, "std": std}
+        default |= {key: value for key, value in given.items() if value is not None}
+        image_processor = ImageProcessor(**default, interpolation="bilinear")
         model = _built(models, name, released, image_processor.size[0])  # type: ignore[index]
         if weights is not None and released is None:
             _load(model, weights, name)
@@ -209,11 +199,11 @@ def _load(model: nn.Module, path: str | os.PathLike[str], name: str) -> None:
     missing = [key for key in needed if key not in state]
     unexpected = [key for key in state if key not in expected and not _is_head(key)]
     refuse_keys(path, f"torchvision's {name}", missing, unexpected)
-    for key in expected:
-        if key in state and state[key].shape != expected[key].shape and not _is_head(key):
-            raise AdapterFileError(
-                f"{key} in {os.fspath(path)!r} is {tuple(state[key].shape)}, torchvision's {name} has "
-                f"{tuple(expected[key].shape)}; give the name of the network the file was made for"
-            )
+    other = [key for key in expected if key in state and state[key].shape != expected[key].shape and not _is_head(key)]
+    if other:
+        raise AdapterFileError(
+            f"{other[0]} in {os.fspath(path)!r} is {tuple(state[other[0]].shape)}, torchvision's {name} has "
+            f"{tuple(expected[other[0]].shape)}; give the name of the network the file was made for"
+        )
     fitting = {key: state[key] for key in expected if key in state and state[key].shape == expected[key].shape}
     model.load_state_dict(fitting, strict=False)

@@ -318,4 +318,3 @@ def _upright(frame: Any) -> Any:
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels, a, d = pixels.swapaxes(0, 1), c, b
     return numpy.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
-

@@ -161,7 +161,7 @@ def test_what_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             load_audio(LOUD, rates[0], source_rate=rates[1])
     with pytest.raises(AudioError, match="a piece of a sound was expected, got str"):
         list(stream_audio(["one", "two"]))
-    with pytest.raises(AudioError, match="sounds were expected, got int"):
+    with pytest.raises(AudioError, match="one sound or several were expected, got int"):
         LogMelEncoder()(7)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(MissingExtraError, match=r"mmattn\[audio\]"):

@@ -179,7 +179,9 @@ def test_where_both_ends_could_be_channels_tensors_come_channels_first() -> None
     assert load_image(torch.zeros(5, 7, 3)).size == (7, 5)
 
 
-def png(width: int, height: int, data: bytes, depth: int = 8, colour: int = 2, transparent: bytes | None = None) -> bytes:
+def png(
+    width: int, height: int, data: bytes, depth: int = 8, colour: int = 2, transparent: bytes | None = None
+) -> bytes:
     """A PNG whose header promises as many pixels as it says, whatever its data hold."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -312,7 +314,7 @@ def test_one_picture_or_several() -> None:
     assert len(image_list([image, "a.png", b"x"])) == len(image_list(iter([1, 2, 3]))) == 3
     assert len(image_list(torch.zeros(5, 3, 7, 7))) == 5
     for wrong in (None, 7, {"a": image}, {"a"}):
-        with pytest.raises(ImageError, match=f"pictures were expected, got {type(wrong).__name__}"):
+        with pytest.raises(ImageError, match=f"one picture or several were expected, got {type(wrong).__name__}"):
             image_list(wrong)
 
 

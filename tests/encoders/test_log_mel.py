@@ -35,21 +35,20 @@ def test_features_are_those_of_whisper(n_mels: int) -> None:
     theirs = WhisperFeatureExtractor(feature_size=n_mels)(wave.numpy(), sampling_rate=16000, return_tensors="pt")
     whole = torch.nn.functional.pad(wave, (0, 30 * 16000 - len(wave)))
     centred = torch.nn.functional.pad(whole[None], (200, 200), mode="reflect")[0]
-    ear = LogMelEncoder(n_mels, 5, normalization="whisper")
+    ear = LogMelEncoder(n_mels, 5)
     found = ear(centred).tokens[0].view(-1, n_mels)[:3000]
     assert torch.isfinite(found).all() and found.std() > 0.1
+    found = found.maximum(found.max() - 8 / 4)  # its floor, 8 decades below the loudest band
     torch.testing.assert_close(found, theirs.input_features[0].T, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("scale", ["slaney", "htk"])
-def test_frames_are_those_of_a_spectrogram_that_is_not_centred(scale: str) -> None:
+def test_frames_are_those_of_a_spectrogram_that_is_not_centred() -> None:
     wave = chirp(0.5, 8000)
-    norm = "slaney" if scale == "slaney" else None
     theirs = spectrogram(
         wave.numpy(), window_function(200, "hann"), frame_length=200, hop_length=80, center=False, power=2.0,
-        mel_filters=mel_filter_bank(101, 29, 0, 4000, 8000, norm=norm, mel_scale=scale), log_mel="log10",
+        mel_filters=mel_filter_bank(101, 29, 0, 4000, 8000, norm="slaney", mel_scale="slaney"), log_mel="log10",
     )  # fmt: skip
-    found = LogMelEncoder(29, 1, sampling_rate=8000, mel_scale=scale)(wave).tokens[0]
+    found = LogMelEncoder(29, 1, sampling_rate=8000)(wave).tokens[0]
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found[: theirs.shape[1]] * 4 - 4, torch.from_numpy(theirs).float().T, atol=1e-4, rtol=0)
 
@@ -169,9 +168,7 @@ def test_other_rates_are_resampled() -> None:
     ("options", "words"),
     [
         ({"hop": 0.03}, "hop must be at most the window"),
-        ({"high": 9000.0}, "half the sampling rate; got 0.0 to 9000.0"),
-        ({"n_mels": 200}, "200 bands from 0 to 8000 Hz are narrower than the 40 Hz"),
-        ({"mel_scale": "bark"}, "mel_scale must be one of"),
+        ({"n_mels": 200}, "200 bands are narrower than the 40 Hz"),
         ({"normalization": "row"}, "normalization must be one of"),
         ({"frames_per_token": 0}, "frames_per_token must be at least 1"),
     ],

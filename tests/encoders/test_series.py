@@ -33,13 +33,12 @@ def definition(series: Tensor, patch: int, normalization: str, features: int) ->
     tokens, real = [], []
     for number in range(math.ceil(length / patch)):
         first, last = number * patch, (number + 1) * patch
-        until = {"series": length, "running": min(last, length), "none": 0}[normalization]
+        until = {"series": length, "running": min(last, length)}[normalization]
         mean, deviation = [0.0] * channels, [1.0] * channels
-        if normalization != "none":
-            for c in range(channels):
-                seen = [step[c] for step in values[:until] if not math.isnan(step[c])]
-                mean[c] = sum(seen) / len(seen) if seen else 0.0
-                deviation[c] = math.sqrt(sum((x - mean[c]) ** 2 for x in seen) / len(seen)) if seen else 0.0
+        for c in range(channels):
+            seen = [step[c] for step in values[:until] if not math.isnan(step[c])]
+            mean[c] = sum(seen) / len(seen) if seen else 0.0
+            deviation[c] = math.sqrt(sum((x - mean[c]) ** 2 for x in seen) / len(seen)) if seen else 0.0
         normal, flags = [], []
         for step in range(first, last):
             for c in range(channels):
@@ -54,7 +53,7 @@ def definition(series: Tensor, patch: int, normalization: str, features: int) ->
     return tokens, real
 
 
-@pytest.mark.parametrize("normalization", ["series", "running", "none"])
+@pytest.mark.parametrize("normalization", ["series", "running"])
 def test_equals_the_slow_definition(normalization: str) -> None:
     series = [with_gaps(31, 3), with_gaps(11, 3, 0.7), with_gaps(5, 3)]
     series[1][5:10], series[1][10] = math.nan, 97.0
@@ -89,13 +88,12 @@ def test_what_is_not_observed_changes_nothing() -> None:
     assert torch.equal(layer(x, spoiled, mask=memory.mask), seen)
 
 
-@pytest.mark.parametrize("normalization", ["running", "none"])
 @pytest.mark.parametrize("sizes", [(1,), (3, 11, 0, 2), (97,)])
-def test_pieces_of_a_series_give_the_tokens_of_the_whole(normalization: str, sizes: tuple[int, ...]) -> None:
+def test_pieces_of_a_series_give_the_tokens_of_the_whole(sizes: tuple[int, ...]) -> None:
     """Invariant 99."""
     series = with_gaps(53, 2)
     series[14:28] = math.nan
-    encoder = SeriesEncoder(7, 2, normalization=normalization)
+    encoder = SeriesEncoder(7, 2, normalization="running")
     pieces, start = [], 0
     while start < len(series):
         for size in sizes:
@@ -127,17 +125,11 @@ def test_scale_and_shift_are_features_and_not_in_the_values() -> None:
     assert (other[:, 18:20] - one[:, 18:20]).min() > 5
 
 
-def test_sources_are_time_steps_or_times() -> None:
-    encoder, series = SeriesEncoder(4), [np.arange(6.0), np.arange(3)]
-    times = [[0.5, 0.6, 0.8, 1.0, 2.0, 5.5], [10, 20, 30]]
-    assert encoder(series).sources == [
+def test_sources_are_time_steps() -> None:
+    assert SeriesEncoder(4)([np.arange(6.0), np.arange(3)]).sources == [
         [{"series": 0, "start": 0, "end": 4}, {"series": 0, "start": 4, "end": 6}],
         [{"series": 1, "start": 0, "end": 3}, None],
     ]
-    timed = encoder(series, times=[np.array(times[0]), times[1]]).sources
-    assert timed is not None
-    assert timed[0] == [{"series": 0, "start": 0.5, "end": 1.0}, {"series": 0, "start": 2.0, "end": 5.5}]
-    assert timed[1] == [{"series": 1, "start": 10, "end": 30}, None]
 
 
 def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:
@@ -158,7 +150,7 @@ def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:
         ([torch.zeros(4, 2), torch.zeros(4, 3)], r"series 1 must be \(length, 2\), got \(4, 3\)"),
         ([torch.zeros(4, 2), torch.zeros(4)], r"series 1 must be \(length, 2\), got \(4,\)"),
         ([torch.zeros(0, 2)], "series 0 is empty"),
-        ("words", "series were expected, got str"),
+        (3.5, "one series or several were expected, got float"),
         ([["a", "b"]], "series 0 is no array of numbers"),
     ],
 )
@@ -171,10 +163,6 @@ def test_what_else_is_refused() -> None:
     encoder = SeriesEncoder(3, 1)
     with pytest.raises(NonFiniteError, match="series 0 has infinity at time step 2"):
         encoder(torch.tensor([0, 1, math.inf]))
-    with pytest.raises(ShapeError, match=r"times of series 0 must be \(3,\) and increase"):
-        encoder(torch.zeros(3), times=[[0, 2, 1]])
-    with pytest.raises(ShapeError, match="those of each series: 1, got 2"):
-        encoder(torch.zeros(3), times=[[0, 1, 2], [0]])
     with pytest.raises(ConfigError, match="'series' needs the whole series"):
         next(encoder.stream([torch.zeros(3)]))
     with pytest.raises(ConfigError, match="position_features must be even"):

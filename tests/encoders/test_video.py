@@ -182,8 +182,7 @@ def test_the_fingerprint_is_of_the_images_and_the_times(eye: TinyEye) -> None:
     other = TinyEye()
     assert VideoEncoder(eye).fingerprint == VideoEncoder(eye, max_frames=9).fingerprint
     prints = {
-        VideoEncoder(*args, **kw).fingerprint
-        for args, kw in (((eye,), {}), ((eye,), {"fps": 2}), ((other,), {}))
+        VideoEncoder(*args, **kw).fingerprint for args, kw in (((eye,), {}), ((eye,), {"fps": 2}), ((other,), {}))
     }
     assert len(prints) == 3 and eye.fingerprint not in prints
 

@@ -75,8 +75,8 @@ class LogMelEncoder(SoundEncoder):
         filters = _mel_filters(check_int("n_mels", n_mels), self._window, sampling_rate)
         if not filters.any(0).all():
             raise ConfigError(
-                f"{n_mels} bands are narrower than the {sampling_rate / self._window:g} Hz between the frequencies of a "
-                "frame, and some have none; give fewer, or a longer window"
+                f"{n_mels} bands are narrower than the {sampling_rate / self._window:g} Hz between frequencies, and "
+                "some have none; give fewer, or a longer window"
             )
         settings = {
             "encoder": "log mel", "n_mels": n_mels, "frames_per_token": frames_per_token,

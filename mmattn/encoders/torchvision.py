@@ -89,6 +89,7 @@ class TorchvisionEncoder(ImageEncoder):
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 3) or known
             raise ConfigError(f"torchvision has no classification network {name!r}; did you mean {', '.join(near)}?")
+        default: dict[str, Any]
         released, default = None, {"size": 224, "mean": 0.5, "std": 0.5}
         if weights is not None and not is_weights_path(weights):
             choices = models.get_model_weights(name).__members__

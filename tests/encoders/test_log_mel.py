@@ -168,7 +168,7 @@ def test_other_rates_are_resampled() -> None:
     ("options", "words"),
     [
         ({"hop": 0.03}, "hop must be at most the window"),
-        ({"n_mels": 200}, "200 bands are narrower than the 40 Hz"),
+        ({"n_mels": 200}, "200 bands are narrower than the 40 Hz between frequencies"),
         ({"normalization": "row"}, "normalization must be one of"),
         ({"frames_per_token": 0}, "frames_per_token must be at least 1"),
     ],

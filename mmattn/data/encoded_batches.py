@@ -29,7 +29,7 @@ class EncodedBatches:
 
     Blocks are read whole, in random order and ahead, and the rows of a window of blocks are mixed: as many as fill
     `buffer_bytes`. Rows of similar length share a batch. A run that resumes at a batch reads from the window of that
-    batch on. The rows of two windows, the batch in use and some blocks are in memory at most.
+    batch on. At most the blocks of two windows and some more are in memory; rows that are kept keep none.
 
     Args:
         dataset: all rows of an encoded dataset, or some.
@@ -102,12 +102,12 @@ class EncodedBatches:
                 skipped = 0
                 del rows  # so that used rows are freed while the next window is read
                 while batches:
-                    yield batches.popleft()
+                    yield [row.copied() for row in batches.popleft()]
 
     def _read(self, block: int) -> list[EncodedRow]:
         return self.dataset.read_rows(block, self._block_rows[block])
 
-    def _batches(self, rows: list[EncodedRow], epoch: int, window: int) -> list[list[Row]]:
+    def _batches(self, rows: list[EncodedRow], epoch: int, window: int) -> list[list[EncodedRow]]:
         """Return the rows of a window, mixed, in batches of similar length."""
         if not self.shuffle:
             return [list(rows)]

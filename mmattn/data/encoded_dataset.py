@@ -82,6 +82,13 @@ class EncodedRow(Row):
         """Return the vectors of each content."""
         return [vars(self)["_read"](number) for number in self.contents] if "_read" in vars(self) else []
 
+    def copied(self) -> EncodedRow:
+        """Return the row with copies of its vectors, so that it keeps no block in memory."""
+        copies = {number: one.copied() for number, one in zip(self.contents, self.vectors(), strict=True)}
+        row = copy.copy(self)
+        vars(row)["_read"] = copies.__getitem__
+        return row
+
     @property
     def has_memory(self) -> bool:
         """True if the row has a memory."""

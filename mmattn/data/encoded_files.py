@@ -231,6 +231,11 @@ class Vectors:
         """Return the vectors (m, e): of int8 in float32, otherwise as they are stored."""
         return self.tokens if self.scales is None else self.tokens.float() * self.scales[:, None]
 
+    def copied(self) -> Vectors:
+        """Return copies that do not share the block's bytes."""
+        parts = (self.tokens, self.scales, self.segments, self.scores)
+        return Vectors(*(None if part is None else part.clone() for part in parts))  # type: ignore[arg-type]
+
     def memory(self) -> Memory:
         """Return a memory (1, m, e) of this content alone."""
         tokens = self.unpacked()

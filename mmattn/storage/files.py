@@ -149,20 +149,16 @@ def write_text(path: Path, text: str) -> None:
 _STARTS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
     (b"/annex/objects/", "a git-annex pointer, not the file itself"),
-    (b"PK\x05\x06", "an empty zip archive"),
     (b"\x1f\x8b", "a gzip archive; unpack it first"),
     (b"BZh", "a bzip2 archive; unpack it first"),
     (b"\xfd7zXZ", "an xz archive; unpack it first"),
     (b"\x28\xb5\x2f\xfd", "a zstd archive; unpack it first"),
-    (b"7z\xbc\xaf", "a 7z archive; unpack it first"),
     (b"\x89HDF", "an HDF5 file"),
     (b"\x93NUMPY", "a numpy array"),
     (b"GGUF", "a GGUF file"),
+    (b"%PDF", "a PDF document"),
     (b"\x89PNG", "a PNG picture"),
     (b"\xff\xd8\xff", "a JPEG picture"),
-    (b"%PDF", "a PDF document"),
-    (b"SQLite format 3", "an SQLite database"),
-    (b"\x7fELF", "a program"),
 )
 
 

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
@@ -36,10 +37,8 @@ def load_pretrained(
     import transformers
 
     revision = {"revision": options["revision"]} if "revision" in options else {}
-    try:
+    with _loading(name, what):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **revision)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        _refuse(name, what, error)
     return tokenizer, load_model(kind, name, what, unused, **options)
 
 
@@ -47,23 +46,18 @@ def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
     """Load the feature extractor of waveforms under a name on the hub or in a folder."""
     import transformers
 
-    try:
+    with _loading(name, "feature extractor"):
         return transformers.AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        _refuse(name, "feature extractor", error)
 
 
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
     """Load a model with a class of transformers, such as "AutoModel", from a name on the hub or a folder."""
     import transformers
-    from safetensors import SafetensorError
 
-    try:
+    with _loading(name, what):
         model, report = getattr(transformers, kind).from_pretrained(
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        _refuse(name, what, error)
     missing = sorted(key for key in report["missing_keys"] if key.split(".")[0] not in unused)
     refuse_keys(name, type(model).__name__, missing, [])
     for key, tensor in model.state_dict().items():
@@ -72,16 +66,20 @@ def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple
     return model
 
 
-def _refuse(name: str | os.PathLike[str], what: str, error: Exception) -> NoReturn:
-    raise AdapterFileError(
-        f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-        "cached, or a folder that save_pretrained wrote"
-    ) from error
+@contextmanager
+def _loading(name: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Turn what transformers raises into an AdapterFileError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise AdapterFileError(
+            f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
+            "cached, or a folder that save_pretrained wrote"
+        ) from error
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read all tensors of another library's safetensors file; AdapterFileError for pickles, damage, NaN or infinity."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = Path(path)

@@ -1,4 +1,4 @@
-"""JSON read and written strictly: no key twice, no NaN, a bounded size and depth, values of declared types."""
+"""JSON read and written strictly: no key twice, no NaN, a bounded size, values of declared types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from mmattn.storage.files import Path, describe_start, open_regular, write_text
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-MAX_DEPTH = 64
 MAX_JSON = 1 << 20
 
 
@@ -36,20 +35,8 @@ def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
     return parse_json(repr(str(path)), raw, max_bytes)
 
 
-def _nesting(raw: bytes) -> int:
-    """Count how deep brackets nest outside strings, up to just over the limit."""
-    outside = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    depth = deepest = 0
-    for byte in outside.translate(None, bytes(set(range(256)) - set(b"[]{}"))):
-        depth += 1 if byte in b"[{" else -1
-        deepest = max(deepest, depth)
-        if deepest > MAX_DEPTH:
-            break
-    return deepest
-
-
 def parse_json(what: str, raw: bytes, limit: int) -> Any:
-    """Parse UTF-8 JSON of at most `limit` bytes strictly: no key twice, no NaN, at most 64 levels."""
+    """Parse UTF-8 JSON of at most `limit` bytes strictly: no key twice, no NaN."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -66,8 +53,6 @@ def parse_json(what: str, raw: bytes, limit: int) -> Any:
 
     if len(raw) > limit:
         raise AdapterFileError(f"{what} has {len(raw):,} bytes of JSON; at most {limit:,} are read")
-    if _nesting(raw) > MAX_DEPTH:
-        raise AdapterFileError(f"{what} nests deeper than {MAX_DEPTH} levels")
     try:
         text = raw.removeprefix(codecs.BOM_UTF8).decode()
         value = json.loads(text, object_pairs_hook=once, parse_constant=finite, parse_float=finite)

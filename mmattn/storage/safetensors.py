@@ -8,20 +8,20 @@ anything is allocated; nothing in a file is imported, followed or run.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-import mmap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.storage.files import Path, describe_start, open_regular, replacing
-from mmattn.storage.json_files import dump_json, parse_json
+from mmattn.storage.json_files import dump_json, parse_json, validated
 
 #: Of every tensor file; all begin at 1 with mmattn 1.0.
 FORMAT_VERSION = 1
@@ -46,29 +46,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _EMPTY_HASH = "0" * 64
 _PREFIX = b'{"__metadata__":{"header_sha256":"'
 _INFO = ("header_sha256", "format", "format_version", "metadata", "sha256")
-
-#: The bytes of a file from one place up to another; fewer where it ends.
-ReadRange = Callable[[int, int], bytes]
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Dtype, shape and sha256 of a tensor, and its bytes `start` to `end` of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """The checked header of a tensor file; its sha256 stands for the content of the whole file."""
-
-    places: dict[str, TensorPlace]
-    metadata: dict[str, Any]
-    sha256: str
 
 
 # Writing ---------------------------------------------------------------------------------------------------------
@@ -155,9 +132,10 @@ def read_header(
     path: Path, expect_format: str
 ) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, Any]]:
     """Return the shape and dtype of each tensor, and the metadata, without reading values; errors as `read_tensors`."""
-    with open_regular(path) as (file, size):
-        layout = read_layout(path, _ranges(file), size, expect_format)
-    return {name: (place.shape, place.dtype) for name, place in layout.places.items()}, layout.metadata
+    with _opened(path, expect_format) as (file, metadata, hashes):
+        places = {name: file.get_slice(name) for name in hashes}
+        shapes = {name: (tuple(place.get_shape()), DTYPES[place.get_dtype()]) for name, place in places.items()}
+    return shapes, metadata
 
 
 def read_tensors(
@@ -165,44 +143,97 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors, on the CPU, and the metadata that `write_tensors` wrote."""
     tensors = {}
+    with _opened(path, expect_format) as (file, metadata, hashes):
+        for name, expected in hashes.items():
+            tensor = file.get_tensor(name)
+            tensors[name] = tensor if mapped else tensor.clone()
+            _check_tensor(path, name, tensors[name], expected, check_finite)
+    return tensors, metadata
+
+
+@contextlib.contextmanager
+def _opened(path: Path, expect_format: str) -> Iterator[tuple[Any, dict[str, Any], dict[str, str]]]:
+    """Yield the open file, its metadata, and the sha256 of each tensor; AdapterFileError if anything is wrong."""
+    _check_header(path)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata, hashes = _read_metadata(path, file.metadata(), expect_format)
+            if set(hashes) != set(file.keys()):
+                raise AdapterFileError(f"cannot read {str(path)!r}: its checksums are not those of its tensors")
+            strange = [name for name in hashes if file.get_slice(name).get_dtype() not in DTYPES]
+            if strange:
+                raise AdapterFileError(f"cannot read {str(path)!r}: the tensor {strange[0]!r} is of unknown dtype")
+            yield file, metadata, hashes
+    except (SafetensorError, OverflowError) as error:
+        raise AdapterFileError(
+            f"cannot read {str(path)!r}: it is truncated, bytes belong to nothing, or its header is wrong ({error})"
+        ) from error
+
+
+def _check_header(path: Path) -> None:
+    """Compare the checksum of the header, before anything else is made of it."""
     with open_regular(path) as (file, size):
-        layout = read_layout(path, _ranges(file), size, expect_format)
-        whole = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if mapped else None
-        for name, place in layout.places.items():
-            count = place.end - place.start
-            if whole is None or place.start % place.dtype.itemsize or not count:
-                values = torch.empty(count, dtype=torch.uint8)
-                file.seek(place.start)
-                if file.readinto(values.numpy().data) != count:  # type: ignore[attr-defined]
-                    raise AdapterFileError(f"cannot read {str(path)!r}: it became shorter while it was read")
-            else:
-                values = torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=place.start)
-            tensors[name] = as_tensor(path, name, place, values, check_finite=check_finite)
-    return tensors, layout.metadata
+        start = file.read(512)
+        if len(start) < 9 or start[8:9] != b"{":
+            raise AdapterFileError(f"cannot read {str(path)!r} as tensors: it looks like {describe_start(start, size)}")
+        length = int.from_bytes(start[:8], "little")
+        if length > size - 8:
+            raise AdapterFileError(f"cannot read {str(path)!r}: it looks like {describe_start(start, size)}")
+        if length > MAX_HEADER:
+            raise AdapterFileError(
+                f"cannot read {str(path)!r}: its header has {length:,} bytes; at most {MAX_HEADER:,} are read"
+            )
+        file.seek(8)
+        raw = file.read(length)
+    if not raw.startswith(_PREFIX):
+        raise AdapterFileError(
+            f"cannot read {str(path)!r}: it is a safetensors file that mmattn did not write, or its header was changed"
+        )
+    expected, rest = raw[len(_PREFIX) : len(_PREFIX) + 64], raw[len(_PREFIX) + 64 :]
+    if hashlib.sha256(_PREFIX + _EMPTY_HASH.encode() + rest).hexdigest().encode() != expected:
+        raise AdapterFileError(
+            f"cannot read {str(path)!r}: its header was changed after it was written (wrong checksum)"
+        )
 
 
-def as_tensor(
-    path: Path, name: str, place: TensorPlace, values: Tensor, *, check_sha256: bool = True, check_finite: bool = False
-) -> Tensor:
-    """Return the tensor of these bytes (n,) uint8, checked in one pass."""
-    digest, finite = hashlib.sha256(), True
-    if check_sha256 or check_finite:
-        for start in range(0, values.numel(), CHUNK):
-            piece = values[start : start + CHUNK]
-            if check_sha256:
-                digest.update(piece.numpy().data)
-            finite = finite and (not check_finite or _is_finite(piece.view(place.dtype)))
-    if check_sha256 and digest.hexdigest() != place.sha256:
+def _read_metadata(path: Path, info: Mapping[str, str], expect: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the metadata object, and the checksums by name."""
+    if set(info) != set(_INFO):
+        raise AdapterFileError(f"cannot read {str(path)!r}: its header lacks one of {', '.join(_INFO)}, or has more")
+    if info["format"] != expect:
+        raise AdapterFileError(f"{str(path)!r} holds {info['format'][:80]!r}, and {expect!r} was asked for")
+    metadata = parse_json(f"the metadata of {str(path)!r}", info["metadata"].encode(), MAX_HEADER)
+    what = f"the checksums of {str(path)!r}"
+    hashes = validated(what, dict[str, str], parse_json(what, info["sha256"].encode(), MAX_HEADER))
+    if not isinstance(metadata, dict) or metadata.get("format") != expect:
+        raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different formats")
+    version = metadata.get("format_version", FORMAT_VERSION)
+    if info["format_version"] != str(version) or type(version) is not int:
+        raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different versions")
+    if version != FORMAT_VERSION:
+        raise AdapterFileError(
+            f"{str(path)!r} has format version {info['format_version'][:20]}, and this mmattn reads {FORMAT_VERSION}; "
+            "update it with: pip install --upgrade mmattn"
+        )
+    return metadata, hashes
+
+
+def _check_tensor(path: Path, name: str, tensor: Tensor, expected: str, check_finite: bool) -> None:
+    """Compare the checksum of a tensor, piece by piece, and refuse values that its dtype cannot have."""
+    digest, finite, values = hashlib.sha256(), True, tensor.view(-1).view(torch.uint8)
+    for start in range(0, values.numel(), CHUNK):
+        piece = values[start : start + CHUNK]
+        digest.update(piece.numpy().data)
+        finite = finite and (not check_finite or _is_finite(piece.view(tensor.dtype)))
+    if digest.hexdigest() != expected:
         raise AdapterFileError(
             f"cannot read {str(path)!r}: the values of {name!r} were changed after they were written "
             "(wrong checksum). Fetch the file again"
         )
-    if place.dtype == torch.bool and values.numel() and int(values.max()) > 1:
+    if tensor.dtype == torch.bool and values.numel() and int(values.max()) > 1:
         raise AdapterFileError(f"cannot read {str(path)!r}: the tensor {name!r} is bool and holds other bytes")
-    tensor = values.view(place.dtype).view(place.shape)
     if not finite:
         check_values(name, tensor)
-    return tensor
 
 
 def check_values(name: str, tensor: Tensor) -> None:
@@ -217,123 +248,3 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
     return math.isfinite(low) and math.isfinite(high)  # NaN spreads through aminmax, which is faster than isfinite
-
-
-def _ranges(file: IO[bytes]) -> ReadRange:
-    def read(start: int, end: int) -> bytes:
-        file.seek(start)
-        return file.read(end - start)
-
-    return read
-
-
-# The header ------------------------------------------------------------------------------------------------------
-
-
-def read_layout(path: Path, read: ReadRange, size: int, expect_format: str) -> TensorLayout:
-    """Read and check the header of a tensor file of `size` bytes; `path` is for messages, errors as `read_tensors`."""
-    header, begin, sha256 = _read_header(path, read, size)
-    info = header.pop("__metadata__")
-    places = _tensor_places(path, header, size - begin)
-    metadata, hashes = _read_metadata(path, info, set(places), expect_format)
-    return TensorLayout(
-        {
-            name: TensorPlace(dtype, shape, begin + start, begin + end, hashes[name])
-            for name, (dtype, shape, start, end) in places.items()
-        },
-        metadata,
-        sha256,
-    )
-
-
-def _read_header(path: Path, read: ReadRange, size: int) -> tuple[dict[str, Any], int, str]:
-    """Return the header, the place where values begin, and the sha256 of the header."""
-    start = read(0, 512)
-    if len(start) < 9 or start[8:9] != b"{":
-        raise AdapterFileError(f"cannot read {str(path)!r} as tensors: it looks like {describe_start(start, size)}")
-    length = int.from_bytes(start[:8], "little")
-    if length > size - 8:
-        raise AdapterFileError(f"cannot read {str(path)!r}: it looks like {describe_start(start, size)}")
-    if length > MAX_HEADER:
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: its header has {length:,} bytes; at most {MAX_HEADER:,} are read"
-        )
-    raw = read(8, 8 + length)
-    if not raw.startswith(_PREFIX):
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: it is a safetensors file that mmattn did not write, or its header was changed"
-        )
-    header_hash = raw[len(_PREFIX) : len(_PREFIX) + 64]
-    blank = _PREFIX + _EMPTY_HASH.encode() + raw[len(_PREFIX) + 64 :]
-    if hashlib.sha256(blank).hexdigest().encode() != header_hash:
-        raise AdapterFileError(
-            f"cannot read {str(path)!r}: its header was changed after it was written (wrong checksum)"
-        )
-    return parse_json(f"the header of {str(path)!r}", raw, MAX_HEADER), 8 + length, header_hash.decode()
-
-
-def _tensor_places(
-    path: Path, header: dict[str, Any], room: int
-) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Return dtype, shape and place of each tensor in file order; they must fill `room` bytes exactly."""
-    places = {}
-    for name, entry in header.items():
-        fault = _fault(entry)
-        if fault:
-            raise AdapterFileError(f"cannot read {str(path)!r}: the tensor {name[:200]!r} {fault}")
-        places[name] = (DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
-    places = dict(sorted(places.items(), key=lambda item: item[1][2:]))
-    end = 0
-    for name, (_, _, start, stop) in places.items():
-        if start != end:
-            raise AdapterFileError(
-                f"cannot read {str(path)!r}: the tensor {name[:200]!r} overlaps another, or leaves a gap"
-            )
-        end = stop
-    if end != room:
-        what = "truncated" if end > room else "followed by bytes that belong to nothing"
-        raise AdapterFileError(f"cannot read {str(path)!r}: it is {what} ({room:,} bytes of values, expected {end:,})")
-    return places
-
-
-def _fault(entry: Any) -> str | None:
-    """Return the fault of one tensor's entry in the header, or None."""
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        return "is not a dtype, a shape and offsets"
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        return f"is of unknown dtype {str(entry['dtype'])[:40]!r}"
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
-        return "is given sizes that are no counts"
-    size = offsets[1] - offsets[0]
-    # A huge size beside a zero fills no bytes, and still overflows the strides.
-    if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != size or math.prod(max(n, 1) for n in shape) >= 1 << 60:
-        return f"of shape {shape} does not fill its {size:,} bytes"
-    return None
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= 32 and all(type(n) is int and 0 <= n < 1 << 60 for n in value)
-
-
-def _read_metadata(path: Path, info: object, names: set[str], expect: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the metadata object, and the checksums by name."""
-    if not isinstance(info, dict) or set(info) != set(_INFO) or not all(isinstance(info[key], str) for key in _INFO):
-        raise AdapterFileError(f"cannot read {str(path)!r}: its header lacks one of {', '.join(_INFO)}, or has more")
-    if info["format"] != expect:
-        raise AdapterFileError(f"{str(path)!r} holds {info['format'][:80]!r}, and {expect!r} was asked for")
-    metadata = parse_json(f"the metadata of {str(path)!r}", info["metadata"].encode(), MAX_HEADER)
-    hashes = parse_json(f"the checksums of {str(path)!r}", info["sha256"].encode(), MAX_HEADER)
-    if not isinstance(metadata, dict) or metadata.get("format") != expect:
-        raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different formats")
-    version = metadata.get("format_version", FORMAT_VERSION)
-    if type(version) is not int or str(version) != info["format_version"]:
-        raise AdapterFileError(f"cannot read {str(path)!r}: its metadata and its header name different versions")
-    if version != FORMAT_VERSION:
-        raise AdapterFileError(
-            f"{str(path)!r} has format version {info['format_version'][:20]}, and this mmattn reads {FORMAT_VERSION}; "
-            "update it with: pip install --upgrade mmattn"
-        )
-    if not isinstance(hashes, dict) or set(hashes) != names:
-        raise AdapterFileError(f"cannot read {str(path)!r}: its checksums are not those of its tensors")
-    return metadata, hashes

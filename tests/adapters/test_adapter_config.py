@@ -217,7 +217,7 @@ class TestConfigs:
         [
             (b'{"format": "mmattn-adapter", "format": "mmattn-adapter"}', "twice"),
             (b'{"adapter": NaN}', "NaN"),
-            (b'{"a":' * 100_000, "deeper"),
+            (b'{"a":' * 100_000, "not sound JSON"),
             (b"[]", "one JSON object"),
             (b'{"format": "other"}', "other"),
             (b"", "empty"),

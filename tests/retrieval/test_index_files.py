@@ -153,7 +153,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a line that is no entry": (
         lambda f: (edit(f / "v1/entries.jsonl", lambda raw: b"[" * 99999 + raw), forge(f)),
-        "line 1 nests deeper",
+        "line 1 is not sound JSON",
     ),
 }
 

@@ -64,7 +64,6 @@ HOMES = {
     "qdrant_edge": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
-    "lance": ("data.tables",),
     "fsspec": ("data.file_folders",),
     "pyarrow": ("data", "retrieval"),
     "ray": ("data",),

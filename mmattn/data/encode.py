@@ -22,8 +22,9 @@ import torch
 
 from mmattn.data.encode_plan import (
     Plan,
-    Planner,
     Report,
+    Request,
+    begin,
     finish,
     is_complete,
     read_plan,
@@ -130,24 +131,21 @@ def encode_rows(
         rows.skip_broken = not strict
     both: dict[Kind, Any] = {"pictures": pictures, "passages": passages}
     encoders = {kind: encoder for kind, encoder in both.items() if encoder is not None}
+    infos = {kind: EncoderInfo.of(encoder, (encoder_names or {}).get(kind)) for kind, encoder in encoders.items()}
     folder = Path(out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    request = Request(
+        rows, folder, encoders, infos, source, dim, dtype, append, strict, progress=progress and rank == 0, **sizes
+    )
     with _locked(folder) if rank == 0 else contextlib.nullcontext():
-        if rank == 0:
-            names = encoder_names or {}
-            infos = {kind: EncoderInfo.of(encoder, names.get(kind)) for kind, encoder in encoders.items()}
-            planner = Planner(rows, folder, infos, source, strict, progress)
-            widths = [encoder.dim for encoder in encoders.values()]
-            plan = planner.begin(widths, dim, dtype, append, contents_per_shard)
-        else:
-            plan = _plan_of_others(folder, rows_fingerprint(rows, source))
+        plan = begin(request) if rank == 0 else _plan_of_others(folder, rows_fingerprint(rows, source))
         if plan is not None:
-            job = _Job(rows, folder, encoders, batch_size, block_bytes, plan, strict)
-            job.run(rank, world, executor, progress and rank == 0)
+            _Job(request, plan).run(rank, world, executor)
             if rank == 0:
                 finish(plan, folder)
-            _wait_until(lambda: is_complete(folder, plan.fingerprint))
+            while not is_complete(folder, plan.fingerprint):
+                time.sleep(_PAUSE)
     return EncodedDataset(folder)
 
 
@@ -165,79 +163,67 @@ class _Part(NamedTuple):
 class _Job:
     """Makes the shards of a plan, in any process and in any order."""
 
-    rows: Any
-    folder: Path
-    encoders: Mapping[Kind, Any]
-    batch_size: int
-    block_bytes: int
+    request: Request
     plan: Plan
-    strict: bool
 
-    def run(self, rank: int, world: int, executor: str, progress: bool) -> None:
+    def run(self, rank: int, world: int, executor: str) -> None:
         """Make this process' share of the missing shards, and wait for the others."""
-        todo = self.missing()
+        todo = self.missing(self.plan.shards)
         if executor == "local":
             todo = [number for number in todo if number % world == rank]
         count = sum(len(self.plan.contents_of(number)) for number in todo)
-        with counted(count, "encoding contents", progress and bool(todo)) as advance:
-            if executor == "ray":
-                _run_on_ray(self, todo, advance)
-            else:
-                self.make(todo, advance)
+        with counted(count, "encoding contents", self.request.progress and bool(todo)) as advance:
+            (_run_on_ray if executor == "ray" else _Job.make)(self, todo, advance)
         missing: Sequence[int] = self.plan.shards
         while missing := self.missing(missing):
             time.sleep(_PAUSE)
 
-    def missing(self, shards: Sequence[int] | None = None) -> list[int]:
-        """Return the shards, of all or some, that are not there, or torn."""
-        if is_complete(self.folder, self.plan.fingerprint):
+    def missing(self, shards: Sequence[int]) -> list[int]:
+        """Return the shards that are not there, or torn."""
+        folder = self.request.folder
+        if is_complete(folder, self.plan.fingerprint):
             return []
-        sizes = FileFolder(self.folder).sizes
-        reports = {n: read_report(self.folder, self.plan, n) for n in (self.plan.shards if shards is None else shards)}
-        return [n for n, one in reports.items() if one is None or sizes.get(shard_name(n)) != one.size]
+        sizes = FileFolder(folder).sizes
+        reports = {number: read_report(folder, self.plan, number) for number in shards}
+        return [n for n, one in reports.items() if one is None or sizes.get(shard_name(n)) != one.shard.size]
 
     def make(self, numbers: Sequence[int], advance: Callable[[int], None] = lambda count: None) -> None:
         """Make shards."""
+        folder = self.request.folder
         parts = self._parts([content for number in numbers for content in self.plan.contents_of(number)])
         for number in numbers:
             broken: dict[int, str] = {}
             some = itertools.islice(parts, len(self.plan.contents_of(number)))
-            path = self.folder / shard_name(number)
-            shard = write_shard(path, self._blocks(some, broken, advance), self.plan.dim, self.plan.dtype)
-            report = Report(**shard.model_dump(), rows_sha256=self.plan.rows_sha256, broken=broken)
-            write_description(report_path(self.folder, number), report)
-
-    @cached_property
-    def _table(self) -> Any:
-        files = FileFolder(self.folder / WORK)
-        return read_rows_file(files, "rows.arrow", rows_schema(with_numbers=True), self.plan.rows_sha256)
+            blocks = self._blocks(some, broken, advance)
+            shard = write_shard(folder / shard_name(number), blocks, self.plan.dim, self.plan.dtype)
+            report = Report(shard=shard, rows_sha256=self.plan.rows_sha256, broken=broken)
+            write_description(report_path(folder, number), report)
 
     @cached_property
     def _first_places(self) -> tuple[Any, Any, Any]:
         """Row of the source, part of the row, and key of each new content, where it comes first."""
         import numpy as np
 
-        starts, numbers = lists_of(self._table["contents"])
-        _, keys = lists_of(self._table["keys"])
+        files, schema = FileFolder(self.request.folder / WORK), rows_schema(with_numbers=True)
+        table = read_rows_file(files, "rows.arrow", schema, self.plan.rows_sha256)
+        starts, numbers = lists_of(table["contents"])
+        _, keys = lists_of(table["keys"])
         # Contents are numbered in the order in which they come first.
         highest = np.maximum.accumulate(np.concatenate([[self.plan.first_content - 1], numbers]))
         first = np.flatnonzero(numbers > highest[:-1])
         row = np.searchsorted(starts, first, side="right") - 1
-        return self._table["number"].to_numpy()[row], first - starts[row], keys[first]
+        return table["number"].to_numpy()[row], first - starts[row], keys[first]
 
     def _parts(self, contents: Sequence[int]) -> Iterator[_Part]:
         """Iterate over new contents, of ascending numbers, read from the rows that have them first."""
         rows, places, keys = self._first_places
         wanted = [int(rows[number - self.plan.first_content]) for number in contents]
-        source = rows_or_reasons(self.rows, (number for number, _ in itertools.groupby(wanted)))
-        at, row = -1, None
+        source = rows_or_reasons(self.request.rows, (number for number, _ in itertools.groupby(wanted)))
+        at, parts = -1, list[tuple[str, Any]]()
         for number, place in zip(contents, wanted, strict=True):
-            while at != place:
-                try:
-                    at, row = next(source)
-                except StopIteration:
-                    raise self._changed("the rows") from None
-            parts = parts_of(row) if isinstance(row, Row) else []
+            while at < place:
+                at, row = next(source, (place, ""))
+                parts = parts_of(row) if isinstance(row, Row) else []
             part, key = int(places[number - self.plan.first_content]), keys[number - self.plan.first_content]
             if part >= len(parts):
                 raise self._changed(f"row {place}")
@@ -248,14 +234,14 @@ class _Job:
     ) -> Iterator[list[Vectors]]:
         """Encode contents, and give them in blocks."""
         block: list[Vectors] = []
-        size = 0
-        while some := list(itertools.islice(parts, _BATCHES * self.batch_size)):
+        size, slot = 0, self.plan.dim * DTYPES[self.plan.dtype].itemsize
+        empty = Vectors(torch.empty(0, self.plan.dim))
+        while some := list(itertools.islice(parts, _BATCHES * self.request.batch_size)):
             encoded = self._encoded(some, broken)
             for part in some:
-                vectors = encoded.get(part.number)
-                block.append(Vectors(torch.empty(0, self.plan.dim)) if vectors is None else vectors)
-                size += block[-1].tokens.shape[0] * self.plan.dim * DTYPES[self.plan.dtype].itemsize
-                if size >= self.block_bytes:
+                block.append(encoded.get(part.number, empty))
+                size += len(block[-1].tokens) * slot
+                if size >= self.request.block_bytes:
                     yield block
                     block, size = [], 0
             advance(len(some))
@@ -265,14 +251,14 @@ class _Job:
     def _encoded(self, parts: Sequence[_Part], broken: dict[int, str]) -> dict[int, Vectors]:
         """Return the vectors of contents by number, without those of pictures that cannot be read."""
         encoded = {part.number: _saved(self._read(part)) for part in parts if part.kind == "memories"}
-        for kind, encoder in self.encoders.items():
+        for kind, encoder in self.request.encoders.items():
             own = [part for part in parts if part.kind == kind]
             # Pictures are read a batch at a time; of passages the encoder makes batches of similar length.
-            size = self.batch_size if kind == "pictures" else max(1, len(own))
+            size = self.request.batch_size if kind == "pictures" else max(1, len(own))
             for start in range(0, len(own), size):
                 some = own[start : start + size]
                 contents = [self._read(part) for part in some]
-                tokens = encode_parts(encoder, contents, self.batch_size, kind == "pictures")
+                tokens = encode_parts(encoder, contents, self.request.batch_size, kind == "pictures")
                 for part, one in zip(some, tokens, strict=True):
                     if one is None:
                         broken[part.number] = self._reason(part)
@@ -283,9 +269,10 @@ class _Job:
     def _reason(self, part: _Part) -> str:
         """Return why a picture cannot be read; raise it with `strict`."""
         why = why_unreadable(part.content) or "it cannot be read"
-        if self.strict:
-            where = "" if isinstance(part.content, (str, os.PathLike)) else f"row {part.row} of {self.plan.source}: "
-            raise ImageError(f"{where}{why}; without strict=True such rows are left out and named")
+        if self.request.strict:
+            raise ImageError(
+                f"row {part.row} of {self.plan.source}: {why}; without strict=True such rows are left out and named"
+            )
         return why
 
     def _read(self, part: _Part) -> Any:
@@ -309,54 +296,30 @@ def _saved(memory: Any) -> Vectors:
     return Vectors(memory.tokens[0][real], None, segments, None if memory.scores is None else memory.scores[0][real])
 
 
-class _RayWorker:
-    """An actor of Ray, which makes shards."""
-
-    def __init__(self, job: _Job) -> None:
-        self.job = job
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        self.job.make([int(number) for number in batch["item"]])
-        return batch
-
-
 def _run_on_ray(job: _Job, numbers: Sequence[int], advance: Callable[[int], None]) -> None:
-    """Make shards in the actors of a Ray cluster, each with a GPU where the encoders run on one."""
-    ray, data = import_extra("ray", "scale"), import_extra("ray.data", "scale")
-    if not numbers:
-        return
-    devices = [getattr(encoder, "device", None) for encoder in job.encoders.values()]
-    on_gpu = any(device is not None and device.type == "cuda" for device in devices)
+    """Make shards in tasks of a Ray cluster, each with a GPU where the encoders run on one."""
+    ray = import_extra("ray", "scale")
     if not ray.is_initialized():
         ray.init()
-    workers = max(1, int(ray.cluster_resources().get("GPU" if on_gpu else "CPU", 1)))
-    made = data.from_items(list(numbers), override_num_blocks=len(numbers)).map_batches(
-        _RayWorker,
-        fn_constructor_args=(job,),
-        batch_size=1,
-        compute=data.ActorPoolStrategy(min_size=1, max_size=min(workers, len(numbers))),
-        num_gpus=1 if on_gpu else 0,
-    )
-    for batch in made.iter_batches(batch_size=1):
-        advance(sum(len(job.plan.contents_of(int(number))) for number in batch["item"]))
+    devices = [getattr(encoder, "device", None) for encoder in job.request.encoders.values()]
+    on_gpu = any(device is not None and device.type == "cuda" for device in devices)
+    task, shared = ray.remote(num_gpus=1 if on_gpu else 0)(_Job.make), ray.put(job)
+    counts = {task.remote(shared, [number]): len(job.plan.contents_of(number)) for number in numbers}
+    pending = list(counts)
+    while pending:
+        done, pending = ray.wait(pending)
+        ray.get(done)
+        advance(sum(counts[one] for one in done))
 
 
 def _plan_of_others(folder: Path, fingerprint: str) -> Plan | None:
-    """Wait for the plan of the main process; None where it found the rows encoded already."""
-    plan: Plan | None = None
-
-    def is_there() -> bool:
-        nonlocal plan
+    """Wait for the plan of the main process; None if the rows are encoded already."""
+    while not is_complete(folder, fingerprint):
         plan = read_plan(folder)
-        return is_complete(folder, fingerprint) or (plan is not None and plan.fingerprint == fingerprint)
-
-    _wait_until(is_there)
-    return None if is_complete(folder, fingerprint) else plan
-
-
-def _wait_until(ready: Callable[[], bool]) -> None:
-    while not ready():
+        if plan is not None and plan.fingerprint == fingerprint:
+            return plan
         time.sleep(_PAUSE)
+    return None
 
 
 @contextlib.contextmanager

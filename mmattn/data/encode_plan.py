@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from mmattn.data.encoded_files import (
     Kind,
     Manifest,
     RowsFile,
+    Strict,
     VectorShard,
     read_description,
     read_rows_file,
@@ -69,9 +69,10 @@ class Plan(Encoding):
         return range(start, min(start + self.contents_per_shard, self.first_content + self.contents))
 
 
-class Report(VectorShard):
+class Report(Strict):
     """The content of `encoding/000007.json`: a shard that is done, and why pictures in it cannot be read."""
 
+    shard: VectorShard
     rows_sha256: str
     broken: dict[int, str]
 
@@ -80,140 +81,139 @@ class Report(VectorShard):
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Goes through the rows of a source and writes the plan of their encoding."""
+class Request:
+    """Arguments of `encode_rows`."""
 
     rows: Any
     folder: Path
-    encoders: Mapping[Kind, EncoderInfo]
+    encoders: Mapping[Kind, Any]
+    infos: Mapping[Kind, EncoderInfo]
     source: str
+    dim: int | None
+    dtype: Any
+    append: bool
     strict: bool
+    batch_size: int
+    contents_per_shard: int
+    block_bytes: int
     progress: bool
 
-    def begin(
-        self, widths: Sequence[int], dim: int | None, dtype: Any, append: bool, contents_per_shard: int
-    ) -> Plan | None:
-        """Write the plan, or read the one that is there; None where the rows are encoded already."""
-        files = FileFolder(self.folder)
-        manifest, plan = read_description(files, MANIFEST, Manifest), read_plan(self.folder)
-        for begun in (manifest, plan):
-            if begun is not None:
-                self._check_same(begun, dim, dtype)
-        fingerprint = rows_fingerprint(self.rows, self.source)
-        encoded = set() if manifest is None else {one.fingerprint for one in manifest.sources}
-        if plan is not None and plan.fingerprint in encoded:  # killed when everything was done
-            shutil.rmtree(self.folder / WORK)
-            plan = None
-        if plan is None and fingerprint in encoded:
-            return None
-        if plan is not None:
-            if plan.fingerprint != fingerprint:
-                raise ConfigError(
-                    f"{str(self.folder)!r} was begun with {plan.source}, and the rows of {self.source} are others: go "
-                    "on with the same rows, or name another folder"
-                )
-            return plan
-        if manifest is not None and not append:
-            sources = ", ".join(one.name for one in manifest.sources)
-            raise ConfigError(
-                f"{str(self.folder)!r} has the rows of {sources}: name another folder, or add {self.source} to it with "
-                "append=True"
-            )
-        return self._plan(manifest, fingerprint, widths, dim, dtype, contents_per_shard)
 
-    def _plan(
-        self,
-        manifest: Manifest | None,
-        fingerprint: str,
-        widths: Sequence[int],
-        dim: int | None,
-        dtype: Any,
-        contents_per_shard: int,
-    ) -> Plan:
-        dim = manifest.dim if manifest is not None and dim is None else dim
-        self._check_width(widths, dim)
-        work = self.folder / WORK
-        work.mkdir(exist_ok=True)
-        numbers = {} if manifest is None else EncodedDataset(self.folder).numbers_by_key()
-        first = 0 if manifest is None else manifest.contents
-        reader = _RowReader(self.rows, numbers, first)
-        total = len(self.rows) if isinstance(self.rows, Sequence) else None
-        with counted(total, "reading rows", self.progress) as reader.advance:
-            _, sha256 = write_rows(work / "rows.arrow", reader.batches(), rows_schema(with_numbers=True))
-        self._check_usable(reader)
-        missing = next((kind for kind in ("pictures", "passages") if kind in reader.kinds - set(self.encoders)), None)
-        if missing is not None:
-            raise ConfigError(f"rows of {self.source} have {missing}, and there is no encoder for them")
-        widths = [*widths, *reader.saved_widths]
-        if dim is None and not widths:
-            raise ConfigError(f"the rows of {self.source} have no memory, and there is no encoder: give dim=")
-        self._check_width(widths, dim)
-        plan = Plan(
-            dim=max(widths) if dim is None else dim,
-            dtype=dtype,
-            encoders={kind: info for kind, info in self.encoders.items() if kind in reader.kinds},
-            saved_memories="memories" in reader.kinds,
-            source=self.source,
-            fingerprint=fingerprint,
-            rows_sha256=sha256,
-            total=reader.total,
-            left_out=reader.left_out,
-            first_content=first,
-            contents=reader.contents,
-            first_shard=0 if manifest is None else len(manifest.shards),
-            contents_per_shard=contents_per_shard,
-        )
-        write_description(self.folder / PLAN, plan)
-        return plan
-
-    def _check_usable(self, reader: _RowReader) -> None:
-        """Refuse rows of which none can be used, or with `strict` not all; leave nothing behind."""
-        unusable = [reason for number, reason in reader.left_out if number >= 0 or not reader.usable]
-        if not unusable or (reader.usable and not self.strict):
-            return
-        shutil.rmtree(self.folder / WORK)
-        with contextlib.suppress(OSError):  # another dataset is there
-            self.folder.rmdir()
-        reasons = "\n  ".join(unusable[:10] + ["…"] * (len(unusable) > 10))
+def begin(request: Request) -> Plan | None:
+    """Write the plan of an encoding, or read the one that is there; None if the rows are encoded already."""
+    folder, source, fingerprint = request.folder, request.source, rows_fingerprint(request.rows, request.source)
+    manifest, plan = read_description(FileFolder(folder), MANIFEST, Manifest), read_plan(folder)
+    for begun in (manifest, plan):
+        if begun is not None:
+            _check_same(request, begun)
+    encoded = {} if manifest is None else {one.fingerprint: one.name for one in manifest.sources}
+    if plan is not None and plan.fingerprint in encoded:  # killed when everything was done
+        shutil.rmtree(folder / WORK)
+        plan = None
+    if plan is None and fingerprint in encoded:
+        return None
+    if plan is not None and plan.fingerprint != fingerprint:
         raise ConfigError(
-            f"{len(unusable)} of {reader.total} rows of {self.source} cannot be used:\n  {reasons}\n"
-            "repair them, or leave them out"
+            f"{str(folder)!r} was begun with {plan.source}, and the rows of {source} are others: go on with the same "
+            "rows, or name another folder"
+        )
+    if plan is None and encoded and not request.append:
+        raise ConfigError(
+            f"{str(folder)!r} has the rows of {', '.join(encoded.values())}: name another folder, or add {source} to "
+            "it with append=True"
+        )
+    return _make_plan(request, manifest, fingerprint) if plan is None else plan
+
+
+def _check_same(request: Request, begun: Encoding) -> None:
+    """Refuse other encoders, another width or dtype than the folder was begun with."""
+    differing = [
+        f"{kind} by {_named(info)}, now by {_named(request.infos[kind])}"
+        for kind, info in begun.encoders.items()
+        if kind in request.infos and request.infos[kind].fingerprint != info.fingerprint
+    ]
+    if request.dim not in (None, begun.dim):
+        differing.append(f"dim={begun.dim}, now {request.dim}")
+    if request.dtype != begun.dtype:
+        differing.append(f"dtype={begun.dtype}, now {request.dtype}")
+    if differing:
+        raise ConfigError(
+            f"{str(request.folder)!r} was encoded otherwise ({'; '.join(differing)}): give the same again, or another "
+            "folder"
         )
 
-    def _check_width(self, widths: Sequence[int], dim: int | None) -> None:
-        if dim is not None and max(widths, default=0) > dim:
-            raise ConfigError(
-                f"memories of {self.source} are {max(widths)} wide, and the dataset has {dim}: name another folder"
-            )
 
-    def _check_same(self, begun: Encoding, dim: int | None, dtype: str) -> None:
-        """Refuse other encoders, another width or dtype than the folder was begun with."""
-        differing = [
-            f"{kind} by {_named(info)}, now by {_named(self.encoders[kind])}"
-            for kind, info in begun.encoders.items()
-            if kind in self.encoders and self.encoders[kind].fingerprint != info.fingerprint
-        ]
-        if dim not in (None, begun.dim):
-            differing.append(f"dim={begun.dim}, now {dim}")
-        if dtype != begun.dtype:
-            differing.append(f"dtype={begun.dtype}, now {dtype}")
-        if differing:
-            raise ConfigError(
-                f"{str(self.folder)!r} was encoded otherwise ({'; '.join(differing)}): give the same again, or another "
-                "folder"
-            )
+def _named(encoder: EncoderInfo) -> str:
+    return f"{encoder.name or 'an encoder'} ({encoder.fingerprint[:12]}…)"
 
 
+def _make_plan(request: Request, manifest: Manifest | None, fingerprint: str) -> Plan:
+    """Read all rows, and write them and the plan."""
+    work, source = request.folder / WORK, request.source
+    work.mkdir(exist_ok=True)
+    reader = _RowReader(request.rows, request.strict)
+    if manifest is not None:
+        reader.numbers, reader.next_content = EncodedDataset(request.folder).numbers_by_key(), manifest.contents
+    first = reader.next_content
+    try:
+        total = len(request.rows) if isinstance(request.rows, Sequence) else None
+        with counted(total, "reading rows", request.progress) as reader.advance:
+            _, sha256 = write_rows(work / "rows.arrow", reader.batches(), rows_schema(with_numbers=True))
+        dim = _common_width(request, manifest, reader)
+    except ConfigError:
+        shutil.rmtree(work)
+        raise
+    plan = Plan(
+        dim=dim,
+        dtype=request.dtype,
+        encoders={kind: info for kind, info in request.infos.items() if kind in reader.kinds},
+        saved_memories="memories" in reader.kinds,
+        source=source,
+        fingerprint=fingerprint,
+        rows_sha256=sha256,
+        total=reader.total,
+        left_out=[*((-1, line) for line in getattr(request.rows, "left_out", ())), *reader.left_out],
+        first_content=first,
+        contents=reader.next_content - first,
+        first_shard=0 if manifest is None else len(manifest.shards),
+        contents_per_shard=request.contents_per_shard,
+    )
+    write_description(request.folder / PLAN, plan)
+    return plan
+
+
+def _common_width(request: Request, manifest: Manifest | None, reader: _RowReader) -> int:
+    """Return the width of the dataset; refuse rows that cannot be encoded together."""
+    source, dim = request.source, request.dim if manifest is None else manifest.dim
+    if len(reader.left_out) == reader.total:
+        reasons = "\n  ".join(reason for _, reason in reader.left_out[:10])
+        raise ConfigError(f"{reader.total} of {reader.total} rows of {source} cannot be used:\n  {reasons}")
+    missing = next((kind for kind in ("pictures", "passages") if kind in reader.kinds - set(request.encoders)), None)
+    if missing is not None:
+        raise ConfigError(f"rows of {source} have {missing}, and there is no encoder for them")
+    widths = [*(encoder.dim for encoder in request.encoders.values()), *reader.saved_widths]
+    if dim is None and not widths:
+        raise ConfigError(f"the rows of {source} have no memory, and there is no encoder: give dim=")
+    if dim is not None and max(widths, default=0) > dim:
+        raise ConfigError(
+            f"memories of {source} are {max(widths)} wide, and the dataset has {dim}: name another folder"
+        )
+    return max(widths) if dim is None else dim
+
+
+@dataclass
 class _RowReader:
     """Turns rows into record batches, and gives the next number to each content whose key is not in `numbers`."""
 
-    def __init__(self, rows: Any, numbers: dict[bytes, int], first: int) -> None:
-        self.rows, self.numbers, self.first = rows, numbers, first
-        self.advance: Callable[[int], None] = lambda count: None
-        self.contents = self.total = self.usable = 0
-        self.left_out: list[tuple[int, str]] = []
-        self.kinds: set[str] = set()
-        self.saved_widths: list[int] = []
+    rows: Any
+    strict: bool
+    numbers: dict[bytes, int] = field(default_factory=dict)
+    next_content: int = 0
+    total: int = 0
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+    saved_widths: list[int] = field(default_factory=list)
+    advance: Callable[[int], None] = lambda count: None
 
     def batches(self) -> Iterator[Any]:
         """Iterate over record batches of the usable rows."""
@@ -221,16 +221,16 @@ class _RowReader:
         columns = self._columns()
         while some := list(itertools.islice(columns, _ROWS)):
             yield pa.RecordBatch.from_pylist(some, schema=rows_schema(with_numbers=True))
-        self.left_out = [*((-1, line) for line in getattr(self.rows, "left_out", ())), *self.left_out]
 
     def _columns(self) -> Iterator[dict[str, Any]]:
         for number, row in rows_or_reasons(self.rows):
             self.total += 1
             self.advance(1)
             if isinstance(row, str):
+                if self.strict:
+                    raise ConfigError(f"{row}; repair it, or leave it out")
                 self.left_out.append((number, row))
                 continue
-            self.usable += 1
             parts = parts_of(row)
             self.kinds |= {kind for kind, _ in parts}
             if row.memory is not None and not self.saved_widths:
@@ -249,16 +249,15 @@ class _RowReader:
 
     def _number(self, key: bytes) -> int:
         if key not in self.numbers:
-            self.numbers[key] = self.first + self.contents
-            self.contents += 1
+            self.numbers[key] = self.next_content
+            self.next_content += 1
         return self.numbers[key]
 
 
 def rows_fingerprint(rows: Any, source: str) -> str:
     """Return a fingerprint of the rows of a source; their pictures are not read."""
     if not isinstance(rows, Sequence):
-        settings = f"stream {source} {rows.columns} {rows.template} {rows.skip} {rows.take}"
-        return hashlib.sha256(settings.encode()).hexdigest()
+        return hashlib.sha256(f"stream {source} {rows.columns} {rows.template}".encode()).hexdigest()
     if hasattr(rows, "fingerprint"):
         return str(rows.fingerprint)
     digest = hashlib.sha256()
@@ -271,10 +270,6 @@ def rows_fingerprint(rows: Any, source: str) -> str:
 def _file(part: Any) -> Any:
     """Return name and size of a file, and the type of anything else."""
     return (part, os.stat(part).st_size) if isinstance(part, (str, os.PathLike)) else type(part).__name__
-
-
-def _named(encoder: EncoderInfo) -> str:
-    return f"{encoder.name or 'an encoder'} ({encoder.fingerprint[:12]}…)"
 
 
 def rows_or_reasons(rows: Any, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, Row | str]]:
@@ -293,8 +288,8 @@ def rows_or_reasons(rows: Any, numbers: Iterable[int] | None = None) -> Iterator
 def finish(plan: Plan, folder: Path) -> None:
     """Write the rows without those that are left out, and then the manifest."""
     manifest = read_description(FileFolder(folder), MANIFEST, Manifest)
-    reports = [read_report(folder, plan, number) for number in plan.shards]
-    broken = {number: why for report in reports if report is not None for number, why in report.broken.items()}
+    reports = [one for number in plan.shards if (one := read_report(folder, plan, number)) is not None]
+    broken = {number: why for report in reports for number, why in report.broken.items()}
     table = read_rows_file(FileFolder(folder / WORK), "rows.arrow", rows_schema(with_numbers=True), plan.rows_sha256)
     table, left_out = _without_broken(table, broken, plan) if broken else (table, plan.left_out)
     reasons = [line for _, line in sorted(left_out, key=lambda pair: pair[0])]
@@ -303,12 +298,8 @@ def finish(plan: Plan, folder: Path) -> None:
             (folder / shard_name(number)).unlink()
         shutil.rmtree(folder / WORK)
         raise ConfigError(f"nothing of {plan.source} can be used:\n  " + "\n  ".join(reasons[:10]))
-    sources, shards, encoders, saved = [], [], {}, False
-    if manifest is not None:
-        sources, shards = manifest.sources, manifest.shards
-        encoders, saved = manifest.encoders, manifest.saved_memories
+    sources, before = ([], []) if manifest is None else (manifest.sources, manifest.shards)
     batches = table.select(rows_schema().names).combine_chunks().to_batches()
-    made = [VectorShard(**one.model_dump(include=set(VectorShard.model_fields))) for one in reports if one is not None]
     size, sha256 = write_rows(folder / rows_name(len(sources)), batches, rows_schema())
     source = RowsFile(
         name=plan.source,
@@ -322,10 +313,10 @@ def finish(plan: Plan, folder: Path) -> None:
     complete = Manifest(
         dim=plan.dim,
         dtype=plan.dtype,
-        encoders={**encoders, **plan.encoders},
-        saved_memories=plan.saved_memories or saved,
+        encoders=(manifest.encoders if manifest else {}) | plan.encoders,
+        saved_memories=plan.saved_memories or (manifest is not None and manifest.saved_memories),
         sources=[*sources, source],
-        shards=[*shards, *made],
+        shards=[*before, *(report.shard for report in reports)],
     )
     write_description(folder / MANIFEST, complete)
     shutil.rmtree(folder / WORK)

@@ -28,6 +28,7 @@ from mmattn.data.row_contents import encoders_fingerprint
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.files import replacing, write_text
+from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.storage.json_files import dump_json, making_sense, parse_json, validated
 from mmattn.storage.safetensors import check_values
 
@@ -43,11 +44,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Description = TypeVar("Description", bound=BaseModel)
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A description that has no other fields than it declares."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class EncoderInfo(_Strict):
+class EncoderInfo(Strict):
     """The encoder of all pictures or all passages."""
 
     fingerprint: str
@@ -63,7 +66,7 @@ class EncoderInfo(_Strict):
         return cls(fingerprint=encoder.fingerprint, name=name, **{k: v for k, v in settings.items() if v is not None})
 
 
-class RowsFile(_Strict):
+class RowsFile(Strict):
     """The rows of one source; `total` counts those left out, too."""
 
     name: str
@@ -75,7 +78,7 @@ class RowsFile(_Strict):
     sha256: str
 
 
-class BlockInfo(_Strict):
+class BlockInfo(Strict):
     """Some contents, side by side in a shard: bytes start to end of the file."""
 
     contents: NonNegativeInt
@@ -85,7 +88,7 @@ class BlockInfo(_Strict):
     sha256: str
 
 
-class VectorShard(_Strict):
+class VectorShard(Strict):
     """A file of vectors; `squares` are those of what storing lost, and of the vectors."""
 
     size: NonNegativeInt
@@ -98,7 +101,7 @@ class VectorShard(_Strict):
         return sum(block.contents for block in self.blocks)
 
 
-class Encoding(_Strict):
+class Encoding(Strict):
     """Settings that all shards of a dataset share."""
 
     dim: int = Field(ge=1, le=1 << 24)
@@ -179,14 +182,11 @@ def rows_schema(with_numbers: bool = False) -> Any:
 
 def write_rows(path: Path, batches: Iterable[Any], schema: Any) -> tuple[int, str]:
     """Write record batches to a file, atomically; return its size and sha256."""
-    digest, size = hashlib.sha256(), 0
-    messages = (batch.serialize() for batch in batches)
-    with replacing(path) as file:
-        for part in itertools.chain([schema.serialize()], messages, [_END_OF_STREAM]):
-            file.write(part)
-            digest.update(part)
-            size += len(part) if isinstance(part, bytes) else part.size
-    return size, digest.hexdigest()
+    pa = import_extra("pyarrow", "train")
+    with replacing(path) as file, pa.ipc.new_stream(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return path.stat().st_size, file_fingerprint(path)
 
 
 def read_rows_file(folder: FileFolder, name: str, schema: Any, sha256: str | None = None) -> Any:

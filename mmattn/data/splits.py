@@ -72,9 +72,8 @@ def _split_stream(rows: StreamRows, held_out: float) -> tuple[StreamRows, list[R
     if held_out != int(held_out):
         raise ConfigError(f"a stream has no length, so held_out must be a number of its rows, got {held_out}")
     count = int(held_out)
-    settings = (rows.dataset, rows.columns, rows.host)
-    first = StreamRows(*settings, take=count, template=rows.template)
-    return StreamRows(*settings, skip=count, template=rows.template), list(first)
+    settings = (rows.columns, rows.host, rows.template)
+    return StreamRows(rows.dataset.skip(count), *settings), list(StreamRows(rows.dataset.take(count), *settings))
 
 
 def _held_out_numbers(rows: Sequence[Row], count: int, seed: int) -> set[int]:

@@ -274,7 +274,7 @@ class TestDatasets:
         rows = training.read_rows(str(tmp_path / "one"), template="A {label}.")
         assert [row.text for row in rows] == ["A daisy.", "A lily valley.", "A lily valley.", "A daisy."]
         assert rows.text_lengths() == [len(row.text) for row in rows]
-        assert rows.summary == "4 rows of a dataset of Hugging Face (image=image, label=label)"
+        assert rows.summary == "4 rows of a dataset (image=image, label=label)"
         stream = training.read_rows(str(tmp_path / "one"), streaming=True)
         assert [row.text for row in stream][1] == "A photo of a lily valley."
         kept, away = training.split_rows(rows, 1)

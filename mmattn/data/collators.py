@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
 from typing import Any
 
 import torch
 
 from mmattn.data.row_memories import MemorySource
-from mmattn.data.rows import Row, make_row
+from mmattn.data.rows import Row, make_row, row_memory
 from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, pack
-from mmattn.errors import ConfigError, ShapeError, TextError, check_int
+from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
 
@@ -104,7 +103,7 @@ class RowCollator:
             TextError: as `ids`.
             ConfigError: rows with a memory, and no `memories` to read it with.
         """
-        given = [_row_of(row) for row in rows]
+        given = [row if isinstance(row, Row) else make_row(row) for row in rows]
         if self.memories is None and not self.text_only and any(row.has_memory for row in given):
             raise ConfigError(
                 "rows have a memory, and this RowCollator, made without memories=, would drop it: give it a "
@@ -125,13 +124,6 @@ class RowCollator:
         """Keyword arguments of the adapted model, labels included."""
         batch = self.batch(rows)
         return {**batch.kwargs(), "labels": batch.labels}
-
-
-def _row_of(given: Row | Mapping[str, Any]) -> Row:
-    if isinstance(given, Row):
-        return given
-    memory = given.get("memory")
-    return make_row({**given, "memory": memory if isinstance(memory, str) else row_memory(memory)})
 
 
 class MemoryCollator:
@@ -185,30 +177,3 @@ class MemoryCollator:
             blank = Memory(torch.zeros(1, 0, width))
             batch["memory"] = Memory.stack([blank if memory is None else memory for memory in memories])
         return batch
-
-
-def row_memory(value: Any) -> Memory | None:
-    """The memory of one row from a value of a dataset; None where there is none."""
-    if value is None or isinstance(value, Memory):
-        memory = value
-    elif isinstance(value, (str, PathLike)):
-        memory = Memory.load(value)
-    else:
-        memory = _from_numbers(value)
-    if memory is not None and memory.batch != 1:
-        raise ShapeError(
-            f"the memory of a row must have one row, and this one has {memory.batch}: select one, memory[i]"
-        )
-    return memory
-
-
-def _from_numbers(value: Any) -> Memory | None:
-    try:
-        tokens = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ShapeError(f"the memory of a row must be vectors (m, e), and this is no such table: {error}") from error
-    if not tokens.numel():
-        return None
-    if tokens.dim() != 2:
-        raise ShapeError(f"the memory of a row must be vectors (m, e), got {tuple(tokens.shape)}")
-    return Memory(tokens[None].float() if tokens.dtype == torch.float64 else tokens[None])

@@ -9,11 +9,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
 from typing import TypeVar
 
 from mmattn.data.encoded_dataset import EncodedDataset, EncodedRow
 from mmattn.data.rows import Row
-from mmattn.data.sampling import BUCKET, batches_by_length, derive_seed
+from mmattn.data.sampling import batches_by_length, derive_seed
 from mmattn.errors import ConfigError, check_int
 
 BUFFER_BYTES = 256 << 20
@@ -112,14 +113,7 @@ class EncodedBatches:
         if not self.shuffle:
             return [list(rows)]
         rng = random.Random(f"order/{self.seed}/{epoch}/{window}")
-        rng.shuffle(rows)
-        size = BUCKET * self.batch_size
-        groups = (rows[start : start + size] for start in range(0, len(rows), size))
-        return [
-            list(batch)
-            for group in groups
-            for batch in batches_by_length(group, [row.text_length for row in group], self.batch_size, rng)
-        ]
+        return batches_by_length(rows, attrgetter("text_length"), self.batch_size, rng)
 
 
 def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int, threads: int) -> Generator[T, None, None]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.data.rows import Row
+from mmattn.data.rows import Row, row_memory
 from mmattn.encoders import load_image
-from mmattn.errors import ConfigError, ImageError, ShapeError
+from mmattn.errors import ConfigError, ImageError
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import file_fingerprint
 
@@ -103,9 +103,8 @@ def why_unreadable(image: Any) -> str | None:
 
 def given_memory(memory: Any) -> Memory:
     """The memory (1, m, e) that a row comes with, in float32."""
-    one = memory if isinstance(memory, Memory) else Memory.load(memory)
-    if one.batch != 1:
-        raise ShapeError(f"the memory of a row must have one row, and {memory!s:.80} has {one.batch}")
+    one = row_memory(memory)
+    assert one is not None
     scores = None if one.scores is None else one.scores.float()
     return Memory(one.tokens.float(), one.mask, one.segments, scores, check_finite=one.finite_checked)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from mmattn.data.row_contents import (
     content_sha256,
@@ -84,7 +84,6 @@ class RowMemories:
         self.folder, self.batch_size = Path(folder), check_int("batch_size", batch_size)
         self.encoders = {"pictures": pictures, "passages": passages}
         self.skipped = 0
-        self._prints: dict[tuple[Any, ...], str] = {}
 
     @property
     def fingerprint(self) -> str | None:
@@ -119,7 +118,14 @@ class RowMemories:
         """
         encoded, left = 0, iter(rows)
         while some := list(itertools.islice(left, _TOGETHER)):
-            encoded += self._prepare(some, process_index, num_processes, progress, skip_broken)
+            wanted = {self._place(kind, part): (kind, part) for row in some for kind, part in encoded_parts(row)}
+            # Shared out by name: how far another process has come must not change who does what.
+            own = sorted(wanted)[process_index::num_processes]
+            missing = [place for place in own if not place.is_file()]
+            for kind in self.encoders:
+                parts = {place: wanted[place][1] for place in missing if wanted[place][0] == kind}
+                self._encode(kind, parts, progress, skip_broken and kind == "pictures")
+            encoded += len(missing)
         return encoded
 
     def unreadable(self, rows: Iterable[Row]) -> dict[int, str]:
@@ -137,19 +143,6 @@ class RowMemories:
                         found.setdefault(number, why)
         return found
 
-    def _prepare(self, rows: Sequence[Row], process_index: int, num_processes: int, progress: bool, skip: bool) -> int:
-        wanted: dict[Path, tuple[str, Any]] = {}
-        for row in rows:
-            for kind, part in encoded_parts(row):
-                wanted.setdefault(self._place(kind, part), (kind, part))
-        # Shared out by name: how far another process has come must not change who does what.
-        own = sorted(wanted)[process_index::num_processes]
-        missing = [place for place in own if not place.is_file()]
-        for kind in self.encoders:
-            parts = {place: wanted[place][1] for place in missing if wanted[place][0] == kind}
-            self._encode(kind, parts, progress, skip and kind == "pictures")
-        return len(missing)
-
     def of(self, rows: Sequence[Row]) -> Memory | None:
         """The memory (b, m, e) of b rows, empty in a row without one; None if no row has any."""
         if not any(row.has_memory for row in rows):
@@ -161,34 +154,28 @@ class RowMemories:
         parts = [Memory.load(self._place(kind, part)).to(torch.float32) for kind, part in encoded_parts(row)]
         if row.memory is not None:
             parts.append(given_memory(row.memory))
-        parts = [self._widened(part) for part in parts]
-        # Segments say which picture or passage a slot is of.
-        numbered = [Memory(p.tokens, p.mask, _filled(p), p.scores, check_finite=p.finite_checked) for p in parts]
-        return Memory.cat(numbered) if numbered else Memory(torch.zeros(1, 0, self.dim))
+        return Memory.cat([self._widened(part) for part in parts]) if parts else Memory(torch.zeros(1, 0, self.dim))
 
     def _widened(self, memory: Memory) -> Memory:
+        """Return a memory of the width of all, whose segments tell the parts of a row from each other."""
         if memory.dim > self.dim:
             raise ShapeError(
                 f"a row's memory is {memory.dim} wide, and the adapter reads {self.dim}: give dim={memory.dim}"
             )
-        return memory.replace(torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)))
+        tokens, segments = torch.nn.functional.pad(memory.tokens, (0, self.dim - memory.dim)), memory.segments
+        segments = torch.zeros(tokens.shape[:2], dtype=torch.long) if segments is None else segments
+        return Memory(tokens, memory.mask, segments, memory.scores, check_finite=memory.finite_checked)
 
     def _place(self, kind: str, part: Any) -> Path:
         encoder = self.encoders[kind]
         if encoder is None:
             raise ConfigError(f"a row has {kind}, and there is no encoder for them: name one")
-        name = self._print(kind, part)
+        if kind == "pictures" and isinstance(part, (str, os.PathLike)):
+            about = os.stat(part)
+            name = _file_sha256(os.fspath(part), about.st_size, about.st_mtime_ns)
+        else:
+            name = content_sha256(kind, part)
         return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
-
-    def _print(self, kind: str, part: Any) -> str:
-        """The sha256 of the content; a file is read once in this process, unless it changes."""
-        if kind == "passages" or not isinstance(part, (str, os.PathLike)):
-            return content_sha256(kind, part)
-        about = os.stat(part)
-        key = (os.fspath(part), about.st_size, about.st_mtime_ns)
-        if key not in self._prints:
-            self._prints[key] = content_sha256(kind, part)
-        return self._prints[key]
 
     def _encode(self, kind: str, missing: dict[Path, Any], progress: bool, skip_broken: bool) -> None:
         places = list(missing)
@@ -208,36 +195,28 @@ class RowMemories:
                 Memory(smallest[None], check_finite=False).save(place)
 
 
-def _filled(memory: Memory) -> Tensor:
-    if memory.segments is not None:
-        return memory.segments
-    return torch.zeros(memory.tokens.shape[:2], dtype=torch.long)
+@lru_cache(1 << 20)
+def _file_sha256(path: str, size: int, modified: int) -> str:
+    """Return the sha256 of a picture's file, which is read again once it changes."""
+    return content_sha256("pictures", path)
 
 
 def augment_memory(memory: Memory, *, keep_fraction: float = 1.0, noise_std: float = 0.0, seed: int = 0) -> Memory:
-    """A memory with random slots of each row left out, and with noise on the others.
+    """Return a memory with random slots of each row masked, and with noise on all.
 
     Args:
-        memory: (b, m, e); without padding where slots are left out.
+        memory: (b, m, e).
         keep_fraction: share of the slots that stay, at least one; different ones in each row.
         noise_std: standard deviation of the noise, in units of the standard deviation of each of the e features.
         seed: of the slots and the noise.
 
     Raises:
         ConfigError: a fraction outside (0, 1], or a negative standard deviation.
-        ShapeError: slots cannot be left out of a padded memory.
     """
     if not 0 < check_float("keep_fraction", keep_fraction) <= 1:
         raise ConfigError(f"keep_fraction must be above 0 and at most 1, got {keep_fraction}")
     check_float("noise_std", noise_std, at_least=0)
     generator = torch.Generator(memory.device).manual_seed(seed)
-    length = max(1, round(keep_fraction * memory.length))
-    if length < memory.length:
-        if memory.mask is not None:
-            raise ShapeError("slots are left out at random of memories without padding; give keep_fraction=1 here")
-        shape = (memory.batch, memory.length)
-        order = torch.rand(shape, generator=generator, device=memory.device).argsort(1)[:, :length]
-        memory = _slots(memory, order)
     if noise_std:
         tokens = memory.tokens
         # Padding, whatever lies in it, has no part in how large the noise is.
@@ -245,19 +224,13 @@ def augment_memory(memory: Memory, *, keep_fraction: float = 1.0, noise_std: flo
         spread = real.std(0) if len(real) > 1 else torch.zeros_like(tokens[0, 0])
         noise = torch.randn(tokens.shape, generator=generator, device=tokens.device)
         memory = memory.replace(tokens + noise_std * spread * noise)
-    return memory
-
-
-def _slots(memory: Memory, order: Tensor) -> Memory:
-    """The slots (b, n) of each row."""
-
-    def chosen(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.gather(1, order)
-
-    sources = memory.sources
-    if sources is not None:
-        sources = [[row[slot] for slot in slots] for row, slots in zip(sources, order.tolist(), strict=True)]
-    tokens = memory.tokens.gather(1, order[..., None].expand(-1, -1, memory.dim))
+    if keep_fraction == 1:
+        return memory
+    real = memory.real_slots()
+    order = torch.rand(real.shape, generator=generator, device=memory.device).masked_fill(~real, 2).argsort(1)
+    counts = (keep_fraction * real.sum(1, keepdim=True)).round().clamp(min=1)
+    chosen = torch.arange(memory.length, device=memory.device) < counts
+    mask = real & torch.zeros_like(real).scatter(1, order, chosen)
     return Memory(
-        tokens, None, chosen(memory.segments), chosen(memory.scores), sources, check_finite=memory.finite_checked
+        memory.tokens, mask, memory.segments, memory.scores, memory.sources, check_finite=memory.finite_checked
     )

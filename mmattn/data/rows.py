@@ -10,10 +10,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mmattn.errors import ConfigError, TextError, check_choice
+import torch
+
+from mmattn.errors import ConfigError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
 from mmattn.tokenization import check_text
 
@@ -85,8 +88,10 @@ def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | N
     text = _text(values, "text", needed=host == "language")
     passages = tuple(_texts(values))
     memory = values.get("memory")
-    if memory is not None and not isinstance(memory, Memory):
-        memory = _file("memory", memory, folder)
+    try:
+        memory = _file("memory", memory, folder) if isinstance(memory, (str, Path)) else row_memory(memory)
+    except ShapeError as error:
+        raise ConfigError(f"'memory': {error}") from error
     if host == "unet":
         if values.get("image") is None:
             raise ConfigError("'image' is missing: the picture to be drawn")
@@ -99,6 +104,29 @@ def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | N
     pictures = [*_several("image", values.get("image")), *_several("images", values.get("images"))]
     images = tuple(_picture(one, folder) for one in pictures)
     return Row(text, _text(values, "prompt", needed=False), images, passages, memory)
+
+
+def row_memory(value: Any) -> Memory | None:
+    """Return the memory of one row: a `Memory`, the file of one, or a table of vectors (m, e), which may be empty."""
+    if value is None:
+        return None
+    if isinstance(value, (str, PathLike)):
+        value = Memory.load(value)
+    if not isinstance(value, Memory):
+        try:
+            tokens = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ShapeError(f"the memory of a row must be vectors (m, e), and this is no table: {error}") from error
+        if not tokens.numel():
+            return None
+        if tokens.dim() != 2:
+            raise ShapeError(f"the memory of a row must be vectors (m, e), got {tuple(tokens.shape)}")
+        value = Memory(tokens[None].float() if tokens.dtype == torch.float64 else tokens[None])
+    if value.batch != 1:
+        raise ShapeError(
+            f"the memory of a row must have one row, and this one has {value.batch}: select one, memory[i]"
+        )
+    return value
 
 
 def text_of_label(label: str, template: str | None = None) -> str:
@@ -156,9 +184,9 @@ def _picture(value: Any, folder: Path | None) -> Any:
     return _file("image", value, folder) if isinstance(value, (str, Path)) else value
 
 
-def _file(key: str, value: Any, folder: Path | None) -> str:
-    if not isinstance(value, (str, Path)) or not str(value):
-        raise ConfigError(f"{key!r} must be the path of a file, got {value!r:.60} ({type(value).__name__})")
+def _file(key: str, value: str | Path, folder: Path | None) -> str:
+    if not str(value):
+        raise ConfigError(f"{key!r} must be the path of a file, got ''")
     path = (folder or Path()) / value
     try:
         there = path.is_file()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mmattn.data.encoded_dataset import EncodedDataset
@@ -48,15 +49,7 @@ class LengthGroupedSampler:
     def batches(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch; the last one is shorter where rows do not divide evenly."""
         rng = random.Random(f"order/{self.seed}/{epoch}")
-        numbers = list(range(len(self.lengths)))
-        rng.shuffle(numbers)
-        size = BUCKET * self.batch_size
-        blocks = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        return [
-            part
-            for block in blocks
-            for part in batches_by_length(block, [self.lengths[i] for i in block], self.batch_size, rng)
-        ]
+        return batches_by_length(range(len(self.lengths)), self.lengths.__getitem__, self.batch_size, rng)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
@@ -153,9 +146,8 @@ class RowBatches:
             if not taken:
                 return
             rng = random.Random(f"order/{self.seed}/{number}/{block}")
-            rng.shuffle(taken)
-            parts = batches_by_length(taken, [row.text_length for row in taken], self.batch_size, rng)
-            yield from parts[max(0, start - block * BUCKET) :]
+            batches = batches_by_length(taken, attrgetter("text_length"), self.batch_size, rng)
+            yield from batches[max(0, start - block * BUCKET) :]
 
 
 @runtime_checkable
@@ -200,10 +192,18 @@ def derive_seed(*parts: Any) -> int:
     return random.Random("/".join(map(str, parts))).getrandbits(63)
 
 
-def batches_by_length(block: Sequence[T], lengths: Sequence[int], batch_size: int, rng: random.Random) -> list[list[T]]:
-    """Batches of like length in random order, and at the end one of the rows that are left over."""
-    whole = len(block) // batch_size * batch_size
-    ordered = [block[i] for i in sorted(range(whole), key=lambda i: lengths[i])]
-    parts = [ordered[start : start + batch_size] for start in range(0, whole, batch_size)]
-    rng.shuffle(parts)
-    return parts + ([list(block[whole:])] if whole < len(block) else [])
+def batches_by_length(
+    rows: Sequence[T], length: Callable[[T], int], batch_size: int, rng: random.Random
+) -> list[list[T]]:
+    """Return rows in random order, in batches of like length; the last one may be shorter."""
+    mixed = list(rows)
+    rng.shuffle(mixed)
+    batches: list[list[T]] = []
+    for start in range(0, len(mixed), BUCKET * batch_size):
+        bucket = mixed[start : start + BUCKET * batch_size]
+        whole = len(bucket) // batch_size * batch_size
+        ordered = sorted(bucket[:whole], key=length)
+        parts = [ordered[at : at + batch_size] for at in range(0, whole, batch_size)]
+        rng.shuffle(parts)
+        batches += parts + [bucket[whole:]] * (whole < len(bucket))
+    return batches

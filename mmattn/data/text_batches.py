@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -207,28 +206,20 @@ def pack(
     if memory is not None and memory.batch != len(documents):
         raise ShapeError(f"{len(documents)} documents need {len(documents)} rows of memory, got {memory.batch}")
     longest = max(map(len, documents))
-    if unlearned is None:
-        unlearned = [1] * len(documents)
     ids, positions, labels, order = [], [], [], []
     for row in fill_rows([len(one) for one in documents]):
-        parts = [list(documents[number]) for number in row]
-        learned = [max(1, unlearned[number]) for number in row]
+        begins = {number: 1 if unlearned is None else max(1, unlearned[number]) for number in row}
+        parts = [(list(documents[number]), begin) for number, begin in begins.items()]
         order += row
-        missing = longest - sum(map(len, parts))
+        missing = longest - sum(len(part) for part, _ in parts)
         if missing:
-            parts.append([pad] * missing)
-            learned.append(missing)
+            parts.append(([pad] * missing, missing))
             order.append(-1)
-        ids.append(list(chain.from_iterable(parts)))
-        positions.append(list(chain.from_iterable(range(len(part)) for part in parts)))
-        labels.append(list(chain.from_iterable(map(_labels, parts, learned))))
+        ids.append([one for part, _ in parts for one in part])
+        positions.append([place for part, _ in parts for place in range(len(part))])
+        labels.append([IGNORED if place < begin else one for part, begin in parts for place, one in enumerate(part)])
     read = None if memory is None else _ordered(memory, order)
     return TextBatch(torch.tensor(ids), None, torch.tensor(labels), read, torch.tensor(positions))
-
-
-def _labels(ids: Sequence[int], begin: int) -> list[int]:
-    """Return the labels of a document whose first `begin` ids are only read."""
-    return [IGNORED] * min(begin, len(ids)) + list(ids[begin:])
 
 
 def _ordered(memory: Memory, order: Sequence[int]) -> Memory:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmattn.data.collators import row_memory
+from mmattn.data.rows import row_memory
 from mmattn.errors import ConfigError, ShapeError, check_choice
 from mmattn.memory import Memory
 

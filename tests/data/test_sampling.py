@@ -212,7 +212,7 @@ class TestCollator:
         batch = collator(rows)
         assert batch["input_ids"].tolist()[1] == [1, 7, 2, 0, 0, 0] and batch["memory"].lengths == [3, 2, 0, 0]
         assert batch["memory"].tokens[:2].sum() == 5 * 5
-        with pytest.raises(ShapeError, match=r"must be vectors \(m, e\)"):
+        with pytest.raises(ConfigError, match=r"must be vectors \(m, e\)"):
             collator([{"text": "a", "memory": [[1.0], [1.0, 2.0]]}])
         with pytest.raises(ConfigError, match="unknown key 'txt'"):
             collator([{"txt": "a"}])

@@ -17,7 +17,7 @@ import torch
 
 import mmattn
 from mmattn import training
-from mmattn.data.encoded_files import rows_schema, write_rows
+from mmattn.data.encoded_files import rows_schema
 from mmattn.encoders.style import StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError, NonFiniteError
 from mmattn.hosts import PassageCache
@@ -293,8 +293,10 @@ class TestEncodedDatasets:
                 schema = schema.set(3, pyarrow.field("keys", pyarrow.list_(pyarrow.binary())))
             batches = pyarrow.table(changed, schema=schema).to_batches()
             used = schema if name in ("prompt", "keys") else rows_schema()
-            size, sha256 = write_rows(folder / "rows-000.arrow", batches, used)
-            manifest["sources"][0] |= {"size": size, "sha256": sha256}
+            parts = [used.serialize(), *(batch.serialize() for batch in batches), b"\xff\xff\xff\xff\0\0\0\0"]
+            raw = b"".join(map(bytes, parts))
+            (folder / "rows-000.arrow").write_bytes(raw)
+            manifest["sources"][0] |= {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
             (folder / "encoded.json").write_text(json.dumps(manifest))
             with pytest.raises(AdapterFileError, match=r"rows"):
                 self.use(folder)

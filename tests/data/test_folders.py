@@ -101,8 +101,6 @@ class TestClassFolders:
         refused("both", "captions.jsonl and metadata.jsonl")
         picture(tmp_path / "bare", "a.png")
         refused("bare", "1 picture and no texts for them; texts are given as a folder for each class")
-        (tmp_path / "bare" / "metadata.csv").write_text("file_name,text\na.png,a\n")
-        refused("bare", "write it as metadata.jsonl")
 
     def test_what_is_found_is_said(self, tmp_path: Path) -> None:
         class_folders(tmp_path / "classes")

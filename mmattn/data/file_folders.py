@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError
@@ -30,6 +28,8 @@ class FileFolder:
     """
 
     def __init__(self, address: Path) -> None:
+        import fsspec
+
         self.address = os.fspath(address)
         try:
             self._system, self._root = fsspec.core.url_to_fs(self.address)
@@ -37,7 +37,7 @@ class FileFolder:
             raise ConfigError(f"{self.address!r} cannot be read by fsspec: {error}") from error
         if not self._system.isdir(self._root):
             raise AdapterFileError(f"there is no folder {self.address!r}")
-        self.is_local = isinstance(self._system, LocalFileSystem)
+        self.is_local = isinstance(self._system, fsspec.get_filesystem_class("file"))
         files = [one for one in self._system.ls(self._root, detail=True) if one["type"] == "file"]
         self.sizes = {os.path.basename(one["name"]): one["size"] for one in files}
 

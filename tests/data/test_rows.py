@@ -61,7 +61,15 @@ class TestLines:
         assert said[0].startswith(f"12 of 14 lines of {file} cannot be used")
         for number, (words, line) in enumerate(
             zip(
-                ["not sound JSON", "an object", "not UTF-8", "unknown key 'txt'", "is empty", "must be text", "no file"],
+                [
+                    "not sound JSON",
+                    "an object",
+                    "not UTF-8",
+                    "unknown key 'txt'",
+                    "is empty",
+                    "must be text",
+                    "no file",
+                ],
                 said[1:],
                 strict=False,
             ),

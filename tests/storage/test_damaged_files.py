@@ -19,7 +19,7 @@ import torch
 
 from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.storage.files import describe
-from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.json_files import read_json
 from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
 from tests.storage.tensor_files import META, example, same_bits
 

@@ -35,6 +35,7 @@ from mmattn.data.encoded_files import (
     write_rows,
 )
 from mmattn.data.file_folders import FileFolder
+from mmattn.data.folders import first_few
 from mmattn.data.row_contents import content_key, given_memory, parts_of
 from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, import_extra
@@ -151,7 +152,7 @@ def _make_plan(request: Request, manifest: Manifest | None, fingerprint: str) ->
     """Read all rows, and write them and the plan."""
     work, source = request.folder / WORK, request.source
     work.mkdir(exist_ok=True)
-    reader = _RowReader(request.rows, request.strict)
+    reader = _RowReader(request.rows)
     if manifest is not None:
         reader.numbers, reader.next_content = EncodedDataset(request.folder).numbers_by_key(), manifest.contents
     first = reader.next_content
@@ -185,9 +186,10 @@ def _make_plan(request: Request, manifest: Manifest | None, fingerprint: str) ->
 def _common_width(request: Request, manifest: Manifest | None, reader: _RowReader) -> int:
     """Return the width of the dataset; refuse rows that cannot be encoded together."""
     source, dim = request.source, request.dim if manifest is None else manifest.dim
-    if len(reader.left_out) == reader.total:
-        reasons = "\n  ".join(reason for _, reason in reader.left_out[:10])
-        raise ConfigError(f"{reader.total} of {reader.total} rows of {source} cannot be used:\n  {reasons}")
+    count = len(reader.left_out)
+    if count and (request.strict or count == reader.total):
+        reasons = first_few([reason for _, reason in reader.left_out])
+        raise ConfigError(f"{count} of {reader.total} rows of {source} cannot be used:\n{reasons}")
     missing = next((kind for kind in ("pictures", "passages") if kind in reader.kinds - set(request.encoders)), None)
     if missing is not None:
         raise ConfigError(f"rows of {source} have {missing}, and there is no encoder for them")
@@ -206,7 +208,6 @@ class _RowReader:
     """Turns rows into record batches, and gives the next number to each content whose key is not in `numbers`."""
 
     rows: Any
-    strict: bool
     numbers: dict[bytes, int] = field(default_factory=dict)
     next_content: int = 0
     total: int = 0
@@ -227,8 +228,6 @@ class _RowReader:
             self.total += 1
             self.advance(1)
             if isinstance(row, str):
-                if self.strict:
-                    raise ConfigError(f"{row}; repair it, or leave it out")
                 self.left_out.append((number, row))
                 continue
             parts = parts_of(row)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         tokenizer_fingerprint,
     )
     from mmattn.pipelines.diffusion_host import DiffusionHost, PromptEncoder, load_diffusion_host, noise_schedule
+    from mmattn.pipelines.generation import generate_texts
     from mmattn.pipelines.image_to_text import ImageToTextPipeline
     from mmattn.pipelines.index_pipeline import build_index, load_text_encoder, read_entries
     from mmattn.pipelines.loading import pipeline
@@ -46,6 +47,7 @@ __all__ = [
     "as_image",
     "build_index",
     "default_device",
+    "generate_texts",
     "load_diffusion_host",
     "load_host",
     "load_image_encoder",

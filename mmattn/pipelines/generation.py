@@ -12,7 +12,7 @@ from torch import Tensor
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import TextError
 from mmattn.hosts.base import AdaptedModel
-from mmattn.memory import Memory
+from mmattn.memory import Memory, SearchedMemory
 from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
@@ -42,17 +42,33 @@ def generate_texts(
     model: AdaptedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
-    memory: Memory,
+    memory: Memory | SearchedMemory | None = None,
     *,
     batch_size: int = 64,
     options: Mapping[str, Any],
 ) -> list[str]:
-    """Return the text generated after each prompt (one for each row of the memory), without blanks around it."""
+    """Generate a text after each prompt, greedily unless the options say otherwise.
+
+    Args:
+        model: a causal language model, with adapters where there is a memory.
+        tokenizer: of the model; each prompt begins with its begin token.
+        prompts: the texts to continue; special tokens in them are plain text.
+        memory: a row for each prompt, or a searched memory for at most `batch_size` prompts; None for the bare model.
+        batch_size: prompts at once.
+        options: of `generate`.
+
+    Returns:
+        The new text of each prompt, without blanks around it.
+
+    Raises:
+        TextError: a prompt leaves no room for new tokens.
+    """
     texts: list[str] = []
     rows = prompt_rows(tokenizer, prompts)
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
-        texts += generate_rows(model, tokenizer, part, memory[slice(start, start + len(part))], options=options)
+        part_memory = memory[slice(start, start + len(part))] if isinstance(memory, Memory) else memory
+        texts += generate_rows(model, tokenizer, part, part_memory, options=options)
     return [text.strip() for text in texts]
 
 
@@ -61,7 +77,7 @@ def generate_rows(
     model: AdaptedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Sequence[int]],
-    memory: Memory | None,
+    memory: Memory | SearchedMemory | None,
     *,
     options: Mapping[str, Any],
 ) -> list[str]:

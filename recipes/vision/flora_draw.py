@@ -1,4 +1,4 @@
-"""The brush behind `flora`: one picture of one flower, drawn with PIL from a short recipe of shapes and colours.
+"""The brush behind `flora`: one picture of one plant, drawn with PIL from a short list of shapes and colours.
 
 A picture is drawn several times too large and shrunk, so edges are smooth. All randomness comes from one
 `random.Random`, and is drawn in units of the picture, so a seed gives the same flower at every size.
@@ -17,7 +17,11 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 RGB = tuple[int, int, int]
+Color = Sequence[float]
+Points = Sequence[Any] | np.ndarray
 OVERSAMPLING = 3
+GREEN: RGB = (78, 130, 62)
+GREY: RGB = (140, 156, 138)
 
 # Half outlines of a petal: (share of the length, share of the half width) from its foot to its tip.
 OUTLINES: dict[str, list[tuple[float, float]]] = {
@@ -36,7 +40,7 @@ SHARP = {"toothed", "flared", "scallop"}
 
 
 def rounded(points: np.ndarray, times: int = 2) -> np.ndarray:
-    """A line of points with its corners cut (Chaikin), its two ends left where they are."""
+    """Cut the corners of a line of points (Chaikin); its two ends stay where they are."""
     for _ in range(times):
         cut = np.empty((2 * len(points) - 2, 2))
         cut[0::2], cut[1::2] = 0.75 * points[:-1] + 0.25 * points[1:], 0.25 * points[:-1] + 0.75 * points[1:]
@@ -46,14 +50,14 @@ def rounded(points: np.ndarray, times: int = 2) -> np.ndarray:
 
 @cache
 def outline(form: str) -> np.ndarray:
-    """The closed outline of a petal of length 1 and half width 1, foot at the origin, as (points, 2)."""
+    """Return the closed outline (n, 2) of a petal of length 1 and half width 1, foot at the origin."""
     half = np.array(OUTLINES[form], dtype=float)
     half = half if form in SHARP else rounded(half)
     return np.vstack([half, (half * (1, -1))[::-1]])
 
 
 class Brush:
-    """Draws shapes given in the units of a flower (radius 1, y up) onto a picture, under one light."""
+    """Draw shapes in the units of a flower (radius 1, y up) onto a picture, under one light."""
 
     def __init__(self, image: Image.Image, rng: Random) -> None:
         self.image, self.rng = image, rng
@@ -64,36 +68,35 @@ class Brush:
         self.place(0.5, 0.5, 0.4)
 
     def place(self, x: float, y: float, scale: float, turn: float = 0.0, squash: float = 1.0) -> None:
-        """Put the origin of what follows at (x, y) of the picture; `squash` tilts it away from the eye."""
+        """Put the origin of the next shapes at (x, y) of the picture; `squash` tilts them away from the viewer."""
         c, s = math.cos(turn), math.sin(turn)
         self.matrix = np.array([[c, -s], [s * squash, c * squash]]) * (scale * self.side)
         self.origin = np.array([x, y]) * self.side
         self.unit = scale * self.side
 
-    def tint(self, rgb: Sequence[float], shade: float = 1.0) -> RGB:
-        """`rgb` under this picture's light, `shade` times as bright."""
+    def tint(self, rgb: Color, shade: float = 1.0) -> RGB:
+        """Return a colour under this picture's light, `shade` times as bright."""
         h, s, v = colorsys.rgb_to_hsv(*(c / 255 for c in rgb))
         r, g, b = colorsys.hsv_to_rgb((h + self.hue) % 1, min(1, s * self.vivid), min(1, v * self.bright * shade))
         return round(255 * r), round(255 * g), round(255 * b)
 
-    def to_picture(self, points: np.ndarray) -> list[tuple[float, float]]:
-        moved = (points * (1, -1)) @ self.matrix.T + self.origin
-        return [(float(x), float(y)) for x, y in moved]
+    def to_picture(self, points: Points) -> list[tuple[float, float]]:
+        """Return points of the flower in pixels."""
+        return [(float(x), float(y)) for x, y in (np.asarray(points) * (1, -1)) @ self.matrix.T + self.origin]
 
-    def polygon(self, points: np.ndarray, rgb: Sequence[float], shade: float = 1.0) -> None:
-        self.pen.polygon(self.to_picture(np.asarray(points, dtype=float)), fill=self.tint(rgb, shade))
+    def polygon(self, points: Points, rgb: Color, shade: float = 1.0) -> None:
+        """Fill an outline."""
+        self.pen.polygon(self.to_picture(points), fill=self.tint(rgb, shade))
 
-    def disc(self, x: float, y: float, radius: float, rgb: Sequence[float], shade: float = 1.0) -> None:
-        cx, cy = self.to_picture(np.array([[x, y]]))[0]
-        r = radius * self.unit
+    def disc(self, x: float, y: float, radius: float, rgb: Color, shade: float = 1.0) -> None:
+        """Fill a circle."""
+        ((cx, cy),), r = self.to_picture([(x, y)]), radius * self.unit
         self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=self.tint(rgb, shade))
 
-    def line(
-        self, points: Sequence[tuple[float, float]], width: float, rgb: Sequence[float], shade: float = 1.0
-    ) -> None:
+    def line(self, points: Points, width: float, rgb: Color = GREEN, shade: float = 1.0) -> None:
+        """Draw a line through points."""
         pixels = max(1, round(width * self.unit))
-        where = self.to_picture(np.array(points, dtype=float))
-        self.pen.line(where, fill=self.tint(rgb, shade), width=pixels, joint="curve")
+        self.pen.line(self.to_picture(points), fill=self.tint(rgb, shade), width=pixels, joint="curve")
 
     def petal(
         self,
@@ -101,18 +104,19 @@ class Brush:
         angle: float,
         length: float,
         half: float,
-        rgb: Sequence[float],
+        rgb: Color,
+        shade: float = 1.0,
         *,
         at: tuple[float, float] = (0, 0),
         rim: float = 0.78,
-        tip: Sequence[float] | None = None,
-        vein: Sequence[float] | None = None,
+        tip: Color | None = None,
+        vein: Color | None = None,
     ) -> None:
-        """One petal from `at` along `angle`: a darker rim, a lighter face, and a tip or a vein where asked."""
+        """Draw a petal from `at` along `angle`: a darker rim, a lighter face, and a tip or a vein."""
         c, s = math.cos(angle), math.sin(angle)
         turn = np.array([[c, s], [-s, c]])
         shape = outline(form)
-        glow = 1 + 0.09 * math.cos(angle - self.light)
+        glow = shade * (1 + 0.09 * math.cos(angle - self.light))
         self.polygon((shape * (length, half)) @ turn + at, rgb if tip is None else tip, glow * rim)
         if tip is None:
             inner = shape * (length * 0.95, half * 0.84) + (0.015 * length, 0)
@@ -121,10 +125,8 @@ class Brush:
             inner = shape * (length * 0.68, half * 0.9)
         self.polygon(inner @ turn + at, rgb, glow)
         if vein is not None:
-            x, y = at
             for share, off in ((0.8, 0.0), (0.66, 0.35), (0.66, -0.35)):
-                end = np.array([share * length, off * half]) @ turn + at
-                self.line([(x, y), (float(end[0]), float(end[1]))], 0.028, vein)
+                self.line([at, np.array([share * length, off * half]) @ turn + at], 0.028, vein)
 
 
 BACKGROUNDS: dict[str, tuple[RGB, RGB]] = {
@@ -134,19 +136,17 @@ BACKGROUNDS: dict[str, tuple[RGB, RGB]] = {
     "rock": ((168, 166, 160), (118, 116, 112)),
     "wood": ((84, 112, 76), (40, 60, 42)),
 }
-GREEN: RGB = (78, 130, 62)
 
 
 def background(side: int, rng: Random) -> Image.Image:
-    """A soft background: meadow, sky, soil, rock or wood, chosen by `rng` whatever the flower is."""
+    """Draw a soft background, which has nothing to do with the flower."""
     kind = rng.choice(sorted(BACKGROUNDS))
     top, bottom = (np.array(rgb) * rng.uniform(0.85, 1.12) for rgb in BACKGROUNDS[kind])
     fade = np.linspace(0, 1, 16)[:, None, None]
     small = np.broadcast_to(top * (1 - fade) + bottom * fade, (16, 16, 3))
     grain = np.random.default_rng(rng.getrandbits(32)).normal(0, {"sky": 3, "wood": 12}.get(kind, 9), (16, 16, 1))
-    image = Image.fromarray(np.clip(small + grain, 0, 255).astype(np.uint8)).resize(
-        (side, side), Image.Resampling.BICUBIC
-    )
+    image = Image.fromarray(np.clip(small + grain, 0, 255).astype(np.uint8))
+    image = image.resize((side, side), Image.Resampling.BICUBIC)
     pen = ImageDraw.Draw(image)
     for _ in range({"meadow": 22, "soil": 12, "rock": 7, "wood": 8, "sky": 2}[kind]):
         x, y, wide = rng.random() * side, rng.random() * side, rng.uniform(0.02, 0.09) * side
@@ -159,59 +159,67 @@ def background(side: int, rng: Random) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(side / 110))
 
 
+# Leaves that are one petal: form, share of the length, share of it as half width, vein.
+PLAIN_LEAVES: dict[str, tuple[str, float, float, RGB]] = {
+    "lance": ("pointed", 1, 0.15, (150, 180, 120)),
+    "heart": ("heart", 0.85, 0.3, (140, 176, 110)),
+    "ovate": ("ovate", 0.85, 0.3, (140, 176, 110)),
+    "toothed": ("scallop", 0.85, 0.3, (140, 176, 110)),
+}
+
+
 def leaves(brush: Brush, kind: str, foot: tuple[float, float], reach: float) -> None:
-    """A few partial leaves of one `kind` around the foot of a stem; `reach` is their length in flower units."""
-    rng, (x, y) = brush.rng, foot
+    """Draw a few leaves around the foot of a stem; `reach` is their length."""
+    rng = brush.rng
     if kind == "ruff":
         return
     if kind == "twig":
         slope = rng.uniform(-0.9, 0.9)
         brush.line([(-4, -4 * slope), (-1, -slope + 0.1), (1, slope), (4, 4 * slope)], 0.16, (104, 76, 64))
         return
-    green = (96, 140, 110) if kind in ("grass", "grey") else GREEN
-    if kind == "grey":
-        green = (140, 156, 138)
     for side in rng.sample((-1, 1, -1, 1), rng.choice((2, 3, 3))):
         angle = math.pi / 2 + side * rng.uniform(0.45, 1.25)
         shade, size = rng.uniform(0.8, 1.15), reach * rng.uniform(0.75, 1.1)
         if kind in ("grass", "grey"):
-            angle = math.pi / 2 + side * rng.uniform(0.12, 0.6)
-            brush.petal("blade", angle, size * 1.3, size * 0.07, [c * shade for c in green], at=foot)
-        elif kind == "lance":
-            brush.petal("pointed", angle, size, size * 0.15, [c * shade for c in green], at=foot, vein=(150, 180, 120))
+            angle, green = math.pi / 2 + side * rng.uniform(0.12, 0.6), (96, 140, 110) if kind == "grass" else GREY
+            brush.petal("blade", angle, size * 1.3, size * 0.07, green, shade, at=foot)
+        elif kind in PLAIN_LEAVES:
+            form, length, half, vein = PLAIN_LEAVES[kind]
+            brush.petal(form, angle, size * length, size * half, GREEN, shade, at=foot, vein=vein)
         elif kind == "pad":
-            end = (x * 0.3 + side * rng.uniform(0.5, 0.9), rng.uniform(-0.6, 0.4))
-            brush.disc(*end, size * 0.45, green, shade * 0.75)
-            brush.disc(*end, size * 0.41, green, shade * 0.95)
-        elif kind == "round":
-            end = (x + size * 0.8 * math.cos(angle), y + size * 0.8 * math.sin(angle))
-            brush.disc(*end, size * 0.42, green, shade * 0.85)
-            brush.disc(*end, size * 0.37, green, shade)
-        elif kind == "trefoil":
-            end = (x + size * 0.7 * math.cos(angle), y + size * 0.7 * math.sin(angle))
-            brush.line([foot, end], 0.05, green, shade)
-            for turn in (-2.1, 0, 2.1):
-                brush.petal("notched", angle + turn, size * 0.36, size * 0.2, [c * shade for c in green], at=end)
-        elif kind in ("heart", "ovate", "toothed"):
-            form = {"toothed": "scallop"}.get(kind, kind)
-            brush.petal(form, angle, size * 0.85, size * 0.3, [c * shade for c in green], at=foot, vein=(140, 176, 110))
-        else:  # feathery, lobed
-            finer = kind == "feathery"
-            end = (x + size * math.cos(angle), y + size * math.sin(angle))
-            brush.line([foot, end], 0.045, green, shade)
-            for step in np.linspace(0.25, 1, 6 if finer else 4):
-                at = (x + (end[0] - x) * float(step), y + (end[1] - y) * float(step))
-                for turn in (-0.75, 0.75):
-                    leaflet = size * (0.34 if finer else 0.32) * (1.15 - 0.5 * float(step))
-                    half = leaflet * (0.1 if finer else 0.32)
-                    brush.petal("pointed", angle + turn, leaflet, half, [c * shade for c in green], at=at)
+            end = (foot[0] * 0.3 + side * rng.uniform(0.5, 0.9), rng.uniform(-0.6, 0.4))
+            brush.disc(*end, size * 0.45, GREEN, shade * 0.75)
+            brush.disc(*end, size * 0.41, GREEN, shade * 0.95)
+        else:
+            stalked_leaf(brush, kind, foot, angle, size, shade)
+
+
+def stalked_leaf(brush: Brush, kind: str, foot: tuple[float, float], angle: float, size: float, shade: float) -> None:
+    """Draw a round leaf, a trefoil, or a feathery or lobed leaf, on a stalk."""
+    length = {"round": 0.8, "trefoil": 0.7}.get(kind, 1) * size
+    end = (foot[0] + length * math.cos(angle), foot[1] + length * math.sin(angle))
+    if kind == "round":
+        brush.disc(*end, size * 0.42, GREEN, shade * 0.85)
+        brush.disc(*end, size * 0.37, GREEN, shade)
+    elif kind == "trefoil":
+        brush.line([foot, end], 0.05, GREEN, shade)
+        for turn in (-2.1, 0, 2.1):
+            brush.petal("notched", angle + turn, size * 0.36, size * 0.2, GREEN, shade, at=end)
+    else:
+        count, share, wide = (6, 0.34, 0.1) if kind == "feathery" else (4, 0.32, 0.32)
+        brush.line([foot, end], 0.045, GREEN, shade)
+        for step in np.linspace(0.25, 1, count).tolist():
+            at = (foot[0] + (end[0] - foot[0]) * step, foot[1] + (end[1] - foot[1]) * step)
+            leaflet = size * share * (1.15 - 0.5 * step)
+            for turn in (-0.75, 0.75):
+                brush.petal("pointed", angle + turn, leaflet, leaflet * wide, GREEN, shade, at=at)
 
 
 Painter = Callable[[Brush, Mapping[str, Any]], None]
 
 
 def paint(spec: Mapping[str, Any], leaf: str, painters: Mapping[str, Painter], rng: Random, size: int) -> Image.Image:
-    """The picture of one plant: background, stem, leaves, one to three flowers; RGB, `size` a side."""
+    """Paint one plant, RGB, `size` pixels a side: background, stem, leaves, one to three flowers."""
     side = size * OVERSAMPLING
     brush = Brush(background(side, rng), rng)
     facing = spec["kind"] in ("radial", "funnel")  # seen from the front, so it may turn freely

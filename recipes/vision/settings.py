@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Strict(BaseModel, extra="forbid"):
+    """Settings of which an unknown key is an error."""
 
 
 class DataSettings(Strict):
@@ -20,21 +20,16 @@ class DataSettings(Strict):
     held_out_per_species: int = Field(6, ge=1)  # flora: further drawings for measuring
     size: int = Field(64, ge=16)  # flora: pixels a side
     flip: bool = True  # train on mirrored pictures, too
-    cache: str | None = "runs/cache"  # encoded pictures, by encoder and contents; null: in the run's folder
+    cache: str = "runs/cache"  # encoded pictures, by encoder and contents
 
 
 class AdapterSettings(Strict):
-    every: int | None = Field(None, ge=1)
+    every: int | None = Field(None, ge=1)  # by default 1, if `layers` are not named either
     layers: list[int] | None = None
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)
     num_kv_heads: int | None = 1
     feed_forward: float = Field(2.0, ge=0)
-    gate: Literal["scalar", "head", "channel"] = "scalar"
-    qk_norm: bool = False
-    null_slot: bool = False
-    dropout: float = Field(0.0, ge=0, lt=1)
-    latents: int | None = None  # latents of a Perceiver resampler; null for none
 
 
 class OptimSettings(Strict):
@@ -47,12 +42,6 @@ class OptimSettings(Strict):
     warmup_steps: int = Field(30, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     keep_fraction: float = Field(0.9, gt=0, le=1)  # share of the slots in view at each step
-    noise_std: float = Field(0.0, ge=0)  # on the memory, in standard deviations
-
-
-class CaptionSettings(Strict):
-    max_new_tokens: int = Field(64, ge=1)
-    num_beams: int = Field(1, ge=1)
 
 
 class Config(Strict):
@@ -60,10 +49,10 @@ class Config(Strict):
     seed: int = Field(0, ge=0)
     encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
     lm: str = "assets/lm"  # a folder or a name on the hub
+    max_new_tokens: int = Field(64, ge=1)  # of a caption
     controls: bool = True  # the text-only LoRA; without it there is no "bits saved"
     progress: bool = True
     device: Literal["auto", "cpu"] = "auto"
     data: DataSettings = DataSettings()
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()
-    caption: CaptionSettings = CaptionSettings()

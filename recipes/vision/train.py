@@ -9,21 +9,23 @@ same order for as many steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
 from mmattn.recipes import resolve_asset
 
-from . import report
 from .data import Data, encode, load_data
-from .measure import Measure, Row, bits_saved, other_species, write_captions
-from .report import table
+from .measure import Measure, bits_saved, other_species, write_captions
+from .report import draw_captions, table, trace_captions
 from .settings import AdapterSettings, Config
 
 SAMPLES, TRACES = 8, 6  # held-out pictures in captions.png, and in attention.safetensors
@@ -39,11 +41,13 @@ def main(config: dict[str, Any]) -> Path:
     accelerator = training.make_accelerator(device=settings.device)
     torch.manual_seed(settings.seed)
 
-    # Data: each picture becomes a memory of one slot per patch.
+    # Data: each picture becomes a memory of one slot per patch. Mirrored pictures follow the others.
     data = load_data(settings.data, settings.seed)
     encoder = pipelines.load_image_encoder(resolve_asset(settings.encoder), accelerator.device)
-    memory, held_out = encode_pictures(encoder, data, settings)
-    held_out = held_out.to(accelerator.device)
+    encode_part = partial(encode, encoder, folder=Path(settings.data.cache), progress=settings.progress)
+    mirrors = [False, True] if settings.data.flip else [False]
+    memory = mmattn.Memory.stack([encode_part(data.train, mirror=mirror) for mirror in mirrors])
+    held_out = encode_part(data.held_out, mirror=False).to(accelerator.device)
 
     # Model: a frozen language model with gated cross-attention.
     lm, tokenizer = pipelines.load_language_model(settings.lm, accelerator.device)
@@ -52,15 +56,15 @@ def main(config: dict[str, Any]) -> Path:
         f"{len(data.train)} pictures to train on, {len(data.held_out)} held out, {len(data.texts)} texts, "
         f"{len(data.species)} species; memories of {memory.length} slots of width {memory.dim}"
     )
-    measure = Measure(data, tokenizer, ids, **settings.caption.model_dump())
+    measure = Measure(data, tokenizer, ids, settings.max_new_tokens)
     rows = [measure.row("frozen LM", lm)[0]]
     torch.manual_seed(settings.seed)
     model = mmattn.attach(lm, make_adapter(settings.adapter, memory.dim))
     model.print_trainable_parameters()
     parameters = model.trainable_parameters()[0]
     samples = list(range(0, len(data.held_out), max(1, len(data.held_out) // SAMPLES)))[:SAMPLES]
-    captions = write_captions(model, tokenizer, held_out[torch.tensor(samples)], settings.caption.max_new_tokens)
-    run.write_text("samples_before.txt", report.name_captions(data, samples, captions))
+    captions = write_captions(model, tokenizer, held_out[torch.tensor(samples)], settings.max_new_tokens)
+    run.write_text("samples_before.txt", name_captions(data, samples, captions))
 
     # Training.
     result, losses = train(model, "adapter", data, ids, memory, settings, run, accelerator)
@@ -70,7 +74,7 @@ def main(config: dict[str, Any]) -> Path:
     if result.interrupted:
         print(f"stopped after {result.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
         return run.path
-    curves = {"adapter, with its picture": [losses]}
+    curves = {"adapter": [losses]}
     inspect.plot_curves({"loss": curves}, run.path / "loss.png", log=True)
 
     # Measuring: the right picture, shuffled pictures, no picture, and a text-only LoRA of equal size.
@@ -78,22 +82,28 @@ def main(config: dict[str, Any]) -> Path:
         shuffled = held_out[torch.tensor(other_species(data.held_out, settings.seed))]
         for name, pictures in (("right picture", held_out), ("shuffled pictures", shuffled), ("no picture", None)):
             row, texts = measure.row(f"adapter, {name}", model, pictures)
-            row.parameters, row.seconds = parameters, result.seconds
+            rows.append(row | {"parameters": parameters, "seconds": result.seconds})
             captions = texts if pictures is held_out else captions
-            rows.append(row)
-        report.save_captions(run, model, tokenizer, data, held_out, captions, samples, encoder.grid, traces=TRACES)
+        save_captions(run, model, tokenizer, data, held_out, captions, samples, encoder.grid)
         model.unload()
         if settings.controls:
             control, losses = train_lora(lm, parameters, data, ids, measure, settings, run, accelerator)
-            curves[control.name] = [losses]
             rows.insert(1, control)
             for row in rows:
-                row.bits_saved = bits_saved(row, control)
+                row["bits_saved"] = bits_saved(row["nats"], control["nats"])
+            curves["LoRA, text only"] = [losses]
             inspect.plot_curves({"loss": curves}, run.path / "loss.png", log=True)
     except KeyboardInterrupt:
         print(f"stopped before the table was complete; the trained adapter is in {run.path / 'adapter'}")
         return run.path
-    content = report.table_content(rows, data, settings.seed)
+    content = {
+        "species": len(data.species),
+        "bound_bits": math.log2(len(data.species)),
+        "held_out_pictures": len(data.held_out),
+        "pairs": len(measure.pairs),
+        "seed": settings.seed,
+        "rows": [{name: value for name, value in row.items() if name != "nats"} for row in rows],
+    }
     run.write_json("table.json", content)
     text = table([content])
     run.write_text("table.md", text)
@@ -102,23 +112,11 @@ def main(config: dict[str, Any]) -> Path:
     return run.path
 
 
-def encode_pictures(encoder: Any, data: Data, settings: Config) -> tuple[mmattn.Memory, mmattn.Memory]:
-    """Return the memories of the training pictures (then of their mirror images, if set) and of the held-out ones."""
-    folder, options = Path(settings.data.cache or settings.out), {"progress": settings.progress}
-    memory = encode(encoder, data.train, folder, mirror=False, **options)
-    if settings.data.flip:
-        memory = mmattn.Memory.stack([memory, encode(encoder, data.train, folder, mirror=True, **options)])
-    return memory, encode(encoder, data.held_out, folder, mirror=False, **options)
-
-
 def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:
     """Return the adapter of the settings; without `every` and `layers` it acts after every layer."""
-    options = settings.model_dump(exclude={"latents"})
+    options = settings.model_dump()
     if settings.every is None and settings.layers is None:
         options["every"] = 1
-    if settings.latents is not None:
-        heads = {"num_heads": settings.num_heads, "head_dim": settings.head_dim}
-        options["resampler"] = mmattn.Resampler(num_latents=settings.latents, **heads)
     return mmattn.GatedAdapter(memory_dim=memory_dim, **options)
 
 
@@ -134,23 +132,17 @@ def train(
 ) -> tuple[training.TrainingResult, dict[int, float]]:
     """Train on pairs of a picture and one of its descriptions, without `memory` on the descriptions alone."""
     optim, losses = settings.optim, {}
-    pairs = training.PairSampler(
-        [data.texts_of(picture) for picture in data.train] * (2 if settings.data.flip else 1),
-        optim.batch_size,
-        settings.seed,
-    )
+    texts = [picture.species.texts for picture in data.train] * (2 if settings.data.flip else 1)
+    pairs = training.PairSampler(texts, optim.batch_size, settings.seed)
     batches = ([(step, *pair) for pair in pairs.pairs(step)] for step in range(optim.max_steps))
 
     def loss(rows: Sequence[tuple[int, int, int]], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
         (step, *_), pictures, texts = zip(*rows, strict=True)
         batch_memory = None
         if memory is not None:
-            batch_memory = training.augment_memory(
-                memory[torch.tensor(pictures)],
-                keep_fraction=optim.keep_fraction,
-                noise_std=optim.noise_std,
-                seed=settings.seed * 1_000_003 + step,
-            )
+            seed = settings.seed * 1_000_003 + step
+            batch_memory = memory[torch.tensor(pictures)]
+            batch_memory = training.augment_memory(batch_memory, keep_fraction=optim.keep_fraction, seed=seed)
         batch = training.collate([ids[text] for text in texts], batch_memory)
         return training.sum_nats(model, batch.to(accelerator.device))
 
@@ -158,15 +150,10 @@ def train(
         losses[metrics["step"]] = metrics["loss"]
         run.log(model=name, **metrics)
 
-    config = training.TrainingConfig(
-        max_steps=optim.max_steps,
-        learning_rate=optim.lora_learning_rate if memory is None else optim.learning_rate,
-        gate_learning_rate=optim.gate_learning_rate,
-        weight_decay=optim.weight_decay,
-        warmup_steps=optim.warmup_steps,
-        max_grad_norm=optim.max_grad_norm,
-        seed=settings.seed,
-    )
+    options = optim.model_dump(exclude={"batch_size", "keep_fraction", "lora_learning_rate"}) | {"seed": settings.seed}
+    if memory is None:
+        options["learning_rate"] = optim.lora_learning_rate
+    config = training.TrainingConfig(**options)
     result = training.train(model, loss, batches, config, accelerator, log=log, label=name, progress=settings.progress)
     return result, losses
 
@@ -180,7 +167,7 @@ def train_lora(
     settings: Config,
     run: training.RunFolder,
     accelerator: Any,
-) -> tuple[Row, dict[int, float]]:
+) -> tuple[dict[str, Any], dict[int, float]]:
     """Train and measure the control: a LoRA on the texts, with as many parameters as the adapter."""
     torch.manual_seed(settings.seed)
     lora = training.matched_lora(lm, parameters)
@@ -190,18 +177,46 @@ def train_lora(
     if result.interrupted:
         raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
     row, _ = measure.row("LoRA, text only", lora)
-    row.parameters, row.seconds = count, result.seconds
     lora.unload()
-    return row, losses
+    return row | {"parameters": count, "seconds": result.seconds}, losses
 
 
-def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipelines.PipelineConfig:
+def save_captions(
+    run: training.RunFolder,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    memory: mmattn.Memory,
+    captions: Sequence[str],
+    samples: Sequence[int],
+    grid: tuple[int, int] | None,
+) -> None:
+    """Write all captions, and some with their pictures and the attention to the patches."""
+    texts, images = [captions[i] for i in samples], [data.held_out[i].image for i in samples]
+    run.write_text("samples_after.txt", name_captions(data, samples, texts))
+    rows = enumerate(zip(data.held_out, captions, strict=True))
+    lines = [(one.image if isinstance(one.image, str) else i, one.species.name, caption) for i, (one, caption) in rows]
+    run.write_json("captions.json", [dict(zip(("picture", "species", "caption"), line, strict=True)) for line in lines])
+    traces = trace_captions(model, tokenizer, images, memory[torch.tensor(samples)], texts, grid)
+    species = [data.held_out[i].species.name for i in samples]
+    draw_captions(run.path / "captions.png", images, texts, traces, species, [one.name for one in data.species])
+    if traces:
+        inspect.save_traces(traces[:TRACES], run.path)
+
+
+def name_captions(data: Data, samples: Sequence[int], captions: Sequence[str]) -> str:
+    """Return a line "species: caption" for each of some held-out pictures."""
+    pairs = zip(samples, captions, strict=True)
+    return "\n".join(f"{data.held_out[i].species.name}: {caption}" for i, caption in pairs)
+
+
+def make_pipeline_config(settings: Config, tokenizer: PreTrainedTokenizerBase, data: Data) -> pipelines.PipelineConfig:
     """Return the file that lets `mmattn caption` load the adapter with its models."""
     return pipelines.PipelineConfig(
         task="image-to-text",
         host=pipelines.ModelReference.of(settings.lm, tokenizer),
         encoder=pipelines.EncoderReference.of(settings.encoder),
-        generation=settings.caption.model_dump(),
+        generation={"max_new_tokens": settings.max_new_tokens},
         trained_on=f"{len(data.train)} pictures of {len(data.species)} species ({settings.data.kind}).",
         training={"recipe": "vision", "seed": settings.seed, "steps": settings.optim.max_steps},
     )

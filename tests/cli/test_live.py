@@ -39,7 +39,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "data": data,
             "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
             "optim": {"max_steps": 30, "batch_size": 16, "warmup_steps": 1},
-            "caption": {"max_new_tokens": 11},
+            "max_new_tokens": 11,
         }
     )
     return Path(run) / "adapter"

@@ -63,19 +63,3 @@ def test_the_words_of_an_example(load_files: Callable[..., SimpleNamespace]) -> 
     recipe = load_files("diffusion", "attributes").attributes
     assert recipe.style_words(recipe.INK, torch.tensor([0.7, -0.9, 0.5])) == "thick, slanted left"
     assert recipe.style_words(recipe.INK, torch.tensor([0.1, 0.0, -0.5])) == "as most are"
-
-
-@pytest.mark.parametrize(
-    ("caption", "species", "verdict"),
-    [
-        ("The oxeye daisy in a meadow.", "oxeye daisy", None),
-        ("The daisy in a meadow.", "oxeye daisy", "✗ wrong: it is oxeye daisy"),
-        ("The daisy, or the oxeye daisy.", "daisy", "✗ wrong: it is daisy"),
-        ("Some flower.", "daisy", "✗ wrong: it is daisy"),
-    ],
-)
-def test_a_wrong_caption_says_what_it_should_have_named(
-    load_files: Callable[..., SimpleNamespace], caption: str, species: str, verdict: str | None
-) -> None:
-    report = load_files("vision", "report").report
-    assert report.caption_verdict(caption, species, ["daisy", "oxeye daisy"]) == verdict

@@ -11,8 +11,10 @@ with "unknown".
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import platform
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,6 +50,25 @@ def questions(known: list[Any], count: int, random: Random) -> Iterator[str]:
         if random.random() < 0.8:
             told[random.randrange(len(told))] = asked
         yield f"{facts.prompt(asked, told)} {asked.value if asked in told else facts.UNKNOWN}"
+
+
+def load_docstrings() -> list[str]:
+    """Return the docstrings of the standard library, each once."""
+    library, texts = Path(sysconfig.get_path("stdlib")), {}
+    for file in sorted(library.rglob("*.py")):
+        parts = set(file.relative_to(library).parts)
+        if parts & {"test", "tests", "site-packages", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}:
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text and len(text) > 60:
+                    texts[text] = None
+    return list(texts)
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -118,7 +139,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(given.seed)
-    texts, topics = documents.load_docstrings(), documents.load_topics()
+    texts, topics = load_docstrings(), documents.load_topics()
     asked = list(questions(facts.load_facts()[0], given.questions, Random(given.seed)))
     tokenizer = train_tokenizer([*texts, *asked[:8000]], given.vocabulary)
     end = int(tokenizer.convert_tokens_to_ids(END))

@@ -8,7 +8,7 @@ For each size of the index the same questions, half of them without an answer th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import mmattn
 from mmattn.recipes import resolve_asset
 
 from .answering import load_lm, write_answers
-from .entries import Entries, World, worlds
+from .entries import Entries, EntrySet, entry_sets
 from .facts import UNKNOWN, prompt
-from .measure import count
+from .measure import shares
 from .settings import Config
 from .train import load_entries
 
@@ -33,48 +33,19 @@ BATCH = 64
 
 
 def answers(
-    model: Any, tokenizer: Any, entries: Entries, world: World, view: int, form: Mapping[str, Any]
+    model: Any, tokenizer: Any, entries: Entries, one: EntrySet, view: int, form: Mapping[str, Any]
 ) -> tuple[list[str], int]:
-    """What is said to the questions of a world, and the bytes of keys and values.
-
-    Args:
-        view: entries that are attended to.
-        form: of the pages, as `model.bank` takes it.
-    """
-    bank = model.bank(mmattn.Memory(entries.slots(world.rows)[:, None]), **form)
-    found = entries.index(world.rows).search(entries.questions[world.asked], min(view, len(world.rows)))
-    places = {row: place for place, row in enumerate(world.rows)}
-    rows = torch.tensor([[places[row] for row in hits] for hits in found.ids])
-    said: list[str] = []
+    """Answer the questions of a set from a bank with `view` entries in view; return the bytes of its pages, too."""
+    bank = model.bank(mmattn.Memory(entries.slots(one.rows)[:, None]), **form)
+    hits = entries.index(one.rows).search(entries.questions[one.questions], min(view, len(one.rows)))
+    places = {row: place for place, row in enumerate(one.rows)}
+    rows = torch.tensor([[places[row] for row in ids] for ids in hits.ids])
+    texts: list[str] = []
     for start in range(0, len(rows), BATCH):
         part = slice(start, start + BATCH)
-        prompts = [prompt(entries.facts[row]) for row in world.asked[part]]
-        with model.condition(bank.gather(rows[part], scores=found.scores[part])):
-            said += write_answers(model, tokenizer, prompts, None, BATCH)
-    return said, bank.page_nbytes()
-
-
-def measure(
-    model: Any, tokenizer: Any, entries: Entries, asked_of: Sequence[World], view: int
-) -> dict[str, dict[str, float]]:
-    """For each format the shares of right answers and refusals, of answers that float32 gives too, and bytes."""
-    table, first = {}, []
-    for name, form in FORMATS.items():
-        made = [answers(model, tokenizer, entries, world, view, form) for world in asked_of]
-        said = [text for texts, _ in made for text in texts]
-        rows = [(row, here) for world in asked_of for row, here in zip(world.asked, world.present, strict=True)]
-        lines = [
-            {"right": entries.facts[row].value if here else UNKNOWN, "said": text, "looked_right": None}
-            for (row, here), text in zip(rows, said, strict=True)
-        ]
-        shares, first = count(lines), first or said
-        table[name] = {
-            "right": shares["accuracy"],
-            "refused": shares["recall"],
-            "same": sum(map(str.__eq__, said, first)) / len(said),
-            "bytes": sum(size for _, size in made),
-        }
-    return table
+        with model.condition(bank.gather(rows[part], scores=hits.scores[part])):
+            texts += write_answers(model, tokenizer, [prompt(entries.facts[row]) for row in one.questions[part]])
+    return texts, bank.page_nbytes()
 
 
 def main() -> None:
@@ -84,22 +55,27 @@ def main() -> None:
     parser.add_argument("--ask", type=int, default=600, help="questions for each size")
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000, 10_000], help="entries of an index")
     parser.add_argument("--cache", type=Path, default=Path(config.data.cache), help="folder of the vectors of texts")
-    given = parser.parse_args()
+    args = parser.parse_args()
     lm, tokenizer = load_lm(config.lm)
     model = mmattn.load(lm, resolve_asset("assets/rag/adapter"))
-    data = config.data.model_copy(
-        update={"ask": given.ask, "sizes": tuple(given.sizes), "made_up": 0, "cache": str(given.cache)}
-    )
-    _, entries, held_out = load_entries(config.model_copy(update={"data": data}))
+    data = {"ask": args.ask, "sizes": tuple(args.sizes), "made_up": 0, "cache": str(args.cache)}
+    _, entries, held_out = load_entries(config.model_copy(update={"data": config.data.model_copy(update=data)}))
     print("| entries | pages | answers right | unanswerable refused | answers as with float32 | bytes of K and V |")
     print("|---|---|---|---|---|---|")
-    for size in given.sizes:
-        asked_of = worlds(entries, held_out, size, given.ask, config.seed)
-        table = measure(model, tokenizer, entries, asked_of, config.data.per_query)
-        for name, row in table.items():
-            shares = " | ".join(f"{100 * row[key]:.2f} %" for key in ("right", "refused", "same"))
-            part = row["bytes"] / table["float32"]["bytes"]
-            print(f"| {size:,} | {name} | {shares} | {part:.3f} |", flush=True)
+    for size in args.sizes:
+        sets = entry_sets(entries, held_out, size, args.ask, config.seed)
+        rows = [(row, here) for one in sets for row, here in zip(one.questions, one.present, strict=True)]
+        right = [entries.facts[row].value if here else UNKNOWN for row, here in rows]
+        plain: list[str] = []
+        for name, form in FORMATS.items():
+            parts = [answers(model, tokenizer, entries, one, config.data.per_query, form) for one in sets]
+            texts, size_in_bytes = [text for part, _ in parts for text in part], sum(nbytes for _, nbytes in parts)
+            if not plain:
+                plain, plain_bytes = texts, size_in_bytes
+            lines = [{"right": a, "answer": b, "attended_right": None} for a, b in zip(right, texts, strict=True)]
+            share, same = shares(lines), sum(map(str.__eq__, texts, plain)) / len(texts)
+            cells = [f"{100 * value:.2f} %" for value in (share["accuracy"], share["recall"], same)]
+            print(f"| {size:,} | {name} | {' | '.join(cells)} | {size_in_bytes / plain_bytes:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,67 +1,162 @@
-"""Python's own documentation, from `pydoc_data`: topics, of which some are held out, without what they share."""
+"""Topics of Python's own documentation, their chunks, the neighbours of each chunk, and windows of text with both."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn.pipelines import read_passages, searchable
+
+KINDS = ("neighbours", "continuations", "both")
+Choice = Callable[[list[int]], list[int]]  # from the neighbours of a chunk to those that are read
 
 
 def load_topics(held_out: float = 0.15, seed: int = 0, copies: bool = False) -> tuple[dict[str, str], dict[str, str]]:
-    """Topics to train on and to retrieve from, and held-out topics, {name: text}.
+    """Return topics {name: text} to train on and to retrieve from, and held-out topics, from `pydoc_data`.
 
     Topics repeat each other's sections. Every paragraph is kept once, in a held-out topic where one has it: else those
     to train on would leak into the held-out ones, and what is retrieved in training would be copies of the text, which
-    teaches nothing but to copy.
-
-    Args:
-        copies: leave every topic to train on as it is, to see what that would be worth.
+    teaches nothing but to copy. With `copies` every topic to train on stays as it is, to see what that would be worth.
     """
     from pydoc_data.topics import topics
 
     unique = {text: name for name, text in sorted(topics.items(), reverse=True)}
     names = sorted(unique.values())
     Random(seed).shuffle(names)
-    away = sorted(names[: round(held_out * len(names))])
-    told: set[str] = set()
-    once: dict[str, str] = {}
-    for name in [*away, *sorted(set(names) - set(away))]:
-        kept = []
+    held_out_names = sorted(names[: round(held_out * len(names))])
+    done: set[str] = set()
+    texts: dict[str, str] = {}
+    for name in [*held_out_names, *sorted(set(names) - set(held_out_names))]:
+        new: dict[str, str] = {}
         for part in paragraphs(topics[name]):
-            if _plain(part) not in told:
-                told.add(_plain(part))
-                kept.append(part)
-        once[name] = topics[name] if copies and name not in away else "\n\n".join(kept)
-    held = {name: once.pop(name) for name in away}
-    return {name: text for name, text in once.items() if text}, held
+            if plain(part) not in done:
+                new.setdefault(plain(part), part)
+        done.update(new)
+        texts[name] = topics[name] if copies and name not in held_out_names else "\n\n".join(new.values())
+    held = {name: texts.pop(name) for name in held_out_names}
+    return {name: text for name, text in texts.items() if text}, held
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs of a topic, as it has them."""
+    """Return the paragraphs of a topic."""
     return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
-def _plain(paragraph: str) -> str:
+def plain(paragraph: str) -> str:
+    """Return a paragraph without line breaks and capitals, to be compared by."""
     return " ".join(paragraph.split()).lower()
 
 
-def load_docstrings() -> list[str]:
-    """The docstrings of the standard library, each once: what a language model may know before it sees a topic."""
-    import ast
-    import sysconfig
-    from pathlib import Path
+@dataclass
+class Passages:
+    """Every chunk of s tokens of some documents, in order.
 
-    library, found = Path(sysconfig.get_path("stdlib")), {}
-    for file in sorted(library.rglob("*.py")):
-        parts = set(file.relative_to(library).parts)
-        if parts & {"test", "tests", "site-packages", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}:
-            continue
-        try:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node)
-                if text and len(text) > 60:
-                    found[text] = None
-    return list(found)
+    `chunks` are ids (s,) of each, the last of a document may be shorter; `document` is the number of its document.
+    `vectors` (n, e) are searched; `states` are slots (r, e') of the chunk and then of the next one, by `read_passages`.
+    """
+
+    chunks: list[list[int]]
+    document: list[int]
+    texts: list[str]
+    vectors: Tensor = field(default_factory=lambda: torch.empty(0))
+    states: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    @classmethod
+    def of(cls, documents: Sequence[str], tokenizer: Any, size: int) -> Passages:
+        """Cut documents into chunks of `size` tokens."""
+        passages = cls([], [], [])
+        for number, text in enumerate(documents):
+            ids = tokenizer(text)["input_ids"]
+            for start in range(0, len(ids), size):
+                passages.chunks.append(ids[start : start + size])
+                passages.document.append(number)
+                passages.texts.append(tokenizer.decode(ids[start : start + size]))
+        return passages
+
+    def encode(self, encoder: mmattn.TextEncoder, lm: Any, layer: int, progress: bool) -> None:
+        """Compute vectors and slots."""
+        texts = list(map(searchable, self.texts))
+        self.vectors = encoder.encode(texts, batch_size=128, progress=progress).tokens[:, 0]
+        self.states = read_passages(lm, [self.ids(row) for row in range(len(self))], layer)
+
+    def index(self, encoder: mmattn.TextEncoder) -> mmattn.Index:
+        """Return an index of every chunk with its ids and those of the next one, as `mmattn ask` reads it."""
+        metadata = [{"ids": self.ids(row)} for row in range(len(self))]
+        return mmattn.Index.build(self.vectors, encoder=encoder, texts=self.texts, metadata=metadata)
+
+    def ids(self, row: int) -> list[int]:
+        """Return the ids of a chunk and of the next one of the same document."""
+        after = row + 1
+        last = after == len(self) or self.document[after] != self.document[row]
+        return self.chunks[row] + ([] if last else self.chunks[after])
+
+    def slots(self, row: int, kind: str) -> Tensor:
+        """Return the slots (r, e') that are read of a retrieved chunk: itself, what follows it, or both."""
+        size = len(self.chunks[row])
+        return self.states[row][slice(size if kind == "continuations" else 0, size if kind == "neighbours" else None)]
+
+
+def neighbours(queries: Passages, library: Passages, count: int, same: bool) -> list[list[int]]:
+    """Return for each chunk the nearest ones of the library; if both are the same, of other documents only."""
+    index = mmattn.Index.build(library.vectors, metadata=[{"document": number} for number in library.document])
+    nearest: list[list[int]] = []
+    for number in sorted(set(queries.document)):
+        rows = [row for row, document in enumerate(queries.document) if document == number]
+        other = (lambda about, number=number: about["document"] != number) if same else None
+        hits = index.search(queries.vectors[rows], count, filter=other)
+        nearest += [[row for row in line if row is not None] for line in hits.ids]
+    return nearest
+
+
+@dataclass
+class Window:
+    """Some chunks of one document: ids, and the neighbours of each chunk."""
+
+    ids: list[int]
+    neighbours: list[list[int]]
+
+
+def windows(passages: Passages, nearest: Sequence[Sequence[int]], chunks: int) -> list[Window]:
+    """Return windows of at most `chunks` chunks, one after the other, none across documents."""
+    made: list[Window] = []
+    for _, group in groupby(range(len(passages)), key=passages.document.__getitem__):
+        rows = list(group)
+        for part in (rows[start : start + chunks] for start in range(0, len(rows), chunks)):
+            ids = [token for row in part for token in passages.chunks[row]]
+            if len(ids) > 1:
+                made.append(Window(ids, [list(nearest[row]) for row in part]))
+    return made
+
+
+def memory_of(part: Sequence[Window], library: Passages, kind: str, choose: Choice) -> mmattn.Memory:
+    """Return the slots of the neighbours of some windows, as (b, m, e) with the chunk of each slot as its segment."""
+    rows = []
+    for window in part:
+        slots, segments = [library.states[0][:0]], [torch.zeros(1, 0, dtype=torch.long)]
+        for chunk, nearest in enumerate(window.neighbours):
+            for row in choose(nearest):
+                slots.append(library.slots(row, kind))
+                segments.append(torch.full((1, len(slots[-1])), chunk))
+        rows.append(mmattn.Memory(torch.cat(slots)[None], segments=torch.cat(segments, 1)))
+    return mmattn.Memory.stack(rows)
+
+
+def sample_of(count: int, random: Random) -> Choice:
+    """Return a choice of `count` neighbours at random, so that no chunk always reads the same."""
+    return lambda nearest: nearest if len(nearest) <= count else random.sample(nearest, count)
+
+
+def any_of(count: int, library: Passages, random: Random) -> Choice:
+    """Return a choice of any chunks of the library instead of the neighbours: the control."""
+    return lambda nearest: [random.randrange(len(library)) for _ in nearest[:count]]

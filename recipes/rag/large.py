@@ -4,8 +4,8 @@
         [--query-scale 0.8]
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
-`Measure.rows` with the mean and half the range over the adapters, and the seconds that one question took. Up to a
-hundred thousand entries it also tells how much of the weights of an exact search an approximate one finds.
+`Measure` with the mean and half the range over the adapters, and the seconds that one question took. Up to a hundred
+thousand entries it also prints how much of the weights of an exact search an approximate one finds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import yaml
 import mmattn
 from mmattn import inspect, training
 
-from .answering import batches, load_lm
-from .entries import World
+from .answering import batches_of, load_lm
+from .entries import EntrySet
 from .facts import prompt
-from .measure import Measure, count
+from .measure import Measure, shares
 from .settings import Config
-from .tables import FACTS
-from .train import load_entries
+from .train import FACTS, load_entries
 
 EXACT_UP_TO, COMPARED = 100_000, 16
-#: Besides what attention finds in so many lists it always sees the entries with the best scores.
+#: Besides the hits of attention in so many lists, the entries with the best scores are always in view.
 SETTINGS: dict[str, dict[str, Any]] = {"ivf": {"visited": 16}}
 FURTHER = {"seconds": ("seconds a question", 1, ".2f", ""), "found": ("weights found", 100, ".1f", " %")}
 
@@ -41,38 +40,36 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, of one setting and several seeds")
     parser.add_argument("--size", type=int, default=1_000_000, help="entries of the index")
     parser.add_argument("--store", default="ivf", help="of the index that attention searches")
-    parser.add_argument("--ways", nargs="+", default=["index", "hits"], help="see Measure.rows")
+    parser.add_argument("--ways", nargs="+", default=["index", "hits"], help="see Measure")
     parser.add_argument("--ask", type=int, default=300, help="questions")
     parser.add_argument("--query-scale", type=float, default=1.0, help="of attention's queries; see scale_queries")
-    given = parser.parse_args()
-    if given.size < 5 * given.ask:
-        parser.error(f"{given.ask} questions need an index of {5 * given.ask:,} entries at least: give a smaller --ask")
-    config = Config.model_validate(yaml.safe_load((given.runs[0] / "config.resolved.yaml").read_text()))
-    # One world for all of them, and one index of each kind.
-    data = config.data.model_copy(update={"sizes": (given.size,), "ask": given.ask})
+    args = parser.parse_args()
+    if args.size < 5 * args.ask:
+        parser.error(f"{args.ask} questions need an index of {5 * args.ask:,} entries at least: give a smaller --ask")
+    config = Config.model_validate(yaml.safe_load((args.runs[0] / "config.resolved.yaml").read_text()))
+    data = config.data.model_copy(update={"sizes": (args.size,), "ask": args.ask})
     config = config.model_copy(update={"data": data, "seed": 0})
     lm, tokenizer = load_lm(config.lm)
     _, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
-    (world,) = measure.worlds[given.size]
-    index = None
-    if "index" in given.ways:
-        index = entries.index_of_slots(world.rows, given.store, **SETTINGS.get(given.store, {}))
-    exact = None
-    if index is not None and given.store != "exact" and given.size <= EXACT_UP_TO:
-        exact = entries.index_of_slots(world.rows)
+    (one,) = measure.sets[args.size]
+    index = exact = None
+    if "index" in args.ways:
+        index = entries.index_of_slots(one.rows, args.store, **SETTINGS.get(args.store, {}))
+        if args.store != "exact" and args.size <= EXACT_UP_TO:
+            exact = entries.index_of_slots(one.rows)
     runs: list[list[dict[str, Any]]] = []
-    for run in given.runs:
+    for run in args.runs:
         model = mmattn.load(lm, run / "adapter")
-        scale_queries(model, given.query_scale)
+        scale_queries(model, args.query_scale)
         runs.append([])
-        for way in given.ways:
-            began = time.perf_counter()
-            said = measure.answers(model, world, way, index)
-            row: dict[str, Any] = {"name": f"{way}, {given.size:,} entries", **count(said), "found": None}
-            row["seconds"] = (time.perf_counter() - began) / len(said)
+        for way in args.ways:
+            start = time.perf_counter()
+            answers = measure.answers(model, one, way, index)
+            row: dict[str, Any] = {"name": f"{way}, {args.size:,} entries", **shares(answers), "found": None}
+            row["seconds"] = (time.perf_counter() - start) / len(answers)
             if way == "index" and exact is not None:
-                row["found"] = share_found(measure, model, world, index, exact)
+                row["found"] = share_found(measure, model, one, index, exact)
             runs[-1].append(row)
             print(run, row, flush=True)
         model.unload()
@@ -85,33 +82,24 @@ def scale_queries(model: Any, factor: float) -> None:
 
     The largest of n random inner products grows with the root of log n: of more entries than in training, those that
     fit no better weigh more. A factor below 1 takes that back.
-
-    Args:
-        model: with the adapter, which is changed.
-        factor: of the queries of every layer.
     """
     for attention in model.attentions().values():
         attention.q_proj.weight.mul_(factor)
 
 
 @torch.no_grad()
-def share_found(measure: Measure, model: Any, world: World, *indexes: Any) -> float:
-    """The share of the weights over what an exact index finds that lies on what an approximate one finds too.
-
-    Args:
-        indexes: the approximate one, and the exact one.
-    """
-    prompts = [prompt(measure.entries.facts[row]) for row in world.asked[:COMPARED]]
+def share_found(measure: Measure, model: Any, one: EntrySet, *indexes: mmattn.Index | None) -> float:
+    """Return the share of the weights over the hits of an exact index (the second) on hits of an approximate one."""
+    prompts = [prompt(measure.entries.facts[row]) for row in one.questions[:COMPARED]]
     weights = []
     for index in indexes:
-        attended = measure.attended(world, "index", index)
+        memory_of = measure.memory_of(one, "index", index)
         with inspect.record(model) as recorded:
-            for rows, given in batches(model, measure.tokenizer, prompts, 1):
-                model(**given, memory=attended(rows))
+            for rows, inputs in batches_of(model, measure.tokenizer, prompts, 1):
+                model(**inputs, memory=memory_of(rows))
         weights.append([call for calls in recorded.values() for call in calls])
-    parts = [
-        (wanted * (found > 0)).sum(-1) / wanted.sum(-1).clamp(min=1e-9) for found, wanted in zip(*weights, strict=True)
-    ]
+    pairs = zip(*weights, strict=True)
+    parts = [(exact * (found > 0)).sum(-1) / exact.sum(-1).clamp(min=1e-9) for found, exact in pairs]
     return float(torch.cat([part.flatten() for part in parts]).mean())
 
 

@@ -1,4 +1,4 @@
-"""How well vectors alone tell questions that have an answer in an index from those that have none.
+"""Questions with an answer in an index and without one, told apart by vectors alone.
 
     python -m recipes.rag.separation [--entries 10000] [--made-up 90000]
 
@@ -24,20 +24,20 @@ from .entries import embed
 from .settings import Config
 from .train import load_entries
 
-ASKED, KEPT, BLOCK = 1500, 0.97, 256
+QUESTIONS, KEPT, BLOCK = 1500, 0.97, 256
 
 
-def separation(questions: Tensor, titles: Tensor, own: Sequence[int]) -> tuple[float, float]:
-    """The shares of questions (n, e) whose own title of (m, e) is found first, and that are refused without it."""
-    right, first, other = [], [], []
+def separation(questions: Tensor, titles: Tensor, right: Sequence[int]) -> tuple[float, float]:
+    """Return the shares of questions (n, e) most like their right title of (m, e), and that are refused without it."""
+    scores_of_right, first, best_other = [], [], []
     for start in range(0, len(questions), BLOCK):
         scores = questions[start : start + BLOCK] @ titles.T
-        rows = torch.tensor(own[start : start + BLOCK])[:, None]
-        right.append(scores.gather(1, rows)[:, 0])
+        rows = torch.tensor(right[start : start + BLOCK])[:, None]
+        scores_of_right.append(scores.gather(1, rows)[:, 0])
         first.append(scores.argmax(1) == rows[:, 0])
-        other.append(scores.scatter(1, rows, -torch.inf).amax(1))
-    threshold = torch.cat(right).quantile(1 - KEPT)
-    return float(torch.cat(first).float().mean()), float((torch.cat(other) < threshold).float().mean())
+        best_other.append(scores.scatter(1, rows, -torch.inf).amax(1))
+    threshold = torch.cat(scores_of_right).quantile(1 - KEPT)
+    return float(torch.cat(first).float().mean()), float((torch.cat(best_other) < threshold).float().mean())
 
 
 def main() -> None:
@@ -46,15 +46,13 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=10_000, help="real ones")
     parser.add_argument("--made-up", type=int, default=0, help="near misses beside them: as training has, of its names")
     parser.add_argument("--cache", type=Path, default=Path(Config().data.cache), help="folder of the vectors of texts")
-    given = parser.parse_args()
-    data = Config().data.model_copy(
-        update={"sizes": (given.entries,), "made_up": given.made_up, "cache": str(given.cache)}
-    )
-    known, entries, held_out = load_entries(Config(data=data))
+    args = parser.parse_args()
+    data = {"sizes": (args.entries,), "made_up": args.made_up, "cache": str(args.cache)}
+    known, entries, held_out = load_entries(Config(data=Config().data.model_copy(update=data)))
     plain, learned = HybridEncoder(), len(known.questions)
-    asked = Random(0).sample(range(held_out), min(ASKED, held_out))
-    texts = [fact.question for fact in known.facts[:learned]], [fact.question for fact in entries.facts[:held_out]]
-    seen, held = (embed(plain, one, given.cache) for one in texts)
+    rows = Random(0).sample(range(held_out), min(QUESTIONS, held_out))
+    train_questions = embed(plain, [fact.question for fact in known.facts[:learned]], args.cache)
+    test_questions = embed(plain, [fact.question for fact in entries.facts[:held_out]], args.cache)[rows]
     titles = torch.cat([entries.titles, known.titles[learned:]])
     print("| vectors | right entry first | refused |\n|---|---|---|")
     for name, width in (("all-MiniLM-L6-v2", plain.dense.dim), ("and n-grams of letters", plain.dim)):
@@ -62,9 +60,10 @@ def main() -> None:
         for fitted in (False, True):
             encoder = HybridEncoder()
             if fitted:
-                encoder.fit_queries(normalize(seen * part, dim=1), normalize(known.titles[:learned] * part, dim=1))
-            questions = encoder.project_queries(normalize(held[asked] * part, dim=1))
-            first, refused = separation(questions, normalize(titles * part, dim=1), asked)
+                pairs = (normalize(one * part, dim=1) for one in (train_questions, known.titles[:learned]))
+                encoder.fit_queries(*pairs)
+            questions = encoder.project_queries(normalize(test_questions * part, dim=1))
+            first, refused = separation(questions, normalize(titles * part, dim=1), rows)
             print(f"| {name}{', fitted' if fitted else ''} | {100 * first:.1f} % | {100 * refused:.1f} % |", flush=True)
 
 

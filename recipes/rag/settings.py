@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Strict(BaseModel, extra="forbid"):
+    """Settings of which an unknown key is an error."""
 
 
 class DataSettings(Strict):
@@ -17,7 +17,7 @@ class DataSettings(Strict):
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
     sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of an index when measured
     small: int = 10_000  # entries up to which rows are measured that read all of them
-    per_query: int = Field(64, ge=2)  # entries that a token sees, in each layer and head
+    per_query: int = Field(64, ge=2)  # entries that a token attends to, in each layer and head
     absent: float = Field(0.4, ge=0, lt=1)  # share of questions whose answer is left out, in training
     cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
 
@@ -29,17 +29,24 @@ class AdapterSettings(Strict):
     head_dim: int = Field(24, ge=1)
     feed_forward: float = Field(2.0, ge=0)
     null_slot: bool = True
+
+
+class FactsAdapterSettings(AdapterSettings):
     score_mean: float = 0.9  # the cosine of question and title that adds nothing to the attention
     score_std: float = Field(0.05, gt=0)  # of the cosines, before the learned temperature
 
 
-class DocsAdapterSettings(Strict):
+class DocsAdapterSettings(AdapterSettings):
     layers: list[int] | None = [3, 5]
     every: int | None = None
-    num_heads: int = Field(4, ge=1)
     head_dim: int = Field(40, ge=1)
     feed_forward: float = Field(0.0, ge=0)
-    null_slot: bool = True
+
+
+class TokensAdapterSettings(DocsAdapterSettings):
+    layers: list[int] | None = [4]
+    num_heads: int = Field(1, ge=1)
+    head_dim: int = Field(160, ge=1)
 
 
 class DocsSettings(Strict):
@@ -54,19 +61,10 @@ class DocsSettings(Strict):
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 
-class TokensAdapterSettings(Strict):
-    layers: list[int] | None = [4]
-    every: int | None = None
-    num_heads: int = Field(1, ge=1)
-    head_dim: int = Field(160, ge=1)
-    feed_forward: float = Field(0.0, ge=0)
-    null_slot: bool = True
-
-
 class TokensSettings(Strict):
     window: int = Field(256, ge=4)  # tokens of a text, and read together
     layer: int = Field(5, ge=0)  # of the language model, whose states say what came before a token
-    per_query: int = Field(64, ge=1)  # tokens of the library that a token sees
+    per_query: int = Field(64, ge=1)  # tokens of the library that a token attends to
     random: int = Field(256, ge=1)  # tokens of the library in the control
     at_random: float = Field(0.16, ge=0, lt=0.5)  # share of batches in training that search such tokens only
     without: float = Field(0.04, ge=0, lt=0.5)  # share of them that has no memory
@@ -96,7 +94,7 @@ class Config(Strict):
     controls: bool = True  # LoRA without memory, facts in the prompt, kNN-LM
     progress: bool = True
     data: DataSettings = DataSettings()
-    adapter: AdapterSettings = AdapterSettings()
+    adapter: FactsAdapterSettings = FactsAdapterSettings()
     optim: OptimSettings = OptimSettings()
     docs: DocsSettings = DocsSettings()
     tokens: TokensSettings = TokensSettings()

@@ -1,4 +1,10 @@
-"""Train adapters that answer from retrieved facts, and measure them: `mmattn train config.yaml`."""
+"""Does a frozen language model answer from the hits of a search? Train an adapter on facts, and its controls.
+
+    mmattn train config.yaml
+
+Each question attends to entries of an index, one slot each. The other parts of the recipe, chunks of documents and
+single tokens of them, are in train_docs.py and train_tokens.py.
+"""
 
 from __future__ import annotations
 
@@ -11,108 +17,148 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn import inspect, training
+from mmattn import inspect, pipelines, training
 from mmattn.encoders import HybridEncoder
-from mmattn.errors import import_extra
 
-from .answering import adapter_settings, answer_batch, describe, learn, load_lm
+from .answering import answer_batch, device_of, load_lm, train as train_module
 from .entries import Entries
 from .facts import UNKNOWN, Fact, load_facts, made_up, prompt
 from .measure import Measure
 from .settings import Config
-from .tables import plot_bits, plot_sizes, table
-from .train_docs import show, train_documents
+from .train_docs import train_documents
 from .train_tokens import train_tokens
 
+FACTS = {
+    "accuracy": ("answers right", 100, ".1f", " %"),
+    "attended": ("right entry attended to most", 100, ".1f", " %"),
+    "precision": ("refusals right", 100, ".1f", " %"),
+    "recall": ("unanswerable refused", 100, ".1f", " %"),
+}
+DOCS = {
+    "bits": ("bits per byte", 1, ".3f", ""),
+    "against": ("against the LoRA of the same seed", 1, "+.4f", ""),
+    "seconds": ("seconds of training", 1, ".0f", ""),
+}
 Question = tuple[str, str, mmattn.Memory]
 
 
 def main(settings: dict[str, Any]) -> Path:
-    """Leave settings, metrics, adapter, plots and the table with its controls in the run's folder."""
+    """Run a part of the recipe with these settings (see settings.py) and return the run's folder."""
     config = Config(**settings)
-    import_extra("matplotlib", "viz")  # rather missed now than after the last step
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
     accelerator = training.make_accelerator(device=config.device)
-    content = {"part": config.part, "seed": config.seed}
-    content |= PARTS[config.part](config, run, accelerator)
+    part = {"facts": train_facts, "docs": train_documents, "tokens": train_tokens}[config.part]
+    content = {"part": config.part, "seed": config.seed, **part(config, run, accelerator)}
     run.write_json("table.json", content)
-    if config.part == "facts":
-        plot_sizes(content["rows"], run.path / "sizes.png")
-    else:
-        plot_bits(content["rows"], run.path / "bits.png")
-    if config.part == "docs":
-        show(config, run)
     text = table([content])
     run.write_text("table.md", text)
-    if config.part != "tokens":  # whose adapter searches as it reads, which no pipeline does
-        told = mmattn.pipelines.PipelineConfig.load(run.path / "adapter")
-        told.model_copy(update={"results": text}).save(run.path / "adapter")
+    if config.part != "tokens":  # no pipeline has an adapter that searches while it reads
+        pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
+        pipeline_config.model_copy(update={"results": text}).save(run.path / "adapter")
     print(text)
     return run.path
 
 
 def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
-    """Every row of the table of answers, and what the training took."""
+    """Return every row of the table of answers, and the seconds of training."""
+    # Data: facts with their vectors, and held-out questions over indexes of every size.
     lm, tokenizer = load_lm(config.lm, accelerator.device)
     known, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
-    rows = [*measure.rows("closed book, frozen LM", lm, None)]
+    rows = measure.rows("closed book, frozen LM", lm, None)
     if config.controls:
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
         rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
-    model, seconds = train_adapter(config, lm, tokenizer, known, run, accelerator)
+
+    # Model: a frozen language model with gated cross-attention, to whose scores the cosine of the search is added.
+    torch.manual_seed(config.seed)
+    width = 2 * known.titles.shape[1]
+    model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=width, score_bias=True, **config.adapter.model_dump()))
+
+    # Training.
+    steps = config.optim.max_steps
+    loss = answer_loss(model, tokenizer)
+    seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run, accelerator)
     model.save_adapter(run.path / "adapter", encoder=entries.encoder.fingerprint)
     entries.encoder.save(run.path / "adapter" / "encoder.safetensors")
-    describe(config, tokenizer).save(run.path / "adapter")
+    make_pipeline_config(config, tokenizer).save(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
-    rows += measure.rows("adapter, index searched by attention", model, "index", run.path / "answers.json")
+
+    # Measuring: ways to read the entries, the entries of other questions, none, and a LoRA of equal size.
     inspect.save_traces(measure.traces(model), run.path)
-    rows += measure.rows("adapter, attention to all entries", model, "all")
-    rows += measure.rows("adapter, retrieved entries", model, "hits")
-    rows += measure.rows("adapter, entries of another question", model, "shuffled")
-    rows += measure.rows("adapter, random entries", model, "random")
-    rows += measure.rows("adapter, no memory", model, None)
+    for name, way in (
+        ("index searched by attention", "index"),
+        ("attention to all entries", "all"),
+        ("retrieved entries", "hits"),
+        ("entries of another question", "shuffled"),
+        ("random entries", "random"),
+        ("no memory", None),
+    ):
+        rows += measure.rows(f"adapter, {name}", model, way)
     parameters, _ = model.trainable_parameters()
     model.unload()
     if config.controls:
         torch.manual_seed(config.seed)
         lora = training.matched_lora(lm, parameters)
-        loss, batches = answer_loss(lora, tokenizer, sees=False), questions(config, known)
-        learn(config, lora, loss, batches, config.optim.max_steps, "LoRA", run, accelerator)
+        loss = answer_loss(lora, tokenizer, with_memory=False)
+        train_module(config, lora, loss, questions(config, known), steps, "LoRA", run, accelerator)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()
-    return {"rows": rows, "seconds": seconds, "steps": config.optim.max_steps, "parameters": parameters}
+    return {"rows": rows, "seconds": seconds, "steps": steps, "parameters": parameters}
 
 
-PARTS = {"facts": train_facts, "docs": train_documents, "tokens": train_tokens}
+def table(contents: list[dict[str, Any]]) -> str:
+    """Return the table of one or several `table.json`, with what was trained."""
+    first = contents[0]
+    facts = first["part"] == "facts"
+    runs = [[{"seconds": None, **row, "name": label(row)} for row in one["rows"]] for one in contents]
+    for rows in [] if facts else runs:
+        lora = next(row["bits"] for row in rows if row["name"] == "LoRA, text only")
+        for row in rows:
+            row["against"] = row["bits"] - lora
+    lines = training.spread_table("", FACTS if facts else DOCS, runs)
+    parameters = f"{first['parameters']:,} trained parameters"
+    if facts:
+        seconds = training.mean_and_spread([one["seconds"] for one in contents], 1, ".0f", " s")
+        return f"{lines}\n\nadapter: {parameters}, {first['steps']} steps in {seconds}."
+    note = f"{lines}\n\n{parameters}; {first['bytes']:,} bytes of held-out topics; "
+    if first["part"] == "tokens":
+        return f"{note}{first['entries']:,} tokens to search."
+    return f"{note}{first['copies']:.1%} of the other topics were copies and are taken out."
+
+
+def label(row: dict[str, Any]) -> str:
+    """Return a row's name with its size."""
+    return row["name"] if row.get("entries") is None else f"{row['name']}, {row['entries']:,} entries"
 
 
 def load_entries(config: Config) -> tuple[Entries, Entries, int]:
-    """Facts to train on; what worlds are made of, the held-out facts first; and how many those are.
+    """Return facts to train on; entries to measure with, the held-out facts first; and how many those are.
 
-    Facts to train on come before the others that fill indexes in training. What fills worlds are facts that training
-    does not see, and after them made-up ones. Both sides have an encoder whose queries are fitted to the former.
+    Facts to train on come before the others that fill indexes in training. Indexes of measuring have facts that
+    training does not see, and after them made-up ones. Both have an encoder whose queries are fitted to the former.
     """
-    (facts, held), data = load_facts(), config.data
-    names = facts + held
-    facts, held = some(facts, len(facts), 0), some(held, len(held), 0)
-    known = facts[: data.train]
+    (facts, held_out), data = load_facts(), config.data
+    names = facts + held_out
+    facts, held_out = some(facts, len(facts), 0), some(held_out, len(held_out), 0)
+    train_facts = facts[: data.train]
     needed = max(data.sizes) + data.ask
-    worlds = (held + facts[data.train :])[:needed]
-    encoder, given = HybridEncoder(), (Path(data.cache), config.progress)
-    kept = Entries.of(known + made_up(known, data.made_up), len(known), encoder, *given)
-    worlds += made_up(names, needed - len(worlds))
-    entries = Entries.of(worlds, len(held), encoder, *given)
-    encoder.fit_queries(kept.questions, kept.titles[: len(known)])
-    for one in (kept, entries):
+    others = (held_out + facts[data.train :])[:needed]
+    others += made_up(names, needed - len(others))
+    encoder, cache = HybridEncoder(), Path(data.cache)
+    filled = train_facts + made_up(train_facts, data.made_up)
+    known = Entries.of(filled, len(train_facts), encoder, cache, config.progress)
+    entries = Entries.of(others, len(held_out), encoder, cache, config.progress)
+    encoder.fit_queries(known.questions, known.titles[: len(train_facts)])
+    for one in (known, entries):
         one.questions = encoder.project_queries(one.questions)
-    return kept, entries, min(len(held), needed)
+    return known, entries, min(len(held_out), needed)
 
 
 def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
-    """At most so many facts in a random order of their keys, all facts of a key together."""
+    """Return at most so many facts in a random order of their keys, all facts of a key together."""
     keys = sorted({fact.key for fact in facts})
     Random(seed).shuffle(keys)
     place = {key: number for number, key in enumerate(keys)}
@@ -120,57 +166,58 @@ def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
 
 
 def questions(config: Config, known: Entries) -> Iterator[list[Question]]:
-    """Batches of questions, each with the entries of an index of some size that are most like it.
+    """Yield batches of questions, each with the entries of an index of some size that are most like it.
 
     Sizes are drawn up to the number of entries, all powers alike; other facts about the key are often among them, and
     the answer may be missing.
     """
     random = torch.Generator().manual_seed(config.seed)
-    data, total = config.data, len(known)
+    data, total = config.data, len(known.facts)
     while True:
-        asked = torch.randint(len(known.questions), (config.optim.batch_size,), generator=random)
-        sizes = torch.exp(torch.rand(len(asked), generator=random) * math.log(total / 2)) * 2
-        absent, kin = torch.rand(2, len(asked), generator=random) < torch.tensor([[data.absent], [0.7]])
-        there = torch.rand(len(asked), total, generator=random) < (sizes / total)[:, None]
-        for row, one in enumerate(asked.tolist()):
-            there[row, known.kin[known.facts[one].key]] |= kin[row]
-            there[row, one] = not absent[row]
-        scores = known.questions[asked] @ known.titles.T
-        best = scores.masked_fill(~there, -torch.inf).topk(data.per_query)
+        rows = torch.randint(len(known.questions), (config.optim.batch_size,), generator=random)
+        sizes = torch.exp(torch.rand(len(rows), generator=random) * math.log(total / 2)) * 2
+        absent, related = torch.rand(2, len(rows), generator=random) < torch.tensor([[data.absent], [0.7]])
+        present = torch.rand(len(rows), total, generator=random) < (sizes / total)[:, None]
+        for number, row in enumerate(rows.tolist()):
+            present[number, known.by_key[known.facts[row].key]] |= related[number]
+            present[number, row] = not absent[number]
+        scores = known.questions[rows] @ known.titles.T
+        best = scores.masked_fill(~present, -torch.inf).topk(data.per_query)
         yield [
-            question(known, int(one), bool(absent[row]), best.indices[row][best.values[row] > -torch.inf])
-            for row, one in enumerate(asked)
+            question(known, row, bool(absent[number]), best.indices[number][best.values[number] > -torch.inf])
+            for number, row in enumerate(rows.tolist())
         ]
 
 
-def question(known: Entries, asked: int, absent: bool, rows: torch.Tensor) -> Question:
-    """A question, its answer, and the entries in view; one at random where there are none."""
-    rows = rows if len(rows) else torch.tensor([(asked + 1) % len(known)])
-    memory = mmattn.Memory(known.slots(rows)[None], scores=(known.titles[rows] @ known.questions[asked])[None])
-    return prompt(known.facts[asked]), UNKNOWN if absent else known.facts[asked].value, memory
+def question(known: Entries, row: int, absent: bool, view: torch.Tensor) -> Question:
+    """Return a question, its answer, and the memory of the entries in view, or of another one if there are none."""
+    view = view if len(view) else torch.tensor([(row + 1) % len(known.facts)])
+    memory = mmattn.Memory(known.slots(view)[None], scores=(known.titles[view] @ known.questions[row])[None])
+    return prompt(known.facts[row]), UNKNOWN if absent else known.facts[row].value, memory
 
 
-def answer_loss(model: Any, tokenizer: Any, sees: bool = True) -> training.Loss:
-    """Minus log p of the answers, after the questions and with what is in view."""
+def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> training.Loss:
+    """Return the loss: minus log p of the answers after the questions."""
 
     def loss(rows: Sequence[Question], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
         prompts, answers, memories = zip(*rows, strict=True)
-        batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if sees else None)
-        return training.sum_nats(model, batch.to(next(model.parameters()).device))
+        batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if with_memory else None)
+        return training.sum_nats(model, batch.to(device_of(model)))
 
     return loss
 
 
-def train_adapter(
-    config: Config,
-    lm: Any,
-    tokenizer: Any,
-    known: Entries,
-    run: training.RunFolder,
-    accelerator: Any,
-) -> tuple[Any, float]:
-    """Attach an adapter and teach it to answer from what is in view; seconds."""
-    torch.manual_seed(config.seed)
-    model = mmattn.attach(lm, adapter_settings(config, 2 * known.titles.shape[1]))
-    loss, steps = answer_loss(model, tokenizer), config.optim.max_steps
-    return model, learn(config, model, loss, questions(config, known), steps, "adapter", run, accelerator)
+def make_pipeline_config(config: Config, tokenizer: Any) -> pipelines.PipelineConfig:
+    """Return the file that lets `mmattn ask` load the adapter with its models."""
+    return pipelines.PipelineConfig(
+        task="question-answering",
+        host=pipelines.ModelReference.of(config.lm, tokenizer),
+        encoder=pipelines.EncoderReference(name="encoder.safetensors"),
+        prompt="Question: {question}\nAnswer:",
+        refusal=UNKNOWN,
+        generation={"max_new_tokens": 24},
+        trained_on=f"{config.data.train:,} facts about territories, filed under their names in other languages "
+        "(Babel's copy of the Unicode CLDR).",
+        memory=pipelines.MemoryConfig(top_k=config.data.per_query, fields=("title", "value"), text="{title}: {value}"),
+        training={"recipe": "rag", "seed": config.seed, "steps": config.optim.max_steps},
+    )

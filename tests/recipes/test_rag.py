@@ -1,4 +1,4 @@
-"""The retrieval recipe: real facts, worlds of them, documents in chunks, and both parts from beginning to end."""
+"""The retrieval recipe: facts, entry sets, documents in chunks, and these two parts from beginning to end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mmattn.cli.app import main
 from mmattn.encoders import HybridEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.recipes import assets_folder, load_recipe
+from tests import tiny
 from tests.recipes.comparing import check_compared
 
 TOPICS = {
@@ -33,8 +34,8 @@ HELD = {"tests": "A test calls a function and compares the value.\n\nArguments m
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = ("settings", "facts", "documents", "entries", "answering", "measure", "passages", "train")
-    return load_files("rag", *names, "train_docs", "reading", "tables", "neighbours", "large", "separation")
+    names = ("settings", "facts", "documents", "entries", "answering", "measure", "train", "train_docs")
+    return load_files("rag", *names, "large", "separation")
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +98,10 @@ def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
     assert len(known) > 30_000 and len(held) > 5000
     assert not {fact.key for fact in known} & {fact.key for fact in held}
     assert {fact.value for fact in held} <= {fact.value for fact in known}, "answers are shared, keys are not"
-    told = {(fact.key, fact.property): fact.value for fact in known + held}
-    assert told["Allemagne", "name"] == "Germany" and told["Allemagne", "currency"] == "Euro"
-    assert told["Allemagne", "language"] == "German" and told["Schweden", "currency"] == "Swedish Krona"
-    assert len(told) == len(known + held), "no key means two things"
+    values = {(fact.key, fact.property): fact.value for fact in known + held}
+    assert values["Allemagne", "name"] == "Germany" and values["Allemagne", "currency"] == "Euro"
+    assert values["Allemagne", "language"] == "German" and values["Schweden", "currency"] == "Swedish Krona"
+    assert len(values) == len(known + held), "no key means two things"
 
 
 def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, make_lm: ModuleType, facts: Any) -> None:
@@ -111,17 +112,17 @@ def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, make_lm: 
     assert not {question for question, _ in said} & {fact.question for fact in facts[1]}
 
 
-def test_worlds_hold_the_answers_they_should(recipe: SimpleNamespace, facts: Any) -> None:
+def test_half_of_the_answers_are_in_an_entry_set(recipe: SimpleNamespace, facts: Any) -> None:
     vectors = torch.zeros(400, 3)
     entries = recipe.entries.Entries(recipe.train.some(facts[1], 150, 0) + facts[0][:250], vectors, vectors, vectors)
     for size in (10, 50, 300):
-        made = recipe.entries.worlds(entries, 150, size, 30, 0)
-        assert sum(len(world.asked) for world in made) == 30
-        for world in made:
-            assert len(world.rows) == size == len(set(world.rows))
-            for row, here in zip(world.asked, world.present, strict=True):
-                assert (row in world.rows) == here and row < 150
-        assert abs(sum(sum(world.present) for world in made) - 15) <= len(made)
+        sets = recipe.entries.entry_sets(entries, 150, size, 30, 0)
+        assert sum(len(one.questions) for one in sets) == 30
+        for one in sets:
+            assert len(one.rows) == size == len(set(one.rows))
+            for row, here in zip(one.questions, one.present, strict=True):
+                assert (row in one.rows) == here and row < 150
+        assert abs(sum(sum(one.present) for one in sets) - 15) <= len(sets)
 
 
 def test_names_that_nobody_has_are_near_misses_of_real_ones(recipe: SimpleNamespace, facts: Any) -> None:
@@ -144,7 +145,7 @@ def known(recipe: SimpleNamespace, facts: Any) -> Any:
     return recipe.entries.Entries(facts[0][:300], titles, torch.randn(300, 19), titles[:200])
 
 
-def test_training_sees_the_most_alike_of_indexes_of_every_size(recipe: SimpleNamespace, known: Any) -> None:
+def test_training_has_the_most_alike_entries_of_indexes_of_every_size(recipe: SimpleNamespace, known: Any) -> None:
     data = {"per_query": 13, "absent": 0.4}
     config = recipe.settings.Config(data=data, optim={"batch_size": 400})
     rows = next(recipe.train.questions(config, known))
@@ -162,27 +163,25 @@ def test_training_sees_the_most_alike_of_indexes_of_every_size(recipe: SimpleNam
 
 
 @pytest.mark.parametrize("how", ["index", "all", "hits", "shuffled", "random"])
-def test_what_a_question_attends_to(recipe: SimpleNamespace, known: Any, how: str) -> None:
+def test_the_memory_of_a_question(recipe: SimpleNamespace, known: Any, how: str) -> None:
     config = recipe.settings.Config(data={"per_query": 7, "sizes": [50], "ask": 10})
     measure = recipe.measure.Measure(config, None, known, 100)
-    (world,) = measure.worlds[50]
-    attended = measure.attended(world, how)
-    memory = attended([1, 2])
+    (one,) = measure.sets[50]
+    memory = measure.memory_of(one, how)([1, 2])
     if how == "index":
         assert (memory.per_query, memory.rows, len(memory.index)) == (7, 2, 50)
-        whole, scores = memory.entries(None, True).memory(), memory.entries(None, True)
-        assert torch.equal(whole.tokens[0], known.slots(world.rows))
-        want = known.questions[world.asked[1:3]] @ known.titles[world.rows].T
-        torch.testing.assert_close(scores.scores(torch.arange(50)), want)
+        entries = memory.entries(None, True)
+        assert torch.equal(entries.memory().tokens[0], known.slots(one.rows))
+        want = known.questions[one.questions[1:3]] @ known.titles[one.rows].T
+        torch.testing.assert_close(entries.scores(torch.arange(50)), want)
         return
     assert memory.batch == 2 and memory.length == (50 if how == "all" else 7)
-    for row, one in enumerate(world.asked[1:3]):
-        other = world.asked[2 + row] if how == "shuffled" else one
-        own = memory.tokens[row, :, :17] @ known.questions[other]
-        torch.testing.assert_close(memory.scores[row], own)
+    for row in range(2):
+        question = known.questions[one.questions[(2 if how == "shuffled" else 1) + row]]
+        scores = memory.tokens[row, :, :17] @ question
+        torch.testing.assert_close(memory.scores[row], scores)
         if how != "random":
-            best = (known.titles[world.rows] @ known.questions[other]).max()
-            assert (own.max() - best).abs() < 1e-5
+            assert (scores.max() - (known.titles[one.rows] @ question).max()).abs() < 1e-5
 
 
 @pytest.mark.slow
@@ -203,7 +202,7 @@ def test_indexes_too_large_for_a_run(
 
 def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:
     _, tokenizer = recipe.answering.load_lm(str(lm))
-    batch = recipe.answering.answer_batch(tokenizer, ["Question: a?\nAnswer:", "b:"], ["Euro", "US Dollar"], None)
+    batch = recipe.answering.answer_batch(tokenizer, ["Question: a?\nAnswer:", "b:"], ["Euro", "US Dollar"])
     for labels, answer in zip(batch.labels, [" Euro", " US Dollar"], strict=True):
         said = labels[labels != -100]
         assert int(said[-1]) == tokenizer.eos_token_id and tokenizer.decode(said[:-1]) == answer
@@ -216,37 +215,32 @@ def test_counts_are_what_their_heads_say(recipe: SimpleNamespace) -> None:
         ("unknown", "unknown", None),
         ("unknown", "Euro", None),
     ]
-    said = [{"right": right, "said": text, "looked_right": top} for right, text, top in lines]
-    assert recipe.measure.count(said) == {"accuracy": 0.5, "looked": 0.5, "precision": 0.5, "recall": 0.5}
+    answers = [{"right": right, "answer": text, "attended_right": top} for right, text, top in lines]
+    wanted = {"accuracy": 0.5, "attended": 0.5, "precision": 0.5, "recall": 0.5}
+    assert recipe.measure.shares(answers) == wanted
 
 
 @pytest.mark.slow
 def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -> None:
-    names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "sizes.png", "answers.json", "adapter"}
+    names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "index", "adapter"}
     assert names <= {path.name for path in run.iterdir()}
     traces = inspect.load_traces(run)
     assert all(trace.dropped is not None and len(trace.sources) == 10 for trace in traces)
     assert all(trace.title.startswith("Question: ") and trace.sources[0].endswith(".") for trace in traces)
     table = json.loads((run / "table.json").read_text())
-    rows = [recipe.tables.label(row) for row in table["rows"]]
+    lines = {recipe.train.label(row): row for row in table["rows"]}
+    rows = list(lines)
     all_sizes = ("index searched by attention", "retrieved entries", "entries of another question", "random entries")
     for way in all_sizes:
         assert {f"adapter, {way}, {size} entries" for size in (10, 20, 40)} <= set(rows)
     for name in ("facts in the prompt, frozen LM", "kNN-LM, frozen LM", "adapter, attention to all entries"):
         assert {f"{name}, {size} entries" for size in (10, 20)} <= set(rows) and f"{name}, 40 entries" not in rows
     assert {"closed book, frozen LM", "adapter, no memory", "LoRA, closed book"} <= set(rows)
-    answers = json.loads((run / "answers.json").read_text())
-    assert len(answers) == 18 and {"question", "right", "said", "looked_right", "entries"} == set(answers[0])
+    assert {**lines["adapter, no memory"], "name": ""} == {**lines["closed book, frozen LM"], "name": ""}
 
 
 @pytest.mark.slow
-def test_without_memory_the_adapter_is_the_frozen_model(recipe: SimpleNamespace, run: Path) -> None:
-    rows = {recipe.tables.label(row): row for row in json.loads((run / "table.json").read_text())["rows"]}
-    assert {**rows["adapter, no memory"], "name": ""} == {**rows["closed book, frozen LM"], "name": ""}
-
-
-@pytest.mark.slow
-def test_ask_shows_what_was_looked_at(
+def test_ask_shows_the_entries_attended_to(
     recipe: SimpleNamespace, run: Path, lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = ["The currency of Allemagne is Euro.", "The language of Allemagne is German.", "Schweden is called Sweden."]
@@ -266,41 +260,32 @@ def test_ask_shows_what_was_looked_at(
     assert (run / "table.md").read_text(encoding="utf-8").strip() in card and "mmattn.pipeline(" in card
 
 
-def test_held_out_topics_share_no_paragraph_with_the_others(recipe: SimpleNamespace) -> None:
-    train, held = recipe.documents.load_topics()
-    told = {" ".join(part.split()).lower() for text in train.values() for part in recipe.documents.paragraphs(text)}
-    parts = [part for text in held.values() for part in recipe.documents.paragraphs(text)]
-    assert len(held) > 8 and len(parts) > 200 and len(train) > 50
-    assert not any(" ".join(part.split()).lower() in told for part in parts)
-
-
 @pytest.fixture
 def passages(recipe: SimpleNamespace, lm: Path) -> Any:
     """Three short documents in chunks of five tokens, encoded."""
     host, tokenizer = recipe.answering.load_lm(str(lm))
-    made = recipe.passages.Passages.of(list(TOPICS.values()), tokenizer, 5)
-    made.encode(mmattn.TextEncoder(), host, 2, False)
-    return made
+    passages = recipe.documents.Passages.of(list(TOPICS.values()), tokenizer, 5)
+    passages.encode(mmattn.TextEncoder(), host, 2, False)
+    return passages
 
 
 def test_neighbours_are_of_other_documents(recipe: SimpleNamespace, passages: Any) -> None:
-    found = recipe.passages.neighbours(passages, passages, 3, same=True)
-    assert len(found) == len(passages) > 12
-    for row, line in enumerate(found):
+    nearest = recipe.documents.neighbours(passages, passages, 3, same=True)
+    assert len(nearest) == len(passages) > 12
+    for row, line in enumerate(nearest):
         assert len(line) == 3 and all(passages.document[other] != passages.document[row] for other in line)
-    itself = recipe.passages.neighbours(passages, passages, 1, same=False)
+    itself = recipe.documents.neighbours(passages, passages, 1, same=False)
     assert sum(line == [row] for row, line in enumerate(itself)) > 0.9 * len(itself), "leakage where it is allowed"
 
 
-def test_windows_keep_to_their_document_and_chunks_to_what_they_found(recipe: SimpleNamespace, passages: Any) -> None:
-    found = recipe.passages.neighbours(passages, passages, 2, same=True)
-    made = recipe.passages.windows(passages, found, 3)
+def test_windows_keep_to_their_document_and_chunks_to_their_neighbours(recipe: SimpleNamespace, passages: Any) -> None:
+    nearest = recipe.documents.neighbours(passages, passages, 2, same=True)
+    made = recipe.documents.windows(passages, nearest, 3)
     assert [token for window in made for token in window.ids] == [token for one in passages.chunks for token in one]
-    memory = recipe.passages.memory_of(made[:2], passages, "both", list)
-    first = [passages.slots(row, "both") for row in made[0].found[1]]
+    memory = recipe.documents.memory_of(made[:2], passages, "both", list)
+    first = [passages.slots(row, "both") for row in made[0].neighbours[1]]
     assert torch.equal(memory.tokens[0][memory.segments[0] == 1][: sum(map(len, first))], torch.cat(first))
-    last = next(row for row in range(len(passages)) if passages.following(row) is None)
-    assert len(passages.slots(last, "continuations")) == 0
+    assert len(passages.slots(len(passages) - 1, "continuations")) == 0
     both, size = passages.slots(0, "both"), len(passages.chunks[0])
     assert torch.equal(both, torch.cat([passages.slots(0, "neighbours"), passages.slots(0, "continuations")]))
     assert len(both) == size + len(passages.chunks[1]) and len(passages.slots(0, "neighbours")) == size
@@ -339,7 +324,7 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
             host, mmattn.ChunkedAdapter(2 * width, layers=[1], chunk_size=7, num_heads=8, head_dim=64)
         )
         if lookup:
-            recipe.reading.begin_as_lookup(model.adapters["default"], 60.0)
+            recipe.train_docs.begin_as_lookup(model.adapters["default"], 60.0)
         assert torch.equal(model(ids, memory=memory).logits, host(ids).logits), "it adds nothing yet"
         with inspect.record(model) as weights:
             model(ids, memory=memory)
@@ -351,36 +336,32 @@ def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: 
     assert right[True] >= 4 and right[False] <= 1, right
 
 
-def test_what_is_read_is_some_of_what_was_found(recipe: SimpleNamespace, passages: Any) -> None:
-    some = recipe.passages.some_of(2, Random(0))
+def test_choices_of_neighbours(recipe: SimpleNamespace, passages: Any) -> None:
+    some = recipe.documents.sample_of(2, Random(0))
     drawn = [some([3, 5, 7, 11]) for _ in range(30)]
     assert {row for two in drawn for row in two} == {3, 5, 7, 11} and all(len(set(two)) == 2 for two in drawn)
     assert some([3]) == [3]
-    nobody = recipe.passages.found_by_nobody(2, passages, Random(0))
-    drawn = [nobody([3, 5, 7]) for _ in range(30)]
+    control = recipe.documents.any_of(2, passages, Random(0))
+    drawn = [control([3, 5, 7]) for _ in range(30)]
     assert all(len(two) == 2 for two in drawn) and len({row for two in drawn for row in two}) > 5
-    assert nobody([]) == []
+    assert control([]) == []
 
 
-def test_what_a_text_encoder_cannot_read_is_a_full_stop(recipe: SimpleNamespace) -> None:
-    given = ["", " \n\t", "\ufffd", "\x00\ufffd ", "a\ufffd", "."]
-    sayable = [pipelines.searchable(text) for text in given]
-    assert sayable == [".", ".", ".", ".", "a\ufffd", "."]
-    assert mmattn.TextEncoder().encode(sayable).tokens.isfinite().all()
+def test_a_text_without_letters_is_searched_as_a_full_stop() -> None:
+    texts = [pipelines.searchable(text) for text in ("", " \n\t", "\ufffd", "\x00\ufffd ", "a\ufffd", ".")]
+    assert texts == [".", ".", ".", ".", "a\ufffd", "."]
+    assert mmattn.TextEncoder().encode(texts).tokens.isfinite().all()
 
 
 def test_every_paragraph_of_the_documents_stands_once(recipe: SimpleNamespace) -> None:
-    known, held = recipe.documents.load_topics()
-    parts = [
-        " ".join(part.split()).lower()
-        for topics in (known, held)
-        for text in topics.values()
-        for part in recipe.documents.paragraphs(text)
-    ]
-    assert len(parts) == len(set(parts)) > 1000 and not set(known) & set(held) and len(held) == 12
+    train, held_out = recipe.documents.load_topics()
+    texts = [*train.values(), *held_out.values()]
+    parts = [recipe.documents.plain(part) for text in texts for part in recipe.documents.paragraphs(text)]
+    assert len(parts) == len(set(parts)) > 1000 and not set(train) & set(held_out)
+    assert len(held_out) == 12 and len(train) > 50
     whole, same = recipe.documents.load_topics(copies=True)
-    assert same == held and all(len(text) <= len(whole[name]) for name, text in known.items())
-    assert sum(map(len, known.values())) < 0.9 * sum(map(len, whole.values()))
+    assert same == held_out and all(len(text) <= len(whole[name]) for name, text in train.items())
+    assert sum(map(len, train.values())) < 0.9 * sum(map(len, whole.values()))
 
 
 @pytest.mark.slow
@@ -395,7 +376,7 @@ def test_a_run_over_documents_has_its_controls(
     table = json.loads((out / "table.json").read_text())
     rows = {row["name"]: row["bits"] for row in table["rows"]}
     assert rows["both, copies left in the library"] != rows["both"] and 0.1 < table["copies"] < 0.3
-    assert (out / "bits.png").is_file() and (out / "samples.txt").read_text().startswith("tests: A test calls")
+    assert (out / "samples.txt").read_text().startswith("tests: A test calls")
     assert len(rows) == 11 and rows["both, no memory"] != rows["frozen LM"], "the LoRA stays"
     assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
     assert all(2 < bits < 20 for bits in rows.values())
@@ -444,6 +425,38 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
     assert (trace.dropped[0, hidden] - want[0]).abs() > 1e-6
 
 
-def test_a_language_model_that_is_not_there(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(AdapterFileError, match="no language model can be loaded from"):
-        recipe.answering.load_lm(str(tmp_path / "nothing"))
+def test_separation_of_questions_without_an_answer(recipe: SimpleNamespace) -> None:
+    titles = torch.eye(5)
+    near = torch.nn.functional.normalize(titles + 0.1 * titles.roll(1, 0), dim=1)
+    assert recipe.separation.separation(near, titles, range(5)) == (1.0, 1.0)
+    assert recipe.separation.separation(near, titles, [1, 2, 3, 4, 0])[0] == 0.0
+    halves = titles + titles.roll(1, 0)
+    assert recipe.separation.separation(halves / 2**0.5, titles, range(5))[1] == 0.0, "another is as much alike"
+
+
+def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespace) -> None:
+    """Scaled by 0, all entries with one score weigh alike; scaled by 1 or unscaled, they do not."""
+    settings = mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=6, score_bias=True)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings))
+    memory = mmattn.Memory(torch.randn(2, 5, 13), scores=torch.zeros(2, 5))
+    spread = []
+    for factor in (1.0, 0.5, 0.0):
+        recipe.large.scale_queries(model, factor)
+        with inspect.record(model) as weights:
+            model(tiny.text(2), memory=memory)
+        spread.append(float(weights.mean()[0].std(-1).max()))
+    assert spread[0] > spread[1] > 1e-3 and spread[2] < 1e-6
+
+
+def test_the_nearest_are_those_of_an_index(recipe: SimpleNamespace) -> None:
+    """Where some facts are left out, too."""
+    facts = [recipe.facts.Fact(f"key {number}", "name", f"value {number}", "en") for number in range(23)]
+    vectors = torch.nn.functional.normalize(torch.randn(3, 23, 7), dim=2)
+    entries = recipe.entries.Entries(facts, vectors[0], vectors[1], vectors[2][:11])
+    rows = [row for row in range(23) if row % 4]
+    nearest = entries.nearest(rows, [3, 0, 10], 6)
+    hits = entries.index(rows).search(entries.questions[[3, 0, 10]], 6)
+    assert [[one["id"] for one in row] for row in nearest.sources] == hits.ids
+    wanted = hits.memory(tokens=True)
+    tiny.assert_close(nearest.tokens, wanted.tokens, 1e-6)
+    tiny.assert_close(nearest.scores, wanted.scores, 1e-5)

@@ -21,7 +21,7 @@ DOCUMENTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21], [30, 31, 32, 33,
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("rag", "settings", "answering", "tokens", "reading", "train", "train_tokens", "tables")
+    return load_files("rag", "answering", "train", "train_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +31,21 @@ def lm(recipe: SimpleNamespace) -> Any:
 
 
 def test_texts_keep_to_their_document_and_batches_to_their_fold(recipe: SimpleNamespace) -> None:
-    made = recipe.tokens.texts(DOCUMENTS, 4, 2)
+    made = recipe.train_tokens.cut(DOCUMENTS, 4, 2)
     assert [text.ids for text in made] == [
         [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15], [20, 21], [30, 31, 32, 33], [5, 6, 7, 50], [51, 52, 53]
     ]  # fmt: skip
     assert [text.fold for text in made] == [0, 0, 0, 1, 0, 0, 0], "and one token alone says nothing"
-    drawn = list(islice(recipe.tokens.batches(made, 3, seed=1), 40))
+    drawn = list(islice(recipe.train_tokens.batches_of(made, 3, seed=1), 40))
     assert {len(batch) for batch in drawn} == {3, 1} and all(len({text.fold for text in batch}) == 1 for batch in drawn)
-    again = list(islice(recipe.tokens.batches(made, 3, seed=1), 40))
-    assert drawn == again != list(islice(recipe.tokens.batches(made, 3, seed=2), 40))
+    again = list(islice(recipe.train_tokens.batches_of(made, 3, seed=1), 40))
+    assert drawn == again != list(islice(recipe.train_tokens.batches_of(made, 3, seed=2), 40))
 
 
 def test_a_library_without_a_fold_has_none_of_its_documents(recipe: SimpleNamespace, lm: Any) -> None:
     """And each slot is what came before a token, and the token, with at least half a window to read before it."""
-    library = recipe.tokens.Library(lm, DOCUMENTS, layer=3, size=6, folds=2)
-    assert list(map(len, library.folds)) == [10 + 4 + 6, 1 + 0] and len(library) == 21
+    library = recipe.train_tokens.Library(lm, DOCUMENTS, layer=3, size=6, folds=2)
+    assert list(map(len, library.folds)) == [10 + 4 + 6, 1 + 0]
     said = torch.nn.functional.rms_norm(lm.get_input_embeddings().weight.float(), (160,))
     slots = library.slots()
     for place, token in ((0, 6), (9, 15), (10, 31), (19, 53), (20, 21)):
@@ -66,17 +66,16 @@ def test_a_run_has_its_controls(recipe: SimpleNamespace, tmp_path: Path, monkeyp
     topics = {str(number): f"The statement {number} repeats a suite. " * (number + 2) for number in range(7)}
     monkeypatch.setattr(recipe.train_tokens, "load_topics", lambda: (topics, {"held": "A statement repeats a suite."}))
     tokens = {"max_steps": 2, "batch_size": 2, "window": 12, "rank": 2, "per_query": 5, "random": 9}
-    given = {"part": "tokens", "out": str(tmp_path / "run"), "progress": False, "tokens": tokens}
-    out = recipe.train.main(given)
-    told = json.loads((out / "table.json").read_text())
-    rows = {row["name"]: row["bits"] for row in told["rows"]}
+    settings = {"part": "tokens", "out": str(tmp_path / "run"), "progress": False, "tokens": tokens}
+    out = recipe.train.main(settings)
+    rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
     name = "every token"
     assert [*rows] == [
         "frozen LM", name, f"{name}, random ones instead", f"{name}, exchanged ones instead", f"{name}, no memory",
         "LoRA, text only",
     ]  # fmt: skip
     assert len(set(rows.values())) == 6 and all(0.5 < bits < 20 for bits in rows.values())
-    assert "tokens to search" in (out / "table.md").read_text() and (out / "bits.png").is_file()
+    assert "tokens to search" in (out / "table.md").read_text()
     host, tokenizer = recipe.answering.load_lm("assets/rag")
     model: Any = mmattn.load(mmattn.training.load_lora(host, out / "lora"), out / "adapter")
     ids = tokenizer("The statement", return_tensors="pt")["input_ids"]

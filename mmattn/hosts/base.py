@@ -6,10 +6,11 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mmattn.adapters import memory_stream, searched_memory, shared_memory  # noqa: F401  (they register their types)
 from mmattn.adapters.base import AdapterLayers
@@ -18,6 +19,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.hosts.context import (
     Action,
+    Arguments,
     Call,
     ForwardStep,
     Keywords,
@@ -30,6 +32,24 @@ from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
 from mmattn.hosts.ownership import MARK, Handle, forget_compiled
+
+
+class CallOptions(TypedDict, total=False):
+    """Keywords of a call that belong to its memory; some kinds of hosts take further ones.
+
+    Args:
+        adapter_scale: multiplies the outputs of the adapters, one number for all or one by adapter name; 0 is exactly
+            nothing.
+        images: (b, l) images begun at or before each token, for visible_segments="latest" and "previous".
+        arrived: (b, l) number of slots of the memory that had arrived at each token, which sees no later ones; tokens
+            after those are like the last. A `MemoryStream` is the same while it grows.
+        window: with `arrived`, how many of the latest slots each token sees; None for all.
+    """
+
+    adapter_scale: float | Mapping[str, float]
+    images: Tensor | None
+    arrived: Tensor | None
+    window: int | None
 
 
 class AdaptedModel(NamedAdapters):
@@ -67,8 +87,8 @@ class AdaptedModel(NamedAdapters):
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """Return the text of one forward; by default the first argument, without a cache."""
-        given = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-        return TextState(given.shape[0], given.shape[1], given, past=0, images=call.images)
+        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
         """A random batch as the host is called with, without a memory; for the doctor and the shared tests."""
@@ -121,7 +141,7 @@ class AdaptedModel(NamedAdapters):
         return bound
 
     def make_call(
-        self, memory: object, adapter_scale: float | Mapping[str, float] = 1.0, images: Tensor | None = None
+        self, memory: object, adapter_scale: float | Mapping[str, float] = 1.0, **options: Any
     ) -> Call | None:
         """Return the call of a memory, or None without one."""
         self.check_attached()
@@ -134,47 +154,56 @@ class AdaptedModel(NamedAdapters):
         for name, scale in scales.items():
             if not scale:
                 del sources[name]
-        return Call(sources, scales, images) if sources or not scales else None
+        call = Call(sources, scales) if sources or not scales else None
+        if options:
+            self.set_options(call, **options)
+        return call
+
+    def set_options(self, call: Call | None) -> None:
+        """Set the options of `condition` that only some kinds of hosts take."""
+
+    def options_of(self, kwargs: Arguments) -> Arguments:
+        """Take the keywords that belong to a memory out of those of a call; refuse near misses of them."""
+        check_keywords(self, kwargs)
+        return {name: kwargs.pop(name) for name in self.memory_keywords if name in kwargs}
 
     @contextlib.contextmanager
-    def condition(self, memory: object, *, adapter_scale: float | Mapping[str, float] = 1.0) -> Iterator[Any]:
-        """Every call of the host inside the block sees this memory; None is no memory.
+    def condition(self, memory: object, **options: Unpack[CallOptions]) -> Iterator[Any]:
+        """Give every call of the host inside the block this memory; None for no memory.
 
         Args:
             memory: (b, m, e), one for all active adapters, or one by adapter name.
-            adapter_scale: multiplies what the adapters add, one for all or one by adapter name; 0 is exactly nothing.
+            options: `CallOptions`: `adapter_scale`; of language models also `images`, `arrived` and `window`.
 
         Raises:
             ShapeError: a memory that does not fit.
-            ConfigError: an adapter_scale of an adapter that is given no memory.
+            ConfigError: an adapter_scale of an adapter that reads no memory.
             NonFiniteError: NaN or infinity in a slot that may be attended to.
             ConditionError: a generator opens the block.
         """
-        call = self.make_call(memory, adapter_scale)
+        keywords: Arguments = {**options}
+        call = self.make_call(memory, **keywords)
         with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
 
-    def forward(
-        self, *args: Any, memory: object = None, adapter_scale: float | Mapping[str, float] = 1.0, **kwargs: Any
-    ) -> Any:
+    def forward(self, *args: Any, memory: object = None, **kwargs: Any) -> Any:
         """Call the host with a memory; returns what the host returns.
 
         Args:
             args: the host's own.
             memory: (b, m, e), one row for each row of the batch; one for all adapters or one by adapter name. None: the
-                memory of the surrounding `condition` block, or the host's own output.
-            adapter_scale: as in `condition`.
-            kwargs: the host's own.
+                memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
+                function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
+            kwargs: the host's own, and the options of `condition`.
 
         Raises:
             ConfigError: a keyword that is a near miss of ours.
         """
-        if kwargs:
-            check_keywords(self, kwargs)
+        options = self.options_of(kwargs) if kwargs else {}
         if memory is None:
-            check_unused(adapter_scale)
+            check_unused(**options)
             return self.host(*args, **kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale)):
+        with self.open_blocks.conditioned(self.make_call(memory, **options)):
             return self.host(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -337,11 +366,11 @@ class AdaptedModel(NamedAdapters):
         return self.host.get_submodule(self.sites(position)[index].module)
 
 
-def check_unused(adapter_scale: Any = 1.0, **given: Any) -> None:
-    """Refuse what only has a meaning together with a memory."""
+def check_unused(adapter_scale: Any = 1.0, **options: object) -> None:
+    """Refuse options of a call that only have a meaning together with a memory."""
     if not (isinstance(adapter_scale, (int, float)) and adapter_scale == 1):
-        given["adapter_scale"] = adapter_scale
-    for name, value in given.items():
+        options["adapter_scale"] = adapter_scale
+    for name, value in options.items():
         if value is not None:
             raise ConditionError(
                 f"{name}= was given without memory=, which it belongs to: give both to this call, or both to "

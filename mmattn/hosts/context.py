@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
 from mmattn.errors import ConditionError, ConfigError, check_float
-from mmattn.hosts.generation_rows import RowsLeft
 from mmattn.memory import Memory
 
 
@@ -41,7 +40,7 @@ class Call:
         prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
         expansions: inside `generate`, how many rows of text a row of the prompt may become.
         rows: inside `generate`, how many rows its first pass over the prompt had.
-        rows_left: inside a `generate` that goes on with some rows only, which.
+        unexpanded: inside `generate`, the numbers of rows that it may expand into beams.
         early_exit: inside a `generate` whose drafts leave out the last layers.
         reads_memory: the host itself reads a memory in this call; it is no call of the user.
     """
@@ -53,7 +52,7 @@ class Call:
     prompt: Tensor | None = None
     expansions: Collection[int] = ()
     rows: int | None = None
-    rows_left: RowsLeft | None = None
+    unexpanded: Collection[int] = ()
     early_exit: bool = False
     reads_memory: bool = False
     #: The memories whose values need not be finite, as their caller said.

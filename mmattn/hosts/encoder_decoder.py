@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Any, ClassVar
@@ -21,16 +20,15 @@ from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.generation import bound_method, inner_host, past_length
-from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.causal_lm.generation import asked
+from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep
 from mmattn.hosts.encoder import check_reads_at_once
-from mmattn.hosts.generation_rows import RowsLeft, RowsView, whole_text
+from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import layers_width
 from mmattn.hosts.probe import LENGTH, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
-from mmattn.hosts.replaced import replace_method
 from mmattn.storage.hub import load_model
 
 DECODER, ENCODER = "decoder", "encoder"
@@ -68,7 +66,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     kind: ClassVar[str] = "encoder_decoder"
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
-    replaced = (*AdaptedCausalLM.replaced, "generate_with_fallback", "_need_fallback")
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         AdaptedModel.__init__(self, host, require_memory)
@@ -115,11 +112,12 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             read = args[0] if args else kwargs.get("input_ids")  # which T5's relatives then take for both
         if read is None:
             return TextState(0, 0)  # the host raises by itself
+        cache = given_cache(kwargs)
         return TextState(
             rows=read.shape[0],
             length=read.shape[1],
             inputs=read,
-            past=past_length(given_cache(kwargs)),
+            past=0 if cache is None else past_length(cache),
             arrivals=call.arrivals,
             expansions=call.expansions,
         )
@@ -169,55 +167,20 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         call, disabled = self.current_call()
         if call is not None:
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
+            # Whisper pads the recordings that have not ended to a static batch, so their rows are not known.
+            if hasattr(inner_host(self.host), "generate_with_fallback") and (
+                asked(self.host, kwargs, "cache_implementation") == "static"
+                and any(source.rows not in (None, 1) for source in call.sources.values())
+            ):
+                raise ConditionError("Whisper with a static cache takes a memory of one row: generate row by row")
         return super()._host_generate(*args, **kwargs)
 
     def actions(
         self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
     ) -> dict[tuple[int, str], list[Action]]:
         """Return the actions of the active adapters at each site of the decoder, or at one site."""
-        left = call.rows_left
-        if left is None:
-            actions = AdaptedModel.actions(self, call, disabled, text, site)
-        else:
-            text, places = whole_text(left, text)
-            actions = {
-                own: [(RowsView(view, places, text.rows), *rest) for view, *rest in those]
-                for own, those in AdaptedModel.actions(self, call, disabled, text, site).items()
-            }
+        actions = super().actions(call, disabled, text, site)
         return actions if site is not None else {own: one for own, one in actions.items() if not self.is_apart(own[0])}
-
-    def join(self) -> None:
-        """Freeze the host, and follow the rows with which Whisper's `generate` continues.
-
-        No hook of transformers tells them: `generate_with_fallback` and `_need_fallback` are replaced on the host.
-        """
-        super().join()
-        inner = inner_host(self.host)
-        if hasattr(type(inner), "generate_with_fallback"):
-            replace_method(inner, "generate_with_fallback", self._write_segment)
-            replace_method(inner, "_need_fallback", self._written)
-
-    def _write_segment(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate one segment of the recordings that have not ended, in place of `generate_with_fallback`."""
-        inner = inner_host(self.host)
-        own = bound_method(inner, "generate_with_fallback")
-        call = self.open_blocks.in_force().call
-        if call is None or call.rows is None:
-            return own(*args, **kwargs)
-        options = inspect.signature(own).bind(*args, **kwargs).arguments
-        is_static = options["generation_config"].cache_implementation == "static"
-        left = RowsLeft(options["batch_idx_map"], len(options["seek"]), options["batch_size"] if is_static else 0)
-        with self.open_blocks.conditioned(replace(call, rows_left=left)):
-            return own(*args, **kwargs)
-
-    def _written(self, seek_sequence: Any, seek_outputs: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Return whether a row of a segment is generated again, in place of `_need_fallback`."""
-        own = bound_method(inner_host(self.host), "_need_fallback")
-        again, skipped = own(seek_sequence, seek_outputs, index, *args, **kwargs)
-        call = self.open_blocks.in_force().call
-        if call is not None and call.rows_left is not None:
-            call.rows_left.wrote(index, again)
-        return again, skipped
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
         """Raise ConditionError: transformers batches requests continuously for decoder-only models."""
@@ -267,41 +230,17 @@ class EncoderOutputs:
             self._computed[states] = dict(sources), versions
 
     def match(self, output: Any, sources: Sources) -> bool:
-        """Return whether outputs are those of these memories as they are now, or rows of them, moved or cast."""
+        """Return whether outputs are those that the encoder returned with these memories as they are now."""
         states = _first_states(output)
-        if states is None:
-            return not sources
-        own = (states, states._base)
-        if not sources:
-            return not any(one is not None and one in self._computed for one in own)
-        for computed, (earlier, versions) in list(self._computed.items()):
-            if _are_unchanged(sources, earlier, versions) and (
-                any(computed is one for one in own) or _has_rows(computed, states)
-            ):
-                self._computed[states] = earlier, versions
-                return True
-        return False
-
-
-def _are_unchanged(sources: Sources, earlier: Sources, versions: Mapping[str, TensorVersion]) -> bool:
-    """Return whether memories are the earlier ones, with the same values and scales."""
-    if sources.keys() != earlier.keys():
-        return False
-    for name, (source, scale) in sources.items():
-        tensors = source.sources()
-        same = versions[name].holds(tensors) if tensors else source is earlier[name][0]
-        if not (same and bool(scale == earlier[name][1])):
+        earlier, versions = ({}, {}) if states is None else self._computed.get(states, ({}, {}))
+        if sources.keys() != earlier.keys():
             return False
-    return True
-
-
-@torch.no_grad()
-def _has_rows(computed: Tensor, states: Tensor) -> bool:
-    """Return whether every row of states (n, l, d) is one of those that were computed (b, l, d)."""
-    if computed.shape[1:] != states.shape[1:]:
-        return False
-    rows = computed.to(states)
-    return all(bool((rows == row).flatten(1).all(1).any()) for row in states)
+        for name, (source, scale) in sources.items():
+            tensors = source.sources()
+            same = versions[name].holds(tensors) if tensors else source is earlier[name][0]
+            if not (same and bool(scale == earlier[name][1])):
+                return False
+        return True
 
 
 def _first_states(output: Any) -> Tensor | None:

@@ -106,6 +106,8 @@ def _shown_as(kind: Any, host: Any, inner: Any) -> Any:
     for known in (_parameters(host.forward), _parameters(inner.forward), _parameters(own)):
         for name, one in known.items():
             parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
+    for name in kind.memory_keywords:
+        parameters.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
     parameters |= {name: one for name, one in theirs.parameters.items() if one.kind is Parameter.VAR_KEYWORD}
     ordered = sorted(parameters.values(), key=lambda one: one.kind)
     forward.__signature__ = theirs.replace(parameters=ordered)

@@ -16,13 +16,13 @@ class Replaced(NamedTuple):
 
     Attributes:
         owner: module and class, as "module:Class".
-        name: of the method, or the names it has in different versions.
+        name: of the method.
         arguments: those that are relied on.
         why: the effect that no hook has.
     """
 
     owner: str
-    name: str | tuple[str, ...]
+    name: str
     arguments: tuple[str, ...]
     why: str
 
@@ -31,7 +31,7 @@ _MANAGER = "transformers.generation.continuous_batching.continuous_api"
 _CACHE = "transformers.generation.continuous_batching.cache:PagedAttentionCache"
 _RUNNER = "transformers.generation.continuous_batching.model_runner:ModelRunner"
 _MIXIN = "transformers.generation.utils:GenerationMixin"
-_WHISPER = "transformers.models.whisper.generation_whisper:WhisperGenerationMixin"
+_LOGITS = "transformers.generation.continuous_batching.cb_logits_processors:ContinuousBatchingLogitsProcessorList"
 
 REPLACED = (
     Replaced("torch.nn:Module", "_apply", ("fn", "recurse"), "adapters follow the host's .to() and .half()"),
@@ -40,22 +40,14 @@ REPLACED = (
     Replaced(_MIXIN, "_expand_inputs_for_generation", ("expand_size",), "beams have the memory of their row"),
     Replaced(_MIXIN, "prepare_inputs_for_generation", ("input_ids",), "a memory that follows the text knows all of it"),
     Replaced("diffusers.models.cache_utils:CacheMixin", "cache_context", ("name",), "tells which half is conditional"),
-    Replaced(_WHISPER, "generate_with_fallback", ("generation_config", "batch_idx_map", "seek", "batch_size"), "rows"),
-    Replaced(_WHISPER, "_need_fallback", ("seek_sequence", "seek_outputs", "index"), "rows that are written again"),
-    Replaced(f"{_MANAGER}:ContinuousMixin", "generate_batch", (), "a memory set here does not hold in its thread"),
-    Replaced(f"{_MANAGER}:ContinuousMixin", "init_continuous_batching", ("continuous_batching_config",), "likewise"),
-    Replaced(f"{_MANAGER}:ContinuousMixin", "continuous_batching_context_manager", (), "likewise"),
+    Replaced(
+        f"{_MANAGER}:ContinuousMixin", "init_continuous_batching", ("continuous_batching_config",), "memory by request"
+    ),
     Replaced(f"{_MANAGER}:ContinuousBatchingManager", "add_request", ("input_ids", "request_id"), "takes memory="),
-    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "add_requests", ("inputs",), "takes names that are free"),
-    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "cancel_request", ("request_id",), "frees the memory"),
-    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "stop", (), "frees all memories"),
-    Replaced(f"{_MANAGER}:ContinuousBatchingManager", "_create_batch_processor", (), "the cache leads to the memories"),
-    Replaced(f"{_MANAGER}:OutputRouter", "deliver", ("output",), "a request that ended frees its memory"),
-    Replaced(f"{_MANAGER}:OutputRouter", "deliver_batch", ("outputs",), "likewise"),
-    Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "_generation_step", ("model",), "a broken memory ends one"),
-    Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "update_batch", (), "likewise"),
+    Replaced(_LOGITS, "check_kwargs", ("kwargs",), "a memory is a keyword of its request"),
+    Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "prepare_next_batch", (), "a request that ended frees its memory"),
+    Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "update_batch", (), "a broken memory ends its request alone"),
     Replaced(_CACHE, "update", ("key_states", "value_states"), "values that are not finite reach no other request"),
-    Replaced(_CACHE, ("prepare_fork_request", "fork_request"), (), "answers to one prompt share its memory"),
     Replaced(_RUNNER, "_sample", ("scores",), "scores that are not finite choose no token"),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -160,13 +159,3 @@ def test_drafts_that_are_refused_at_every_length():
                 ids, memory=composing.along(), assistant_model=assistant, max_new_tokens=8, do_sample=False
             )
             assert torch.equal(got, want)
-
-
-def test_methods_of_whisper_that_are_replaced() -> None:
-    """No hook of transformers tells which recordings go on: these methods are replaced on the host."""
-    from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
-
-    segment = inspect.signature(WhisperGenerationMixin.generate_with_fallback).parameters
-    assert {"batch_idx_map", "seek", "batch_size", "generation_config"} <= set(segment)
-    fallback = list(inspect.signature(WhisperGenerationMixin._need_fallback).parameters)
-    assert fallback[1:4] == ["seek_sequence", "seek_outputs", "index"]

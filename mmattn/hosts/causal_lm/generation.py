@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
 from torch import Tensor, nn
 
 from mmattn.adapters.text_state import GenerationInput
-from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.continuous_batching import take_memories
 from mmattn.hosts.context import NOTED, Arguments, Keywords, Positional
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.replaced import replace_method, restore_methods
-
-# Ways of transformers to generate in a thread of its own.
-IN_THREADS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
-
-
-def past_length(cache: Any) -> int | None:
-    """Return how many tokens a host has in its cache, or None if it does not say."""
-    if cache is None:
-        return 0
-    try:
-        return int(cache.get_seq_length())
-    except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
-        return None
+from mmattn.hosts.replaced import replace_method
 
 
 def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
@@ -51,19 +35,32 @@ def prompt_name(host: nn.Module) -> str:
 
 def expansions_of(host: Any, kwargs: Arguments) -> frozenset[int]:
     """Return the numbers of rows that `generate` may make of a prompt's row: one, beams, samples."""
-
-    def number(name: str) -> int:
-        value = asked(host, kwargs, name)
-        return value if isinstance(value, int) else 1
-
-    beams, returned = number("num_beams"), number("num_return_sequences")
+    beams, returned = _number(host, kwargs, "num_beams"), _number(host, kwargs, "num_return_sequences")
     expansions = {1, max(beams, returned)}
-    own = getattr(type(inner_host(host)), "generate", None)
-    if getattr(own, "__module__", "") != "transformers.generation.utils":
-        expansions |= {returned, beams * returned}  # Whisper's own repeats its inputs for each text first
+    if _has_own_generate(host):
+        expansions |= {returned, beams * returned}
     if asked(host, kwargs, "penalty_alpha"):
-        expansions.add(number("top_k"))
+        expansions.add(_number(host, kwargs, "top_k"))
     return frozenset(expansions)
+
+
+def unexpanded_rows(host: Any, kwargs: Arguments, rows: int) -> frozenset[int]:
+    """Return the numbers of rows that `generate` may have before it expands them: all rows of the prompt.
+
+    Whisper's own repeats its inputs for each answer first, and goes on with the rows that have not ended.
+    """
+    returned = _number(host, kwargs, "num_return_sequences") if _has_own_generate(host) else 1
+    return frozenset({returned, 1}) if rows == 1 else frozenset({rows * returned})
+
+
+def _has_own_generate(host: Any) -> bool:
+    own = getattr(type(inner_host(host)), "generate", None)
+    return getattr(own, "__module__", "") != "transformers.generation.utils"
+
+
+def _number(host: Any, kwargs: Arguments, name: str) -> int:
+    value = asked(host, kwargs, name)
+    return value if isinstance(value, int) else 1
 
 
 def asked(host: Any, kwargs: Arguments, name: str) -> Any:
@@ -90,11 +87,7 @@ def fewest_logits(host: nn.Module) -> dict[str, int]:
 
 
 class TextNotes:
-    """Wrapper of `prepare_inputs_for_generation`: the call under way is told the whole
-    text.
-
-    Nowhere else do beams, drafts and chunks of a prompt appear in full.
-    """
+    """Wrapper of `prepare_inputs_for_generation`, where alone beams, drafts and chunks of a prompt appear in full."""
 
     def __init__(self, model: AdaptedModel, host: Any) -> None:
         self.model, self.host = model, host
@@ -110,68 +103,6 @@ class TextNotes:
 
 
 def note_texts(model: AdaptedModel, host: nn.Module) -> None:
-    """Have `generate` of this host tell the call under way which text it is at."""
-    inner = inner_host(host)
-    if hasattr(inner, "prepare_inputs_for_generation"):
-        replace_method(inner, "prepare_inputs_for_generation", TextNotes(model, inner))
-
-
-def forget_texts(host: nn.Module) -> None:
-    """Undo `note_texts`."""
-    restore_methods(inner_host(host), "prepare_inputs_for_generation")
-
-
-class InThreads:
-    """A method of the host that generates in a thread of its own, where the memory of this context does not hold.
-
-    The manager that it makes takes a memory with each request.
-    """
-
-    def __init__(self, model: AdaptedModel, host: nn.Module, name: str) -> None:
-        self.model, self.host, self.name = model, host, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.open_blocks.in_force().call is not None:
-            raise ConditionError(
-                f"{self.name} generates in a thread of its own, where the memory given here does not hold: give each "
-                "request its own, model.generate_batch(inputs, memory=[…]) or manager.add_request(input_ids, memory=…)"
-            )
-        own = getattr(type(self.host), self.name)
-        if self.name != "init_continuous_batching":
-            return own(self.host, *args, **kwargs)
-        given = inspect.signature(own).bind(self.host, *args, **kwargs).arguments
-        given["continuous_batching_config"] = for_memories(given.get("continuous_batching_config"))
-        manager = own(**given)
-        take_memories(self.model, manager)
-        return manager
-
-
-def for_memories(config: Any) -> Any:
-    """The settings of continuous batching under which each request can have a memory of its own.
-
-    Prompts that begin alike must not share the host's keys and values, which depend on the memory, and a captured graph
-    would run without adapters.
-    """
-    from transformers import ContinuousBatchingConfig
-
-    config = ContinuousBatchingConfig() if config is None else copy.copy(config)
-    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
-        raise ConditionError(
-            "a compiled forward of continuous batching would leave the adapters out: take varlen_compile_config and "
-            "decode_compile_config out of the ContinuousBatchingConfig"
-        )
-    config.allow_block_sharing, config.use_cuda_graph = False, False
-    return config
-
-
-def guard_threads(model: AdaptedModel, host: nn.Module) -> None:
-    """Have the host refuse to generate in a thread of its own while a memory is given here."""
-    inner = inner_host(host)
-    for name in IN_THREADS:
-        if hasattr(type(inner), name):
-            replace_method(inner, name, InThreads(model, inner, name))
-
-
-def unguard_threads(host: nn.Module) -> None:
-    """Undo `guard_threads`."""
-    restore_methods(inner_host(host), *IN_THREADS)
+    """Have `generate` of this host note the text that the next forward continues."""
+    if hasattr(host, "prepare_inputs_for_generation"):
+        replace_method(host, "prepare_inputs_for_generation", TextNotes(model, host))

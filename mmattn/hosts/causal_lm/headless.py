@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel, check_unused
-from mmattn.hosts.context import Call
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.keywords import check_keywords
 
 
 class HeadlessHost:
@@ -21,32 +17,22 @@ class HeadlessHost:
 
     def __init__(self, model: AdaptedModel) -> None:
         self._model = model
-        self._make_call: Callable[..., Call | None] = model.make_call
         self._own: Any = inner_host(model.host).base_model
 
-    def __call__(
-        self,
-        *args: Any,
-        memory: object = None,
-        images: Tensor | None = None,
-        arrived: Tensor | None = None,
-        window: int | None = None,
-        adapter_scale: float | Mapping[str, float] = 1.0,
-        **kwargs: Any,
-    ) -> Any:
+    def __call__(self, *args: Any, memory: object = None, **kwargs: Any) -> Any:
         """Call the host's base model with a memory; returns what it returns."""
-        model, make_call = self._model, self._make_call
-        check_keywords(model, kwargs)
+        model = self._model
+        options = model.options_of(kwargs)
         if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
             raise ConditionError(
                 "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
                 "adapted model"
             )
         if memory is None:
-            check_unused(adapter_scale, images=images, arrived=arrived, window=window)
+            check_unused(**options)
             self._check_trains()
             return self._own(*args, **kwargs)
-        with model.open_blocks.conditioned(make_call(memory, adapter_scale, images, arrived, window)):
+        with model.open_blocks.conditioned(model.make_call(memory, **options)):
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,11 +52,8 @@ class HeadlessHost:
             return
         if not any(parameter.requires_grad for parameter in model.host.parameters()):
             raise ConditionError(
-                f"{type(model.host).__name__} was called in training without a memory, so that nothing would be "
-                "trained: the data has no memory, or it was dropped on the way, as SFTTrainer drops columns that it "
-                "does not know. Give it SFTConfig(remove_unused_columns=False) and data_collator="
-                "mmattn.training.MemoryCollator(DataCollatorForLanguageModeling(pad_token_id)), with memory_dim= where "
-                "a batch may have no memory"
+                f"{type(model.host).__name__} was called in training without a memory: nothing would be trained. Give "
+                "SFTConfig(remove_unused_columns=False) and data_collator=mmattn.training.MemoryCollator(…)"
             )
 
     def __getattr__(self, name: str) -> Any:

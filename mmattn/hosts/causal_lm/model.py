@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -18,23 +17,27 @@ from mmattn.adapters.inserted.adapter import EmbeddingReader
 from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import PACKING_NAMES, packed_text
-from mmattn.adapters.protocols import Site
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.protocols import BoundMemory, Site
+from mmattn.adapters.text_state import Arrivals, TextState
 from mmattn.core.tracing import readable
-from mmattn.errors import ConditionError, NonFiniteError
+from mmattn.errors import ConditionError, MaskError, NonFiniteError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel, check_unused
-from mmattn.hosts.causal_lm.arrivals import arrivals_of
-from mmattn.hosts.causal_lm.continuous_batching import pending, read_before, rows_of
+from mmattn.hosts.causal_lm.continuous_batching import (
+    PAGED_CACHE,
+    StartsBatching,
+    call_of_step,
+    check_memories,
+    pending,
+    rows_of,
+)
 from mmattn.hosts.causal_lm.generation import (
     asked,
     bound_method,
     expansions_of,
-    forget_texts,
-    guard_threads,
     note_texts,
     prompt_name,
     prompt_of,
-    unguard_threads,
+    unexpanded_rows,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
@@ -53,11 +56,9 @@ from mmattn.hosts.context import (
     Keywords,
     Positional,
     is_broken,
-    prepared_for_graphs,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.layers import find_layers
 from mmattn.hosts.ownership import Handle
 from mmattn.hosts.probe import probe_adapter
@@ -97,7 +98,7 @@ class AdaptedCausalLM(AdaptedModel):
     attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
-    replaced: tuple[str, ...] = ("generate", "_expand_inputs_for_generation")
+    replaced: tuple[str, ...] = ("generate", "_expand_inputs_for_generation", "init_continuous_batching")
     positions: ClassVar[tuple[str, ...]] = ("after", "before", "joined")
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
@@ -166,14 +167,8 @@ class AdaptedCausalLM(AdaptedModel):
         if noted is not None:
             NOTED.set(None)
         if inputs is None:
-            return TextState(0, 0)  # the host says itself what it misses
+            return TextState(0, 0)  # the host raises by itself
         # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
-        past: int | None = 0
-        if cache is not None:
-            try:
-                past = int(cache.get_seq_length())
-            except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
-                past = None
         packed = None
         if call.prompt is None and not PACKING_NAMES.isdisjoint(kwargs):
             packed = packed_text(kwargs, *inputs.shape[:2])
@@ -193,7 +188,7 @@ class AdaptedCausalLM(AdaptedModel):
             rows=inputs.shape[0],
             length=inputs.shape[1],
             inputs=inputs,
-            past=past,
+            past=0 if cache is None else past_length(cache),
             cache=cache,
             attention_mask=kwargs.get("attention_mask"),
             images=call.images,
@@ -226,7 +221,7 @@ class AdaptedCausalLM(AdaptedModel):
         if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
             refuse_reentrant(self.host)
         # The paged cache of continuous batching keeps requests apart by itself.
-        if text.packed is not None and not hasattr(text.cache, "memories"):
+        if text.packed is not None and type(text.cache).__name__ != PAGED_CACHE:
             with self.open_blocks.conditioned(None):
                 step.inputs = keep_apart(self.host, step.inputs or dict(kwargs), text.packed)
         return step
@@ -281,9 +276,9 @@ class AdaptedCausalLM(AdaptedModel):
             # peft's generate calls the model inside its own.
             hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
             hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
-        forget_texts(self.host)
+        restore_methods(inner, "prepare_inputs_for_generation")
         if any(self.adapter(name).reads_whole_text for name in self.adapters):
-            note_texts(self, self.host)
+            note_texts(self, inner)
         return hooks
 
     # Entries that many requests attend to ----------------------------------------------------------------------------
@@ -331,80 +326,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        *args: Any,
-        memory: object = None,
-        images: Tensor | None = None,
-        arrived: Tensor | None = None,
-        window: int | None = None,
-        adapter_scale: float | Mapping[str, float] = 1.0,
-        **kwargs: Any,
-    ) -> Any:
-        """Call the host with a memory; returns what the host returns.
-
-        Args:
-            args: the host's own, in its order.
-            memory: (b, m, e), one row for each row of text; one for all adapters or one by adapter name. None: the
-                memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
-                function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
-            images: as in `condition`.
-            arrived: as in `condition`.
-            window: as in `condition`.
-            adapter_scale: as in `condition`.
-            kwargs: the host's own.
-
-        Raises:
-            ConfigError: a keyword that is a near miss of ours.
-        """
-        if kwargs:
-            check_keywords(self, kwargs)
-        if memory is None:
-            check_unused(adapter_scale, images=images, arrived=arrived, window=window)
-            return self.host(*args, **kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
-            return self.host(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def condition(
-        self,
-        memory: object,
-        *,
-        images: Tensor | None = None,
-        arrived: Tensor | None = None,
-        window: int | None = None,
-        adapter_scale: float | Mapping[str, float] = 1.0,
-    ) -> Iterator[AdaptedCausalLM]:
-        """Every call of the host inside the block sees this memory; None is no memory.
-
-        Args:
-            memory: one for all active adapters, or one by adapter name.
-            images: (b, l) images begun at or before each token, for visible_segments="latest" and "previous".
-            arrived: (b, l) how many slots of the memory had arrived at each token, which sees no later ones; tokens
-                after those are like the last. A `MemoryStream` is the same while it grows.
-            window: with `arrived`, how many of the latest slots each token sees; None for all.
-            adapter_scale: multiplies what the adapters add, one for all or one by adapter name; 0 is exactly nothing.
-
-        Raises:
-            ShapeError: a memory that does not fit.
-            ConfigError: an adapter_scale of an adapter that is given no memory.
-            NonFiniteError: NaN or infinity in a slot that may be attended to.
-        """
-        call = self.make_call(memory, adapter_scale, images, arrived, window)
-        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
-            yield self
-
-    def generate(
-        self,
-        inputs: Tensor | None = None,
-        *,
-        memory: object = None,
-        images: Tensor | None = None,
-        arrived: Tensor | None = None,
-        window: int | None = None,
-        adapter_scale: float | Mapping[str, float] = 1.0,
-        **kwargs: Any,
-    ) -> Any:
+    def generate(self, inputs: Tensor | None = None, *, memory: object = None, **kwargs: Any) -> Any:
         """The host's `generate` with a memory, one row for each row of the prompt; beams share their row's.
 
         With `guidance_scale` both passes see the memory: it weighs the prompt, not the memory.
@@ -412,22 +334,18 @@ class AdaptedCausalLM(AdaptedModel):
         Args:
             inputs: the prompt.
             memory: as in `forward`.
-            images: as in `condition`.
-            arrived: as in `condition`.
-            window: as in `condition`.
-            adapter_scale: as in `condition`.
-            kwargs: the host's own.
+            kwargs: the host's own, and the options of `condition`.
 
         Raises:
             ConfigError: a keyword that is a near miss of ours.
         """
-        check_keywords(self, kwargs)
+        options = self.options_of(kwargs)
         if inputs is not None:
             kwargs[prompt_name(self.host)] = inputs
         if memory is None:
-            check_unused(adapter_scale, images=images, arrived=arrived, window=window)
+            check_unused(**options)
             return self._host_generate(**kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, adapter_scale, images, arrived, window)):
+        with self.open_blocks.conditioned(self.make_call(memory, **options)):
             return self._host_generate(**kwargs)
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: object = None, **kwargs: Any) -> Any:
@@ -450,34 +368,31 @@ class AdaptedCausalLM(AdaptedModel):
             ConditionError: adapters for which a token sees a part of its memory only, or a compiled forward.
         """
         # transformers logs what is raised while it queues, and answers without it: so all is checked before.
-        memories = read_before(self, rows_of(memory, len(inputs)))
+        memories = check_memories(self, rows_of(memory, len(inputs)))
         with pending(memories):
             host: Any = self.host
             return host.generate_batch(inputs, **kwargs)
 
-    def make_call(
+    def set_options(
         self,
-        memory: object,
-        adapter_scale: float | Mapping[str, float] = 1.0,
+        call: Call | None,
         images: Tensor | None = None,
         arrived: Tensor | None = None,
         window: int | None = None,
-    ) -> Call | None:
-        """Return the call of a memory, or None without one."""
-        call = super().make_call(memory, adapter_scale, images)
-        if arrived is not None and call is not None:
-            call.arrivals = arrivals_of(arrived, window, call.sources.values())
-        elif window is not None:
+    ) -> None:
+        """Set the images and the slots that had arrived at each token."""
+        if window is not None and arrived is None:
             raise ConditionError("window= counts back from what had arrived at each token: give arrived=, too")
-        return call
+        if call is not None:
+            call.images = images
+            if arrived is not None:
+                call.arrivals = _arrivals(arrived, window, call.sources.values())
 
     def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins: in continuous batching those of the requests of this step."""
-        requests = getattr(kwargs.get("cache"), "memories", None)
-        if requests is not None and requests.model is self:
-            call = requests.call()
-            if call is not None:
-                return call, frozenset()
+        cache = kwargs.get("cache")
+        if type(cache).__name__ == PAGED_CACHE and (step := call_of_step(self, cache)) is not None:
+            return step, frozenset()
         found, call, disabled = self.open_blocks.in_force()
         if not found:
             self.miss_memory()
@@ -498,6 +413,7 @@ class AdaptedCausalLM(AdaptedModel):
             prompt=prompt,
             expansions=expansions_of(self.host, kwargs),
             rows=rows,
+            unexpanded=unexpanded_rows(self.host, kwargs, rows),
             early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
         )
         with torch.no_grad():
@@ -508,15 +424,12 @@ class AdaptedCausalLM(AdaptedModel):
     def _expand_inputs(self, expand_size: int = 1, **kwargs: Any) -> Any:
         """Check the rows that `generate` expands: those of the call, or the rest of them."""
         inner: Any = inner_host(self.host)
-        call, given = self.open_blocks.in_force().call, kwargs.get("input_ids")
-        if call is not None and call.rows and given is not None:
-            left = call.rows_left
-            known = {n * call.rows for n in call.expansions} if left is None else {max(len(left.now), left.padded)}
-            if given.shape[0] not in known or (left is None and given.shape[0] < call.rows):
-                raise ConditionError(
-                    f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {given.shape[0]}; "
-                    "which memory is theirs is not known: generate one row at a time"
-                )
+        call, ids = self.open_blocks.in_force().call, kwargs.get("input_ids")
+        if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
+            raise ConditionError(
+                f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which memory "
+                "is theirs is not known: generate one row at a time"
+            )
         return bound_method(inner, "_expand_inputs_for_generation")(expand_size=expand_size, **kwargs)
 
     def join(self) -> None:
@@ -527,13 +440,12 @@ class AdaptedCausalLM(AdaptedModel):
         inner = inner_host(self.host)
         if hasattr(type(inner), "_expand_inputs_for_generation"):
             replace_method(inner, "_expand_inputs_for_generation", self._expand_inputs)
-        guard_threads(self, self.host)
+        if hasattr(type(inner), "init_continuous_batching"):
+            replace_method(inner, "init_continuous_batching", StartsBatching(self, inner))
 
     def unload(self) -> nn.Module:
         """Give back the very same host with no trace of the adapters."""
-        forget_texts(self.host)
-        unguard_threads(self.host)
-        restore_methods(inner_host(self.host), *self.replaced)
+        restore_methods(inner_host(self.host), "prepare_inputs_for_generation", *self.replaced)
         return super().unload()
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
@@ -555,3 +467,24 @@ class AdaptedCausalLM(AdaptedModel):
         """The language model of this name or in this folder."""
         model: nn.Module = load_model("AutoModelForCausalLM", name, "language model")
         return model
+
+
+def past_length(cache: Any) -> int | None:
+    """Return how many tokens a host has in its cache, or None if it does not say."""
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
+        return None
+
+
+def _arrivals(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:
+    """Return the slots that had arrived at each token (b, l), for the memories of one call."""
+    if arrived.is_floating_point() or arrived.dtype is torch.bool:
+        raise MaskError(f"arrived counts slots and must hold integers, got {arrived.dtype}")
+    for source in sources:
+        source.hide_arrivals()
+        if arrived.dim() != 2 or len(arrived) != source.rows:
+            raise ShapeError(
+                f"arrived must be (b, l) with b = {source.rows} as the memory has, got {tuple(arrived.shape)}"
+            )
+    return Arrivals(arrived, None if window is None else check_int("window", window))

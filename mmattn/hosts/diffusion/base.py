@@ -138,7 +138,7 @@ class AdaptedDenoiser(AdaptedModel):
         return predicted
 
     @contextlib.contextmanager
-    def condition(
+    def condition(  # type: ignore[override]
         self,
         memory: Any,
         *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +38,14 @@ def one_by_one(model: Any, inputs: list[list[int]], memories: Sequence[Any]) -> 
         out = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         answers.append(out[0, len(ids) :].tolist())
     return answers
+
+
+def all_freed(manager: Any) -> bool:
+    """Wait for the next turn of the manager's loop, which lets go of memories that no request has."""
+    end = time.monotonic() + 30
+    while len(manager.memories) and time.monotonic() < end:
+        time.sleep(0.02)
+    return len(manager.memories) == 0 and manager.memories.nbytes() == 0
 
 
 def tokens(outputs: dict[str, Any]) -> list[list[int]]:
@@ -115,7 +123,7 @@ def test_streams_cancelled_requests_and_what_is_left() -> None:
     wanted = one_by_one(model, inputs, [shared, own, shared])
     freed = weakref.ref(own.tokens)
     with model.host.continuous_batching_context_manager(**settings()) as manager:
-        given = [
+        names = [
             manager.add_request(ids, memory=memory, streaming=True, max_new_tokens=count)
             for ids, memory, count in zip(inputs, (shared, own, shared), (NEW, 10_000, NEW), strict=True)
         ]
@@ -123,24 +131,21 @@ def test_streams_cancelled_requests_and_what_is_left() -> None:
             manager.add_request(inputs[0], memory=torch.randn(1, 3, 5))
         with pytest.raises(ShapeError, match="a request has one row of memory, got 2"):
             manager.add_request(inputs[0], memory=tiny.memory(2))
-        seen: dict[str, list[list[int]]] = {name: [] for name in given}
+        pieces: dict[str, list[list[int]]] = {name: [] for name in names}
         ended: set[str] = set()
-        while ended < {given[0], given[2]}:
+        while ended < {names[0], names[2]}:
             result = manager.get_result(timeout=60)
             assert result is not None and result.error is None
-            seen[result.request_id].append(list(result.generated_tokens))
-            if result.request_id == given[1] and len(result.generated_tokens) == 2:
-                manager.cancel_request(given[1])
-                assert len(manager.memories) <= 2
+            pieces[result.request_id].append(list(result.generated_tokens))
+            if result.request_id == names[1] and len(result.generated_tokens) == 2:
+                manager.cancel_request(names[1])
             if result.is_finished():
                 ended.add(result.request_id)
-        assert len(seen[given[0]]) > 2, "piece by piece"
-        assert [seen[name][-1] for name in (given[0], given[2])] == [wanted[0], wanted[2]]
-        assert seen[given[1]][1] == wanted[1][:2]
-        assert len(manager.memories) == 0 and manager.memories.nbytes() == 0
+        assert len(pieces[names[0]]) > 2, "piece by piece"
+        assert [pieces[name][-1] for name in (names[0], names[2])] == [wanted[0], wanted[2]]
+        assert pieces[names[1]][1] == wanted[1][:2]
         del own
-        gc.collect()
-        assert freed() is None, "the memory of a cancelled request is let go"
+        assert all_freed(manager) and freed() is None, "the memory of a cancelled request is let go"
         again = manager.add_request(inputs[0], memory=shared)
         result = manager.get_result(timeout=60)
         while result.request_id != again:  # what was written before it was cancelled
@@ -157,16 +162,15 @@ def test_one_of_several_answers_is_cancelled() -> None:
     with model.host.continuous_batching_context_manager(**given) as manager:
         name = manager.add_request(ids, memory=memory)
         manager.cancel_request(f"{name}__child#0")
-        assert len(manager.memories) == 1
         found = manager.get_result(timeout=60)
         while found.request_id != name:  # the other one, where it was too late to cancel it
             assert found.generated_tokens == wanted
             found = manager.get_result(timeout=60)
         assert found.generated_tokens == wanted
-    assert len(manager.memories) == 0
+        assert all_freed(manager)
 
 
-def test_what_fails_leaves_no_memory() -> None:
+def test_what_fails_leaves_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     model, (ids, other), memory = tiny.attach(tiny.make("llama")), prompts((4, 3)), tiny.memory(1)
     with model.host.continuous_batching_context_manager(**settings()) as manager:
         manager.add_request(ids, "first", memory=memory, max_new_tokens=500)
@@ -177,9 +181,10 @@ def test_what_fails_leaves_no_memory() -> None:
         assert len(manager.memories) == 1
         manager.add_request(other, "third", memory=memory, no_such_argument=1)
         failed = manager.get_result("third", timeout=60)
-        assert "no_such_argument" in failed.error and len(manager.memories) == 1
+        assert "no_such_argument" in failed.error
         manager.cancel_request("first")
-        assert len(manager.memories) == 0 and manager.memories.nbytes() == 0
+        caplog.clear()  # a captured log holds the frames of its error
+        assert all_freed(manager)
 
 
 def test_a_model_that_must_have_memories() -> None:
@@ -245,7 +250,7 @@ def test_the_name_of_a_request_says_nothing_of_its_memory(names: tuple[Any, ...]
         for ids, name, memory in zip(inputs, names, memories, strict=True):
             manager.add_request(ids, name, memory=memory)
         assert gathered(manager, 4) == dict(zip(names, wanted, strict=True))
-        assert len(manager.memories) == 0
+        assert all_freed(manager)
         # A name whose request has ended is free, also for one without a memory.
         manager.add_request(inputs[0], names[0])
         assert gathered(manager, 1) == {names[0]: plain[0]}
@@ -255,13 +260,11 @@ def test_names_that_are_taken() -> None:
     """Invariant 117."""
     model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 3))
     given, memory = settings(), tiny.memory(1)
-    wanted = one_by_one(model, inputs[1:], [memory])
     with model.host.continuous_batching_context_manager(**given) as manager:
         manager.add_request(inputs[0], "req_0", max_new_tokens=500)
-        with pytest.raises(ConditionError, match="'req_0' has not ended"):
-            manager.add_request(inputs[1], "req_0", memory=memory)
-        assert manager.add_request(inputs[1], memory=memory) == "req_1"
-        assert gathered(manager, 1) == {"req_1": wanted[0]}
+        for name in ("req_0", None):  # the name that transformers would choose
+            with pytest.raises(ConditionError, match="'req_0' has not ended"):
+                manager.add_request(inputs[1], name, memory=memory)
         manager.cancel_request("req_0")
     given["generation_config"].num_return_sequences = 2
     for first, second in (("a", "a__child#0"), ("a__child#0", "a")):

@@ -31,7 +31,7 @@ from mmattn.hosts.context import (
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
-from mmattn.hosts.ownership import MARK, Handle, forget_compiled
+from mmattn.hosts.ownership import Handle, forget_compiled
 
 
 class CallOptions(TypedDict, total=False):
@@ -105,9 +105,6 @@ class AdaptedModel(NamedAdapters):
             f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
             "save_adapter wrote"
         )
-
-    def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove that what an adapter writes at its sites reaches the host's answer."""
 
     # Memory --------------------------------------------------------------------------------------------------------
 
@@ -222,11 +219,6 @@ class AdaptedModel(NamedAdapters):
             self.adapter(name)
         with self.open_blocks.without(off, everything=off == set(self.adapters)):
             yield self
-
-    def check_attached(self) -> None:
-        """Refuse to act on a host that these adapters were taken from."""
-        if self.host.__dict__.get(MARK) is not self:
-            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
     def check_not_required(self) -> None:
         """Refuse a call without a memory, where one is required."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.adapter_config import check_tensors, parse_config
+from mmattn.adapters.language_models import depth_of, text_config, width_of
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
@@ -22,7 +23,7 @@ from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.ownership import adapted
 from mmattn.hosts.save_pretrained import SETTINGS, STATE, saved_settings
 from mmattn.hosts.saving import host_fingerprint, host_sizes
-from mmattn.storage.safetensors import check_values
+from mmattn.storage.hub import read_weights
 
 
 def load(
@@ -101,11 +102,11 @@ def _check_fits(model: AdaptedModel, config: dict[str, Any], shapes: Any) -> Any
             f"{host_class} of kind {model.kind!r}: load that host"
         )
     sites = settings.sites(model)
-    wanted, here = config["host"], host_sizes(model, sites[0].position)
-    if any(wanted[size] != here[size] for size in here):
+    there, here = config["host"], host_sizes(model, sites[0].position)
+    if any(there[size] != here[size] for size in here):
         raise AdapterFileError(
-            f"this adapter was made for a {wanted['class']} with {wanted['num_layers']} layers of width "
-            f"{wanted['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
+            f"this adapter was made for a {there['class']} with {there['num_layers']} layers of width "
+            f"{there['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
             f"{here['hidden_size']}: load that host"
         )
     layers = [site.layer for site in sites]
@@ -129,9 +130,7 @@ def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> 
     path = os.path.join(folder, STATE)
     if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, own)) for own in (CONFIG, TENSORS)):
         return None
-    from mmattn.hosts.causal_lm.pretrained import read_weights
-
-    state, source = read_weights(path)
+    state, source = read_weights(path), repr(path)
     known = saved_settings(state, source)
     if not known:
         return None
@@ -142,8 +141,6 @@ def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> 
     keys = [key for key in state if key.startswith(start) and key != start + SETTINGS]
     tensors = {key.removeprefix(start): state[key] for key in keys}
     settings = _check_fits(model, known[chosen], {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()})
-    for key, tensor in tensors.items():
-        check_values(key, tensor)
     return settings, tensors
 
 
@@ -155,9 +152,8 @@ def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Any,
     # A host that is stored in half precision may have been trained on in full.
     if there is not None and all(here not in (None, there) for here in _fingerprints(model)):
         warnings.warn(
-            f"the weights of this {type(model.host).__name__} are not those the adapter in {str(folder)!r} was trained "
-            "on: another revision, a fine-tuned copy, or another dtype; what it says may be worse than what was "
-            "measured",
+            f"the weights of this {type(model.host).__name__} are not those that the adapter in {str(folder)!r} was "
+            "trained on (another revision, copy or dtype): results may be worse than measured",
             stacklevel=4,
         )
     return settings, tensors
@@ -180,18 +176,18 @@ def _attach_with(
     path: str | None,
     dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> Any:
-    wanted = _saved_dtype(tensors) if dtype == "auto" else dtype
-    target = wanted or torch.get_default_dtype()
+    chosen = _saved_dtype(tensors) if dtype == "auto" else dtype
+    target = chosen or torch.get_default_dtype()
     for key, tensor in tensors.items():
         if tensor.dtype != target and tensor.is_floating_point() and not tensor.to(target).isfinite().all():
             raise NonFiniteError(
-                f"the weights {key!r} reach {float(tensor.abs().max()):.3g}, beyond the range of {target}: give dtype= "
-                'one of a wider range, or "auto" for that of the file'
+                f"the weights {key!r} reach {float(tensor.abs().max()):.3g}, beyond the range of {target}: give "
+                'another dtype=, or "auto" for that of the file'
             )
     model = attach(host, settings, name, path=path)
     adapter = model.adapter(name)
-    if wanted is not None:
-        adapter.to(wanted)
+    if chosen is not None:
+        adapter.to(chosen)
     adapter.load_state_dict(tensors)
     return model
 
@@ -244,21 +240,46 @@ def load_published(
     """
     if isinstance(host, AdaptedModel):
         host = host.host
-    from mmattn.adapters.gated.pretrained import read_published
-    from mmattn.hosts.causal_lm.pretrained import read_weights, text_host
+    from mmattn.adapters.gated.pretrained import TextHost, read_published
 
-    tensors, source = read_weights(weights)
-    try:
-        facts = text_host(host)
-    except AttachError as error:
-        raise AdapterFileError(f"cannot load {family} onto {type(host).__name__}: {error}") from error
+    tensors, source = _read_pretrained(weights)
+    config, depth = text_config(host), depth_of(host)
+    if depth is None:
+        raise AdapterFileError(
+            f"cannot load {family} onto {type(host).__name__}: its config has no num_hidden_layers; is it a language "
+            "model?"
+        )
+    sizes = (getattr(config, name, None) for name in ("num_attention_heads", "rms_norm_eps", "hidden_act"))
     settings, state = read_published(
         family,
         tensors,
-        facts,
+        TextHost(depth, width_of(host), *sizes),
         visible_segments=visible_segments,
         media_token=media_token,
         num_heads=num_heads,
         source=source,
     )
     return _attach_with(host, settings, state, name, path)
+
+
+def _read_pretrained(weights: Mapping[str, Tensor] | str | PathLike[str]) -> tuple[Mapping[str, Tensor], str]:
+    """Return tensors by name and their source for messages; a `.bin`, `.pt` or `.pth` is read with `weights_only`."""
+    state: Any = weights
+    source = "the state dict" if isinstance(weights, Mapping) else repr(os.fspath(weights))
+    if not isinstance(weights, Mapping):
+        path = os.fspath(weights)
+        if os.path.isdir(path):
+            files = sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(".safetensors"))
+            if not files:
+                raise AdapterFileError(f"{source} holds no safetensors file; name the file with the weights")
+            state = {name: tensor for file in files for name, tensor in read_weights(file).items()}
+        elif path.endswith((".bin", ".pt", ".pth")):
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # torn pickles raise many kinds of errors
+                raise AdapterFileError(f"{source} cannot be read as weights: {error}; fetch it again") from error
+        else:
+            state = read_weights(path)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise AdapterFileError(f"{source} must hold tensors by name, as a state dict does")
+    return state, source

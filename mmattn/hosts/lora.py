@@ -32,16 +32,15 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
     check_int("parameters", parameters)
     sizes = _linear_sizes(host)
     costs = {name: sum(shape) for name, shape in sizes.items()}
-    limits = {name: min(shape) for name, shape in sizes.items()}
     if not costs or min(costs.values()) > parameters:
         raise ConfigError(
             f"a LoRA of {parameters} parameters is smaller than one rank of the smallest of {len(costs)} linear layers "
             f"({min(costs.values(), default=0)} parameters): give the adapter more"
         )
     rank = parameters // sum(costs.values())
-    ranks = {name: min(rank, limits[name]) for name in costs}
-    left = parameters - sum(ranks[name] * costs[name] for name in costs)
-    while fitting := [name for name in reversed(costs) if costs[name] <= left and ranks[name] < limits[name]]:
+    ranks = {name: min(rank, *shape) for name, shape in sizes.items()}
+    left = parameters - sum(ranks[name] * cost for name, cost in costs.items())
+    while fitting := [name for name in reversed(costs) if costs[name] <= left and ranks[name] < min(sizes[name])]:
         for name in fitting:
             if costs[name] <= left:
                 ranks[name] += 1
@@ -52,14 +51,9 @@ def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
 def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
     """The two sides of each linear layer of a host, head excepted, by name."""
     if hasattr(host, "adapters") and hasattr(host, "host"):
-        raise ConfigError(
-            f"this {type(host).__name__} has adapters, which peft would freeze: give its .host, or add the LoRA first "
-            "and attach to what add_lora returns"
-        )
+        raise ConfigError(f"this {type(host).__name__} has adapters, which peft would freeze: give its .host")
     if any(hasattr(module, "base_layer") for module in host.modules()):
-        raise ConfigError(
-            f"this {type(host).__name__} has a LoRA already: unload() it, or merge it with merge_and_unload()"
-        )
+        raise ConfigError(f"this {type(host).__name__} has a LoRA already: unload() it, or merge it")
     get_head: Any = getattr(host, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     sizes: dict[str, tuple[int, ...]] = {}

@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from mmattn.adapters.adapter_config import check_name
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at
-from mmattn.errors import AttachError
+from mmattn.errors import AttachError, ConditionError, ConfigError, check_float
 from mmattn.hosts.interop.quantised import size_of
-from mmattn.hosts.ownership import check_host
+from mmattn.hosts.ownership import adapted, check_host
 from mmattn.hosts.save_pretrained import SavedModel
 
 
@@ -32,17 +33,17 @@ class NamedAdapters(SavedModel):
     def sites(self, position: str) -> list[Site]:
         """Every site of this position, in the order of the layers."""
 
-    @abstractmethod
     def check_attached(self) -> None:
         """Refuse to act on a host that these adapters were taken from."""
+        if adapted(self.host) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
-    @abstractmethod
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove that what an adapter writes at its sites reaches the host's answer."""
+        """Check that changes at the sites of an adapter reach the output of the host."""
 
     @abstractmethod
     def refresh_hooks(self) -> None:
-        """Listen at exactly the sites where the adapters of this moment act."""
+        """Hook exactly the sites of the present adapters."""
 
     def set_adapter(self, names: str | Sequence[str]) -> None:
         """Make these adapters, in this order, the active ones; an empty list is none.
@@ -68,8 +69,8 @@ class NamedAdapters(SavedModel):
         """
         if not isinstance(name, str):
             raise AttachError(
-                f"add_adapter takes a name and then the settings, and got {type(name).__name__} as the name: "
-                "model.add_adapter(name, settings); a LoRA is put on by model.host.add_adapter or peft"
+                f"add_adapter(name, settings) got {type(name).__name__} as the name; a LoRA is put on by "
+                "model.host.add_adapter or peft"
             )
         self._check_new(name)
         fits = is_adapter(adapter) and set(adapter.positions) & set(self.positions)
@@ -116,12 +117,25 @@ class NamedAdapters(SavedModel):
             AttachError: an adapter that is not attached, a name that is taken, or settings that differ.
             ConfigError: another number of weights than adapters.
         """
-        from mmattn.hosts.merging import weighted_sum
-
-        given = [self.adapter(one) for one in names] if not isinstance(names, str) else names
-        merged = weighted_sum(given, weights)
-        active = list(self.active)
-        self.add_adapter(name, given[0].config)  # type: ignore[union-attr]
+        if isinstance(names, str) or not names or len(weights) != len(names):
+            raise ConfigError(f"give a list of adapters and one weight for each, got {names!r} and {weights!r}")
+        parts = [self.adapter(one) for one in names]
+        first, active = parts[0], list(self.active)
+        for part in parts[1:]:
+            if part.config != first.config:
+                raise AttachError(
+                    f"adapters {names[0]!r} and {part.name!r} have other settings ({first.config} and {part.config}): "
+                    "use both at once with set_adapter"
+                )
+        shares = [check_float(f"weights[{index}]", weight) for index, weight in enumerate(weights)]
+        states = [part.state_dict() for part in parts]
+        merged = {
+            key: sum(
+                share * state[key].to(value.device, torch.float64) for share, state in zip(shares, states, strict=True)
+            ).to(value.dtype)
+            for key, value in states[0].items()
+        }
+        self.add_adapter(name, first.config)
         self.active = active
         self.adapter(name).load_state_dict(merged)
 

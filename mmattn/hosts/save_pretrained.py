@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mmattn.adapters.adapter_config import check_config
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.interop.hub import HubOptions, upload
 from mmattn.hosts.ownership import AttachedModel
 from mmattn.hosts.saving import adapter_config, save
 from mmattn.storage.json_files import parse_json
@@ -87,15 +89,7 @@ class SavedModel(AttachedModel):
         save(self, path, name, encoder)
 
     def push_to_hub(
-        self,
-        repository: str,
-        name: str = DEFAULT,
-        *,
-        encoder: str | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        token: str | None = None,
-        commit_message: str | None = None,
+        self, repository: str, name: str = DEFAULT, *, encoder: str | None = None, **options: Unpack[HubOptions]
     ) -> str:
         """Upload one adapter, and nothing of the host, to the Hugging Face hub.
 
@@ -103,10 +97,8 @@ class SavedModel(AttachedModel):
             repository: "org/name"; made where it is missing.
             name: of the adapter.
             encoder: as in `save_adapter`.
-            private: as in `transformers.PreTrainedModel.push_to_hub`.
-            revision: a branch, made where it is missing.
-            token: as in `transformers.PreTrainedModel.push_to_hub`.
-            commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
+            options: `private`, `revision`, `token` and `commit_message`, as in
+                `transformers.PreTrainedModel.push_to_hub`; a missing branch is made.
 
         Returns:
             the address of the commit.
@@ -114,12 +106,10 @@ class SavedModel(AttachedModel):
         Raises:
             AdapterFileError: the hub refused it, or cannot be reached.
         """
-        from mmattn.hosts.interop.hub import upload
-
         with tempfile.TemporaryDirectory() as folder:
             self.save_adapter(folder, name, encoder=encoder)
-            message = commit_message or f"Adapter {name}"
-            return upload(folder, repository, private=private, revision=revision, token=token, message=message)
+            options.setdefault("commit_message", f"Adapter {name}")
+            return upload(folder, repository, **options)
 
     def save_pretrained(
         self,
@@ -148,8 +138,8 @@ class SavedModel(AttachedModel):
         unknown = [name for name in names if name not in self.adapters]
         if unknown or not names:
             raise AttachError(
-                f"save_pretrained was asked for the adapters {unknown or names}, and attached are "
-                f"{', '.join(self.adapters) or 'none'}; the host is written by model.host.save_pretrained(folder)"
+                f"there are no adapters {unknown or names} to save; attached: {', '.join(self.adapters) or 'none'}. "
+                "The host is written by model.host.save_pretrained(folder)"
             )
         if is_main_process:
             for name in names:
@@ -164,8 +154,8 @@ class SavedModel(AttachedModel):
             ConditionError: always.
         """
         raise ConditionError(
-            f"{cls.__name__}.from_pretrained was called, and an adapted model is made of two things: load the host by "
-            "its own from_pretrained, then the adapter with model = mmattn.load(host, folder)"
+            f"{cls.__name__} has no from_pretrained: load the host by its own from_pretrained, then the adapter with "
+            "model = mmattn.load(host, folder)"
         )
 
 

@@ -104,7 +104,7 @@ class Pipeline:
                     "PipelineConfig with its name on the hub, and push again"
                 )
         message = commit_message or f"Adapter for {self.config.task}"
-        return upload(self.folder, repository, private=private, revision=revision, token=token, message=message)
+        return upload(self.folder, repository, private=private, revision=revision, token=token, commit_message=message)
 
 
 class ImagePipeline(Pipeline):

@@ -62,13 +62,13 @@ def test_what_cannot_be_merged(model: Any) -> None:
     model.add_adapter("smaller", smaller)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for names, weights, name, error, match in (
-        (["default", "smaller"], [1, 1], "merged", AttachError, "differ"),
+        (["default", "smaller"], [1, 1], "merged", AttachError, "other settings"),
         (["default", "nobody"], [1, 1], "merged", AttachError, "nobody"),
         (["default", "other"], [1, 1], "other", AttachError, "already attached"),
         (["default", "other"], [1], "merged", ConfigError, "one weight"),
         (["default", "other"], [1, float("nan")], "merged", ConfigError, "weights"),
-        ("default", [1], "merged", ConfigError, "as a list"),
-        ([], [], "merged", ConfigError, "as a list"),
+        ("default", [1], "merged", ConfigError, "give a list"),
+        ([], [], "merged", ConfigError, "give a list"),
     ):
         with pytest.raises(error, match=match):
             model.add_weighted_adapter(names, weights, name)

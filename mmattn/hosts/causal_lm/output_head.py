@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from mmattn.adapters.language_models import text_config
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.probe import bare_forward, is_close, relative_error
+from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.hosts.probe_inputs import text_inputs
 
 #: Names in configs of transformers of a softcap, of a factor of logits, and of a divisor of logits.
@@ -82,39 +83,33 @@ def _first(config: Any, names: tuple[str, ...]) -> float | None:
 
 @torch.no_grad()
 def _check_head(model: nn.Module, host: Any, head: OutputHead) -> None:
-    """Compare the logits of a head with those of the host: for a short text, and for outputs that any cap bends."""
+    """Compare the logits of a head with those of the host, for outputs of the linear layer that any cap bends, too."""
     name, linear, kwargs = type(host).__name__, head.linear, next(text_inputs(host, 1)) | {"use_cache": False}
-    ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device)
+    ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device).to(linear.weight.dtype)
     try:
         with bare_forward(host, getattr(model, "open_blocks", None)):
             pairs = [(head.logits(host.base_model(**kwargs).last_hidden_state), host(**kwargs).logits)]
-            hook = linear.register_forward_hook(lambda module, args, output: ramp.to(output).expand_as(output))
+            hook = linear.register_forward_hook(lambda module, args, output: ramp.expand_as(output))
             try:
                 bent = host(**kwargs).logits
             finally:
                 hook.remove()
-            pairs.append((head.scale_and_cap(ramp.to(linear.weight.dtype).float()).expand_as(bent), bent))
+            pairs.append((head.scale_and_cap(ramp.float()).expand_as(bent), bent))
     except MmattnError:
         raise
     except Exception as error:
         raise _refused(f"{name} does not return its last hidden states: {error}") from error
-    for logits, expected in pairs:
-        if not is_close(logits.to(linear.weight.dtype), expected.to(linear.weight.dtype)):
-            raise _refused(
-                f"the config of {name} does not say how logits follow from its last hidden states (relative error "
-                f"{relative_error(logits, expected.float()):.0e})"
-            )
+    if not all(is_close(logits.to(ramp), expected.to(ramp)) for logits, expected in pairs):
+        raise _refused(f"the config of {name} does not say how logits follow from its last hidden states")
 
 
 def last_hidden_states(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
     if not hasattr(model, "open_blocks"):
-        states: Tensor = inner_host(model).base_model(**kwargs).last_hidden_state  # type: ignore[operator]
-    elif kwargs.get("memory") is None and not model.open_blocks.in_force().found:
-        with model.condition(None):
-            states = HeadlessHost(model)(**kwargs).last_hidden_state
-    else:
-        states = HeadlessHost(model)(**kwargs).last_hidden_state
+        return inner_host(model).base_model(**kwargs).last_hidden_state  # type: ignore[operator]
+    without = kwargs.get("memory") is None and not model.open_blocks.in_force().found
+    with model.condition(None) if without else contextlib.nullcontext():
+        states: Tensor = HeadlessHost(model)(**kwargs).last_hidden_state
     return states
 
 

@@ -54,16 +54,20 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
     lengths = sorted({len(one) for one in tensors})
     if len(lengths) != 1:
         raise AdapterFileError(
-            f"prefixes of one adapter have equally many virtual tokens, and {[str(one) for one in folders]} have "
-            f"{lengths}: load them under several names"
+            f"prefixes of one adapter have one number of virtual tokens, these have {lengths}: load each under a name"
         )
     if isinstance(host, AdaptedModel):
         host = host.host
     settings: Any = PrefixAdapter(lengths[0], len(tensors))
     sites = settings.sites(adapted(host) or adapted_model(host, None))
     layout = _layout(sites)
+    width = len(sites) * 2 * layout.num_kv_heads * layout.head_dim
     for tensor, folder in zip(tensors, folders, strict=True):
-        _check_width(tensor, layout, len(sites), folder)
+        if tensor.shape[1] != width:
+            raise AdapterFileError(
+                f"the virtual tokens in {str(folder)!r} are {tensor.shape[1]} wide, and this host needs {width} "
+                f"({len(sites)} layers, {layout.num_kv_heads} key/value heads): load the host they were trained on"
+            )
     model = attach(host, settings, name)
     adapter: Any = model.adapter(name)
     with torch.no_grad():
@@ -127,17 +131,12 @@ def _read(folder: Folder) -> Tensor:
     source = repr(os.fspath(folder))
     try:
         config = read_json(os.path.join(folder, CONFIG))
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        if kind not in KINDS:
-            raise AdapterFileError(
-                f"{source} is a checkpoint of peft's {kind}, and prefixes are read from {' and '.join(KINDS)}"
-            )
         tensors = load_file(os.path.join(folder, TENSORS))
     except (OSError, SafetensorError, ValueError) as error:
-        raise AdapterFileError(
-            f"{source} holds no checkpoint of peft ({CONFIG} and {TENSORS}): {error}; name the folder that "
-            "PeftModel.save_pretrained wrote"
-        ) from error
+        raise AdapterFileError(f"{source} holds no checkpoint of peft ({CONFIG} and {TENSORS}): {error}") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind not in KINDS:
+        raise AdapterFileError(f"{source} is a checkpoint of peft's {kind}, and not of {' or '.join(KINDS)}")
     tensor = tensors.get(KEY)
     if tensor is None or tensor.dim() != 2 or not tensor.is_floating_point():
         raise AdapterFileError(f"{source} holds {sorted(tensors)[:5]}, and not {KEY} (virtual tokens, width)")
@@ -157,13 +156,3 @@ def _layout(sites: Sequence[Site]) -> HeadSizes:
             "peft's prefix tuning has keys and values of one size in all layers, and those of this host differ"
         )
     return first
-
-
-def _check_width(tensor: Tensor, layout: HeadSizes, layers: int, folder: Folder) -> None:
-    width = layers * 2 * layout.num_kv_heads * layout.head_dim
-    if tensor.shape[1] != width:
-        raise AdapterFileError(
-            f"the virtual tokens in {str(folder)!r} are {tensor.shape[1]} wide, and {layers} layers with "
-            f"{layout.num_kv_heads} key/value heads of {layout.head_dim} need {width}: load the host they were "
-            "trained on"
-        )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 from os import PathLike
+from typing import TypedDict
+
+from typing_extensions import Unpack
 
 from mmattn.adapters.serialization import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
@@ -30,33 +33,34 @@ def local_folder(folder: str | PathLike[str], revision: str | None) -> str | Pat
     except (OSError, ValueError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise AdapterFileError(
-            f"there is no folder {folder!r}, and no adapter of that name{at} on the hub that is reachable or in its "
-            f"cache ({error}): correct the name, or save the adapter there first"
+            f"there is no folder {folder!r}, and no adapter of that name{at} on the hub or in its cache ({error}): "
+            "correct the name, or save the adapter there first"
         ) from error
 
 
-def upload(
-    folder: str | PathLike[str],
-    repository: str,
-    *,
-    private: bool | None,
-    revision: str | None,
-    token: str | None,
-    message: str,
-) -> str:
+class HubOptions(TypedDict, total=False):
+    """Options of an upload, as in `transformers.PreTrainedModel.push_to_hub`."""
+
+    private: bool | None
+    revision: str | None
+    token: str | None
+    commit_message: str | None
+
+
+def upload(folder: str | PathLike[str], repository: str, **options: Unpack[HubOptions]) -> str:
     """Upload the folder of an adapter, creating a missing repository, and return the URL of the commit."""
     from huggingface_hub import HfApi
 
-    hub = HfApi(token=token)
+    hub, revision = HfApi(token=options.get("token")), options.get("revision")
     try:
-        repo = hub.create_repo(repository, private=private, exist_ok=True)
+        repo = hub.create_repo(repository, private=options.get("private"), exist_ok=True)
         if revision is not None:
             hub.create_branch(repo.repo_id, branch=revision, exist_ok=True)
         commit = hub.upload_folder(
             repo_id=repo.repo_id,
             folder_path=os.fspath(folder),
             revision=revision,
-            commit_message=message,
+            commit_message=options.get("commit_message"),
             allow_patterns=[CONFIG, TENSORS, CARD, *FURTHER],
         )
     except Exception as error:  # its client lets the errors of several libraries through

@@ -19,7 +19,7 @@ from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.context import Action, HookedModel, step_of
-from mmattn.hosts.probe import in_eval_mode
+from mmattn.hosts.probe import in_eval_mode, output_of
 from mmattn.hosts.probe_inputs import text_inputs
 
 #: The name under which transformers knows our function.
@@ -123,8 +123,8 @@ def check_function(config: Any) -> None:
     name = str(config._attn_implementation)
     if name.removeprefix("paged|") not in WITH_MASKS:
         raise ConditionError(
-            f"keys and values of a memory are joined where attention has a mask, and attn_implementation={name!r} has "
-            "none: host.set_attn_implementation('sdpa') or 'eager'"
+            f"attn_implementation={name!r} has no mask, so no memory can be joined with keys and values: "
+            "host.set_attn_implementation('sdpa') or 'eager'"
         )
 
 
@@ -147,16 +147,15 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
         for name, module in part.named_modules()
         if hasattr(vars(module).get("config"), "_attn_implementation")
     }
-    with attention_hooks(listeners):
-        _forward(host)
+    with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
+        output_of(host, [one | {"use_cache": False} for one in text_inputs(host, 1)], ("logits",), 1)
     reached = {layer: own[0] for layer, own in found.items() if len(own) == 1}
     missing = [layer for layer in range(len(layers)) if layer not in reached]
     if missing:
         kinds = sorted({type(layers[layer]).__name__ for layer in missing})
         raise AttachError(
-            f"keys and values are joined in every layer of a host, and layers {missing} of {type(host).__name__} "
-            f"({', '.join(kinds)}) have no attention that goes through the attention functions of transformers: states "
-            "of another kind (Mamba, linear attention), or a softmax of their own; take a GatedAdapter for this host"
+            f"layers {missing} of {type(host).__name__} ({', '.join(kinds)}) do not use the attention functions of "
+            "transformers, in which keys and values are joined: take a GatedAdapter for this host"
         )
     return dict(sorted(reached.items()))
 
@@ -170,18 +169,6 @@ def attention_hooks(listeners: Mapping[nn.Module, Callable[[HostAttention], Host
     finally:
         for hook in reversed(hooks):
             hook.remove()
-
-
-@torch.no_grad()
-def _forward(host: nn.Module) -> None:
-    try:
-        with in_eval_mode(host):
-            for given in text_inputs(host, 1):
-                host(**given, use_cache=False)
-    except Exception as error:
-        raise AttachError(
-            f"{type(host).__name__} cannot be called with a text of two tokens: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _register() -> None:

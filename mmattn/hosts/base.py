@@ -31,7 +31,9 @@ from mmattn.hosts.context import (
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
-from mmattn.hosts.ownership import Handle, forget_compiled
+from mmattn.hosts.ownership import forget_compiled
+from mmattn.hosts.probe import Handle
+from mmattn.storage.hub import load_model
 
 
 class CallOptions(TypedDict, total=False):
@@ -69,6 +71,8 @@ class AdaptedModel(NamedAdapters):
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale",)
     # Whether its output has `logits` of the next token.
     predicts_tokens: ClassVar[bool] = False
+    # The class of transformers that loads such a host by name.
+    auto_class: ClassVar[str] = ""
     # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
     stream_axis: int | None = None
 
@@ -96,8 +100,13 @@ class AdaptedModel(NamedAdapters):
 
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """The host of this name or in this folder, for `mmattn doctor`."""
-        raise ConditionError(f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)")
+        """Load the host of this name or in this folder, for `mmattn doctor`."""
+        if not cls.auto_class:
+            raise ConditionError(
+                f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)"
+            )
+        host: nn.Module = load_model(cls.auto_class, name, cls.kind)
+        return host
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
         """The settings and tensors of an adapter published as one file, for hosts that know such a layout."""

@@ -30,32 +30,24 @@ from mmattn.memory import Memory
 
 @dataclass
 class Call:
-    """The memories of one call or block, by adapter.
+    """The memories of one call or block, by adapter."""
 
-    Args:
-        sources: for each adapter that is given a memory, that memory, bound to it.
-        scales: for each of these adapters the factor of its result; 1 where there is none.
-        images: (b, l) images begun at or before each token, where the caller says so.
-        arrivals: how many slots of the memory had arrived at each token, where the caller says so.
-        prompt: ids (b, l) or embeddings (b, l, d) that `generate` was called with.
-        expansions: inside `generate`, how many rows of text a row of the prompt may become.
-        rows: inside `generate`, how many rows its first pass over the prompt had.
-        unexpanded: inside `generate`, the numbers of rows that it may expand into beams.
-        early_exit: inside a `generate` whose drafts leave out the last layers.
-        reads_memory: the host itself reads a memory in this call; it is no call of the user.
-    """
-
+    #: The memory of each adapter, bound to it; and the factor of its output.
     sources: Mapping[str, BoundMemory]
     scales: Mapping[str, Any] = field(default_factory=dict)
+    #: (b, l) images begun at or before each token, and how many slots of the memory had arrived there.
     images: Tensor | None = None
     arrivals: Arrivals | None = None
+    #: Inside `generate`: its prompt, ids (b, l) or embeddings (b, l, d); how many rows each row of it may become;
+    #: its rows; the numbers of rows that may be expanded into beams; and whether drafts leave out the last layers.
     prompt: Tensor | None = None
     expansions: Collection[int] = ()
     rows: int | None = None
     unexpanded: Collection[int] = ()
     early_exit: bool = False
+    #: The host itself reads a memory in this call; it is no call of the user.
     reads_memory: bool = False
-    #: The memories whose values need not be finite, as their caller said.
+    #: The memories whose values need not be finite.
     unchecked: list[Memory] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,13 +131,7 @@ class HookedModel(Protocol):
 
 
 class InForce(NamedTuple):
-    """The memory and adapters of a call.
-
-    Attributes:
-        found: a block says which memory it is.
-        call: the memories; None for none.
-        disabled: adapters that do not exist for it.
-    """
+    """The memory and the disabled adapters of a call; `found` if a block set them."""
 
     found: bool
     call: Call | None
@@ -290,28 +276,22 @@ Action = tuple[View, nn.Module, Any]
 
 @dataclass
 class ForwardStep:
-    """One forward of a host: what its adapters do at each site.
-
-    Args:
-        model: the adapted model.
-        module: the part of the host whose call began it: the host, or the model that peft has wrapped.
-        outer: the forward, of this or another host, inside of which this one runs.
-        actions: by number of the layer and position.
-        details: what a kind of host keeps besides.
-        call: the memories of this forward.
-        visited: the layers whose hooks have run.
-        nested: calls of other parts of the host that are within this one, and belong to it.
-        inputs: arguments by name with which the host is called instead of the caller's; None for those.
-    """
+    """One forward of a host: the actions of its adapters at each site."""
 
     model: object
+    #: The part of the host whose call began it: the host, or the model that peft has wrapped.
     module: nn.Module
+    #: The forward, of this or another host, inside of which this one runs.
     outer: ForwardStep | None
+    #: By number of the layer and position.
     actions: Mapping[tuple[int, str], list[Action]]
+    #: Data of a kind of host.
     details: Any = None
     call: Call | None = None
+    #: The layers whose hooks have run; and calls of other parts of the host that belong to this forward.
     visited: set[int] = field(default_factory=set)
     nested: int = 0
+    #: Arguments by name with which the host is called instead of the caller's.
     inputs: Arguments | None = None
 
 
@@ -336,11 +316,3 @@ def is_reading_memory() -> bool:
     while step is not None and (step.call is None or not step.call.reads_memory):
         step = step.outer
     return step is not None
-
-
-def is_broken(memory: Memory, row: int, rows: int) -> bool:
-    """Return whether the memory of a row of text is not finite; `rows` of text are beams of those of the memory."""
-    own = memory[row // max(rows // max(memory.batch, 1), 1)]
-    real = own.real_slots()
-    sound = bool(own.tokens[real].isfinite().all())
-    return not (sound and (own.scores is None or bool(own.scores[real].isfinite().all())))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,6 @@ from mmattn.hosts.layers import find_layers, layers_width
 from mmattn.hosts.probe import probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs
 from mmattn.hosts.registry import register_host
-from mmattn.storage.hub import load_model
 
 #: Outputs of transformers with one value or vector per row.
 OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
@@ -56,6 +54,7 @@ class AdaptedEncoder(AdaptedModel):
     """
 
     kind: ClassVar[str] = "encoder"
+    auto_class: ClassVar[str] = "AutoModel"
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
@@ -114,9 +113,3 @@ class AdaptedEncoder(AdaptedModel):
                 continue
             return inputs
         return super().example_batch(generator, config, rows)
-
-    @classmethod
-    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """Load the model of this name or in this folder, without a head."""
-        model: nn.Module = load_model("AutoModel", name, "encoder")
-        return model

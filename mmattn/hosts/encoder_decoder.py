@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +24,10 @@ from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep
 from mmattn.hosts.encoder import check_reads_at_once
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.layers import layers_width
+from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
 from mmattn.hosts.probe import LENGTH, probe_adapter
 from mmattn.hosts.probe_inputs import host_inputs, token_ids
 from mmattn.hosts.registry import register_host
-from mmattn.storage.hub import load_model
 
 DECODER, ENCODER = "decoder", "encoder"
 #: Names in configs of the number of layers.
@@ -65,6 +63,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
     """
 
     kind: ClassVar[str] = "encoder_decoder"
+    auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     positions: ClassVar[tuple[str, ...]] = ("after", "before")
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
@@ -200,12 +199,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         ids = torch.randint(size, (rows, 7), generator=generator)
         return inputs | {"decoder_input_ids": ids.to(next(iter(inputs.values())).device)}
 
-    @classmethod
-    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """Load the model of this name or in this folder."""
-        model: nn.Module = load_model("AutoModelForSeq2SeqLM", name, "encoder–decoder")
-        return model
-
 
 def _inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
     """Yield inputs of the encoder with a text for the decoder."""
@@ -253,15 +246,7 @@ def _first_states(output: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of encoder or decoder.
-
-    Args:
-        part: "encoder" or "decoder".
-        path: dotted name of their list in the host.
-        layers: the list.
-        width: d of their hidden states.
-        first: number of the first layer among those of the host.
-    """
+    """The layers of encoder or decoder, numbered from `first` among those of the host."""
 
     part: str
     path: str
@@ -279,7 +264,7 @@ class Stack:
 
 def _stack(host: nn.Module, part: str, module: nn.Module, first: int) -> Stack:
     """Return the layers of a part: its outermost list that is as long as the config says, or the longest."""
-    lists = _outermost_lists(module)
+    lists = outermost_lists(module)
     configs = [config for config in (getattr(module, "config", None), getattr(host, "config", None)) if config]
     depths = [getattr(config, name, None) for config in configs for name in _DEPTHS[part]]
     for depth in [*depths, max(map(len, lists.values()), default=0)]:
@@ -287,12 +272,7 @@ def _stack(host: nn.Module, part: str, module: nn.Module, first: int) -> Stack:
         if len(fitting) == 1:
             path = next(name for name, one in host.named_modules() if one is fitting[0])
             return Stack(part, path, fitting[0], layers_width(fitting[0], configs), first)
-    names = ", ".join(f"{name} ({len(one)} × {type(one[0]).__name__})" for name, one in lists.items()) or "none"
     raise AttachError(
-        f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: {names}"
+        f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: "
+        f"{describe_lists(lists)}"
     )
-
-
-def _outermost_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
-    lists = {name: one for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
-    return {name: one for name, one in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}

@@ -20,29 +20,38 @@ _WIDTHS = ("hidden_size", "d_model")
 
 def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
     """The path and list of the layers of a host, of a language model those of its decoder."""
-    lists = {name: module for name, module in host.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
-    named = [f"{name} ({len(module)} × {type(module[0]).__name__})" for name, module in lists.items()]
-    found = ", ".join(named) or "none"
+    lists = _layer_lists(host)
     if path is not None:
         if path not in lists:
-            raise AttachError(f"no list of layers at {path!r} in {type(host).__name__}; lists found: {found}")
+            raise AttachError(
+                f"no list of layers at {path!r} in {type(host).__name__}; lists found: {describe_lists(lists)}"
+            )
         return path, lists[path]
-    depth = depth_of(host)
-    fitting = _outermost({name: module for name, module in lists.items() if depth is None or len(module) == depth})
+    depth, outermost = depth_of(host), outermost_lists(host)
+    fitting = outermost_lists(host, depth)
     if depth is None or len(fitting) != 1:
-        fitting = _passed(host, fitting or _outermost(lists))
+        fitting = _passed(host, fitting or outermost)
     if len(fitting) != 1:
         raise AttachError(
             f"cannot tell which list holds the layers of {type(host).__name__} (num_hidden_layers = {depth}); "
-            f"lists found: {found}; name one with path="
+            f"lists found: {describe_lists(lists)}; name one with path="
         )
     return next(iter(fitting.items()))
 
 
-def _outermost(lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
-    """Return the modules that are not within another."""
-    inner = {name for name in lists for other in lists if name.startswith(other + ".")}
-    return {name: module for name, module in lists.items() if name not in inner}
+def outermost_lists(host: nn.Module, depth: int | None = None) -> dict[str, nn.ModuleList]:
+    """Return the lists of layers, all or those of one length, that are not within another."""
+    lists = {name: layers for name, layers in _layer_lists(host).items() if depth is None or len(layers) == depth}
+    return {name: one for name, one in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+
+
+def describe_lists(lists: Mapping[str, nn.ModuleList]) -> str:
+    """Return the lists with their lengths and classes, for a message."""
+    return ", ".join(f"{name} ({len(one)} × {type(one[0]).__name__})" for name, one in lists.items()) or "none"
+
+
+def _layer_lists(host: nn.Module) -> dict[str, nn.ModuleList]:
+    return {name: one for name, one in host.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
 
 
 @torch.no_grad()
@@ -78,7 +87,7 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
         for handle in hooks:
             handle.remove()
     own = {name: [number for other, number in order if other == name] for name in lists}
-    # Layers that attend to pictures are left out where there are none.
+    # Layers that attend to pictures do not run without them.
     passed = [name for name, numbers in own.items() if numbers and numbers == sorted(set(numbers))]
     turns = [name for name, _ in order if name in passed]
     # Lists that take turns hand the text back and forth; lists after one another are parts of their own.

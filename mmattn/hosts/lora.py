@@ -12,22 +12,10 @@ from torch import nn
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 
 
-def ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
-    """LoRA ranks of the linear layers of a host, head excepted, with nearly so many parameters in all.
+def _ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
+    """Return LoRA ranks by name of the linear layers, head excepted, with nearly so many parameters in all.
 
-    All layers get the same rank; what is left over goes to layers from the last to the first, one rank each. With fewer
-    parameters than one rank everywhere, some layers get none.
-
-    Args:
-        host: a model with linear layers.
-        parameters: of all LoRA matrices together.
-
-    Returns:
-        A rank for each name of a layer.
-
-    Raises:
-        ConfigError: not even a rank of 1 of the smallest layer has so few parameters, an adapted model instead of its
-            host, or a host with a LoRA.
+    All layers get the same rank; the rest goes to layers from the last to the first, one rank each.
     """
     check_int("parameters", parameters)
     sizes = _linear_sizes(host)
@@ -88,7 +76,7 @@ def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> A
             changed then.
         MissingExtraError: peft is not installed.
     """
-    ranks, sizes = ranks_for(host, parameters), _linear_sizes(host)
+    ranks, sizes = _ranks_for(host, parameters), _linear_sizes(host)
     trained = sum(rank * sum(sizes[name]) for name, rank in ranks.items())
     if abs(trained - parameters) > 0.05 * parameters:
         raise ConfigError(

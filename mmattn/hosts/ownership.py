@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +13,12 @@ from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.interop.peft import has_peft, host_attribute, inner_host, watch_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
 from mmattn.hosts.interop.sharded import reshard
+from mmattn.hosts.probe import Handle
 from mmattn.hosts.recomputation import forget_context
 from mmattn.hosts.replaced import replace_method, restore_methods
 
 #: Attribute of a host that leads to its adapted model.
 MARK = "_mmattn"
-
-
-class Handle(Protocol):
-    """A hook that can be removed."""
-
-    def remove(self) -> None:
-        """Remove it."""
 
 
 class AttachedModel(nn.Module):
@@ -106,9 +100,7 @@ class AttachedModel(nn.Module):
         except AttributeError:
             if name == "host":
                 raise
-            watch_peft(AttachedModel)
-            host: Any = super().__getattr__("host")
-            return host_attribute(host, name)
+            return host_attribute(self.__dict__["host"], name)
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.

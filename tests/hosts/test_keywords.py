@@ -289,7 +289,7 @@ def test_verbs_of_others_answer_in_our_words(tmp_path):
     ):
         with pytest.raises(AttachError, match=f"^{name} of LlamaForCausalLM.*{ours}.*model.host.{name}"):
             getattr(model, name)(*args)
-    with pytest.raises(AttachError, match="add_adapter takes a name.*LoraConfig"):
+    with pytest.raises(AttachError, match="add_adapter.name, settings. got LoraConfig"):
         model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConditionError, match="mmattn.load"):
         model.from_pretrained(tmp_path)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.protocols import BoundMemory
+from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
 from mmattn.hosts.replaced import replace_method
+from mmattn.memory import Memory
 
 #: The keyword under which transformers carries a memory with its request.
 KEY = "memory"
@@ -175,3 +177,26 @@ def _mark_errors(requests: Sequence[Any], broken: Tensor | None, lost: Tensor) -
 def _sizes(states: Tensor) -> Tensor:
     """Return a number for each token (t,) of keys or values (1, g, t, k), finite where all of them are."""
     return states.sum((0, 1, 3), dtype=torch.promote_types(states.dtype, torch.float32))
+
+
+def refuse_rows(rows: Sequence[int], text: TextState, unchecked: Sequence[Memory], dtype: torch.dtype) -> None:
+    """Refuse rows of logits that are not finite, unless all of them read a memory that need not be finite.
+
+    A matrix product may take NaN from one row to the next (bfloat16 on the CPU, odd widths), and documents share
+    attention.
+    """
+    own = [row for row in rows if any(is_broken(memory, row, text.rows) for memory in unchecked)]
+    if own != rows or text.packed is not None:
+        what = "row" if text.packed is None else "document"
+        raise NonFiniteError(
+            f"the logits of {what} {', '.join(map(str, rows))} are not finite: with its memory it overflows in "
+            f"{str(dtype).removeprefix('torch.')}; scale its vectors, or use a wider dtype"
+        )
+
+
+def is_broken(memory: Memory, row: int, rows: int) -> bool:
+    """Return whether the memory of a row of text is not finite; `rows` of text are beams of those of the memory."""
+    own = memory[row // max(rows // max(memory.batch, 1), 1)]
+    real = own.real_slots()
+    values = [own.tokens[real]] if own.scores is None else [own.tokens[real], own.scores[real]]
+    return not all(bool(one.isfinite().all()) for one in values)

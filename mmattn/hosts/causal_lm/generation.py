@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.text_state import GenerationInput
+from mmattn.adapters.protocols import BoundMemory
+from mmattn.adapters.text_state import Arrivals, GenerationInput, TextState
+from mmattn.errors import ConditionError, MaskError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.context import NOTED, Arguments, Keywords, Positional
+from mmattn.hosts.context import NOTED, Arguments, Call, Keywords, Positional
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.replaced import replace_method
 
@@ -75,15 +80,46 @@ def inputs_of(args: Positional, kwargs: Keywords) -> Tensor | None:
     return kwargs.get("inputs_embeds") if inputs is None else inputs
 
 
-def bound_method(host: nn.Module, name: str) -> Any:
-    """A method of the host as its class has it, also where another stands in its place on the object."""
-    return inspect.getattr_static(type(host), name).__get__(host, type(host))
-
-
 def fewest_logits(host: nn.Module) -> dict[str, int]:
     """The arguments with which a host is read whose logits are of no use: the last token's alone, where it can."""
     forward = inspect.signature(type(inner_host(host)).forward).parameters
     return {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
+
+
+def generation_call(host: nn.Module, call: Call, args: Positional, kwargs: Arguments) -> Call:
+    """Return the call of all forwards of one `generate`, after a check of its rows."""
+    prompt = prompt_of(args, kwargs)
+    rows = 1 if prompt is None else prompt.shape[0]
+    for source in call.sources.values():
+        source.check_rows(TextState(rows, 0))
+    inner = replace(
+        call,
+        prompt=prompt,
+        expansions=expansions_of(host, kwargs),
+        rows=rows,
+        unexpanded=unexpanded_rows(host, kwargs, rows),
+        early_exit=call.early_exit or asked(host, kwargs, "assistant_early_exit") is not None,
+    )
+    with torch.no_grad():
+        inner.prepare_graphs()
+    return inner
+
+
+class ExpandsInputs:
+    """Replacement of `_expand_inputs_for_generation`, which refuses rows that are not all rows of the prompt."""
+
+    def __init__(self, model: AdaptedModel, host: nn.Module) -> None:
+        self.model, self.host = model, host
+
+    def __call__(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        call, ids = self.model.open_blocks.in_force().call, kwargs.get("input_ids")
+        if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
+            raise ConditionError(
+                f"{type(self.host).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which "
+                "memory is theirs is not known: generate one row at a time"
+            )
+        own = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
+        return own.__get__(self.host, type(self.host))(expand_size=expand_size, **kwargs)
 
 
 class TextNotes:
@@ -106,3 +142,16 @@ def note_texts(model: AdaptedModel, host: nn.Module) -> None:
     """Have `generate` of this host note the text that the next forward continues."""
     if hasattr(host, "prepare_inputs_for_generation"):
         replace_method(host, "prepare_inputs_for_generation", TextNotes(model, host))
+
+
+def arrivals_of(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:
+    """Return the slots that had arrived at each token (b, l), for the memories of one call."""
+    if arrived.is_floating_point() or arrived.dtype is torch.bool:
+        raise MaskError(f"arrived counts slots and must hold integers, got {arrived.dtype}")
+    for source in sources:
+        source.hide_arrivals()
+        if arrived.dim() != 2 or len(arrived) != source.rows:
+            raise ShapeError(
+                f"arrived must be (b, l) with b = {source.rows} as the memory has, got {tuple(arrived.shape)}"
+            )
+    return Arrivals(arrived, None if window is None else check_int("window", window))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,11 +16,12 @@ from mmattn.adapters.inserted.adapter import EmbeddingReader
 from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
 from mmattn.adapters.packed_text import PACKING_NAMES, packed_text
-from mmattn.adapters.protocols import BoundMemory, Site
-from mmattn.adapters.text_state import Arrivals, TextState
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.text_state import TextState
 from mmattn.core.tracing import readable
-from mmattn.errors import ConditionError, MaskError, NonFiniteError, ShapeError, check_int
+from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel, check_unused
+from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
     StartsBatching,
@@ -31,13 +31,11 @@ from mmattn.hosts.causal_lm.continuous_batching import (
     rows_of,
 )
 from mmattn.hosts.causal_lm.generation import (
-    asked,
-    bound_method,
-    expansions_of,
+    ExpandsInputs,
+    arrivals_of,
+    generation_call,
     note_texts,
     prompt_name,
-    prompt_of,
-    unexpanded_rows,
 )
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
@@ -48,14 +46,13 @@ from mmattn.hosts.causal_lm.joined_slots import (
     probe_rotations,
     shift_text,
 )
-from mmattn.hosts.causal_lm.packing import keep_apart
+from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import (
     NOTED,
     Call,
     ForwardStep,
     Keywords,
     Positional,
-    is_broken,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
@@ -67,7 +64,6 @@ from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.registry import register_host
 from mmattn.hosts.replaced import replace_method, restore_methods
 from mmattn.memory import Memory
-from mmattn.storage.hub import load_model
 
 if TYPE_CHECKING:
     from mmattn.kv_store.store import Bank
@@ -95,6 +91,7 @@ class AdaptedCausalLM(AdaptedModel):
     """
 
     kind: ClassVar[str] = "causal_lm"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
     attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
@@ -173,17 +170,7 @@ class AdaptedCausalLM(AdaptedModel):
         if call.prompt is None and not PACKING_NAMES.isdisjoint(kwargs):
             packed = packed_text(kwargs, *inputs.shape[:2])
         if packed is not None:
-            return TextState(
-                rows=packed.documents,
-                length=packed.longest,
-                inputs=packed.unpack(inputs),
-                past=0,
-                cache=cache,
-                attention_mask=packed.real.to(inputs.device),
-                images=None if call.images is None else packed.unpack(call.images),
-                arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
-                packed=packed,
-            )
+            return packed_state(call, packed, inputs, cache)
         return TextState(
             rows=inputs.shape[0],
             length=inputs.shape[1],
@@ -239,13 +226,7 @@ class AdaptedCausalLM(AdaptedModel):
         )
 
     def check_answer(self, step: ForwardStep, output: Any) -> None:
-        """Refuse logits that are not finite in the first forward of a text.
-
-        What overflows in keys and values of a memory is refused before; this is what overflows after, in a product of
-        the adapter's or in the host, and what a memory holds that was not checked. A matrix product may take NaN from
-        one row to the next (bfloat16 on the CPU, odd widths). Tokens that go on with a cache are looked at only beside
-        a memory that was not checked, whose own rows may be NaN.
-        """
+        """Refuse logits that are not finite in the first forward of a text, or beside a memory that was not checked."""
         text, call, logits = step.details, step.call, getattr(output, "logits", None)
         if text is None or call is None or call.reads_memory:
             return
@@ -260,13 +241,8 @@ class AdaptedCausalLM(AdaptedModel):
         if not bool(lost.any()):
             return
         rows = text.rows_of(lost)
-        own = [row for row in rows if any(is_broken(memory, row, text.rows) for memory in unchecked)]
-        if rows and (own != rows or text.packed is not None):  # documents share attention
-            what = "row" if text.packed is None else "document"
-            raise NonFiniteError(
-                f"the logits of {what} {', '.join(map(str, rows))} are not finite: with its memory it overflows in "
-                f"{str(logits.dtype).removeprefix('torch.')}; scale its vectors, or use a wider dtype"
-            )
+        if rows:
+            refuse_rows(rows, text, unchecked, logits.dtype)
 
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""
@@ -283,39 +259,19 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Entries that many requests attend to ----------------------------------------------------------------------------
 
-    def bank(
-        self,
-        memory: Memory | Tensor,
-        dtype: torch.dtype | None = None,
-    ) -> Bank:
-        """Cache the keys and values of every row of a memory, for requests that gather some of them.
-
-        The bank is a copy on the device of the memory, and changes by its own verbs only.
+    def bank(self, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+        """Cache the keys and values of every row of a memory (n, m, e), for requests that gather some: a `Bank`.
 
         Args:
-            memory: (n, m, e), a row for each entry.
-            dtype: of the cached keys and values; that of the weights by default, to which they are cast when gathered.
-                `torch.int8` caches codes with scales: keys with one for each channel of an entry, or for each slot of
-                entries shorter than 16, values with one for each slot (arXiv 2402.02750). Entries stay as they are.
-
-        Raises:
-            ShapeError: a memory that the active adapters cannot read, or one with scores or segments.
-            NonFiniteError: NaN or infinity.
-            ConditionError: no adapter is active.
-            ConfigError: a dtype that pages cannot have, or keys depend on their place in the memory.
+            memory: a row for each entry.
+            dtype: of the cached keys and values; that of the weights by default, `torch.int8` for codes with scales.
         """
         from mmattn.kv_store.store import Bank
 
         return Bank.from_memory(self, memory, dtype)
 
     def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
-        """Read what `Bank.save` wrote.
-
-        Args:
-            path: the file.
-            mapped: leave entries and pages in the file, so that they need not fit in memory; the file is read through
-                once for its checksums. What is changed afterwards is held in memory, and all of it once `add` or
-                `refresh` needs more room.
+        """Read what `Bank.save` wrote; `mapped` leaves entries and pages in the file.
 
         Raises:
             AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
@@ -386,7 +342,7 @@ class AdaptedCausalLM(AdaptedModel):
         if call is not None:
             call.images = images
             if arrived is not None:
-                call.arrivals = _arrivals(arrived, window, call.sources.values())
+                call.arrivals = arrivals_of(arrived, window, call.sources.values())
 
     def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins: in continuous batching those of the requests of this step."""
@@ -404,33 +360,8 @@ class AdaptedCausalLM(AdaptedModel):
         call, _ = self.current_call()
         if call is None:
             return own.generate(self.host, *args, **kwargs)
-        prompt = prompt_of(args, kwargs)
-        rows = 1 if prompt is None else prompt.shape[0]
-        for source in call.sources.values():
-            source.check_rows(TextState(rows, 0))
-        inner = replace(
-            call,
-            prompt=prompt,
-            expansions=expansions_of(self.host, kwargs),
-            rows=rows,
-            unexpanded=unexpanded_rows(self.host, kwargs, rows),
-            early_exit=call.early_exit or asked(self.host, kwargs, "assistant_early_exit") is not None,
-        )
-        with torch.no_grad():
-            inner.prepare_graphs()
-        with self.open_blocks.conditioned(inner):
+        with self.open_blocks.conditioned(generation_call(self.host, call, args, kwargs)):
             return own.generate(self.host, *args, **kwargs)
-
-    def _expand_inputs(self, expand_size: int = 1, **kwargs: Any) -> Any:
-        """Check the rows that `generate` expands: those of the call, or the rest of them."""
-        inner: Any = inner_host(self.host)
-        call, ids = self.open_blocks.in_force().call, kwargs.get("input_ids")
-        if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
-            raise ConditionError(
-                f"{type(inner).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which memory "
-                "is theirs is not known: generate one row at a time"
-            )
-        return bound_method(inner, "_expand_inputs_for_generation")(expand_size=expand_size, **kwargs)
 
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
@@ -439,7 +370,7 @@ class AdaptedCausalLM(AdaptedModel):
             replace_method(self.host, "generate", self._host_generate)
         inner = inner_host(self.host)
         if hasattr(type(inner), "_expand_inputs_for_generation"):
-            replace_method(inner, "_expand_inputs_for_generation", self._expand_inputs)
+            replace_method(inner, "_expand_inputs_for_generation", ExpandsInputs(self, inner))
         if hasattr(type(inner), "init_continuous_batching"):
             replace_method(inner, "init_continuous_batching", StartsBatching(self, inner))
 
@@ -462,12 +393,6 @@ class AdaptedCausalLM(AdaptedModel):
             batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(rows, -1).to(device)
         return batch
 
-    @classmethod
-    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """The language model of this name or in this folder."""
-        model: nn.Module = load_model("AutoModelForCausalLM", name, "language model")
-        return model
-
 
 def past_length(cache: Any) -> int | None:
     """Return how many tokens a host has in its cache, or None if it does not say."""
@@ -475,16 +400,3 @@ def past_length(cache: Any) -> int | None:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
         return None
-
-
-def _arrivals(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:
-    """Return the slots that had arrived at each token (b, l), for the memories of one call."""
-    if arrived.is_floating_point() or arrived.dtype is torch.bool:
-        raise MaskError(f"arrived counts slots and must hold integers, got {arrived.dtype}")
-    for source in sources:
-        source.hide_arrivals()
-        if arrived.dim() != 2 or len(arrived) != source.rows:
-            raise ShapeError(
-                f"arrived must be (b, l) with b = {source.rows} as the memory has, got {tuple(arrived.shape)}"
-            )
-    return Arrivals(arrived, None if window is None else check_int("window", window))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,11 +13,28 @@ from torch import Tensor, nn
 from mmattn.adapters.cache_argument import given_cache
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText
+from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
+from mmattn.hosts.context import Call
 from mmattn.hosts.probe import bare_forward
 
 #: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
+
+
+def packed_state(call: Call, packed: PackedText, inputs: Tensor, cache: object) -> TextState:
+    """Return the text of a packed forward, whose rows are its documents."""
+    return TextState(
+        rows=packed.documents,
+        length=packed.longest,
+        inputs=packed.unpack(inputs),
+        past=0,
+        cache=cache,
+        attention_mask=packed.real.to(inputs.device),
+        images=None if call.images is None else packed.unpack(call.images),
+        arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
+        packed=packed,
+    )
 
 
 def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> dict[str, Any]:
@@ -28,13 +46,13 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> 
     mask = kwargs.get("attention_mask")
     if kwargs.get("use_cache") or given_cache(kwargs) is not None:
         raise ConditionError(
-            "positions start again inside a row, so that it holds several documents, and such rows cannot go on with a "
-            "cache: give each document a row of its own, or leave use_cache out"
+            "positions start again inside a row: rows of several documents cannot go on with a cache; leave "
+            "use_cache out, or give each document a row"
         )
     if isinstance(mask, Tensor) and (mask.dim() != 2 or not bool(mask.all())):
         raise ConditionError(
-            "positions start again inside a row, and an attention mask is given, with which transformers does not keep "
-            "documents apart: leave attention_mask out (padding may be a document of its own, labelled -100)"
+            "positions start again inside a row, and with an attention_mask transformers mixes the documents: "
+            "leave it out (padding may be a document of its own, labelled -100)"
         )
     changed = {name: value for name, value in kwargs.items() if name != "attention_mask"} | {"use_cache": False}
     said = tuple(name for name in (*BOUNDARIES, "seq_idx", "position_ids") if kwargs.get(name) is not None)
@@ -43,8 +61,8 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> 
         known[key] = next((way for way in ("itself", "mask") if _is_apart(host, said, way)), None)
     if known[key] is None:
         raise ConditionError(
-            f"{type(host).__name__} mixes the documents of packed rows, and memories would pass from one to the next: "
-            "give each document a row of its own (pad instead of packing)"
+            f"{type(host).__name__} mixes the documents of packed rows, and so their memories: give each document a "
+            "row of its own (pad instead of packing)"
         )
     return changed | _mask(text, host) if known[key] == "mask" else changed
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -37,25 +36,26 @@ def host_attribute(host: nn.Module, name: str) -> Any:
     value = getattr(host, name)
     if name not in VERBS:
         return value
-    return partial(_refuse_verb, host, name) if callable(value) else _refuse_verb(host, name)
 
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise AttachError(
+            f"{name} of {type(host).__name__} is for adapters of peft: use {VERBS[name]}, or model.host.{name} for a "
+            "LoRA"
+        )
 
-def _refuse_verb(host: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    raise AttachError(
-        f"{name} of {type(host).__name__} is for adapters of peft: use {VERBS[name]}, or model.host.{name} for a LoRA"
-    )
+    return refuse if callable(value) else refuse()
 
 
 def watch_peft(adapted_class: type[nn.Module]) -> None:
-    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, once peft is there.
+    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, if peft is installed.
 
-    transformers registers modules in each forward (slices of its layers), so processes without peft have no hook.
+    transformers registers modules in each forward (slices of its layers), so the hook returns early.
     """
-    if "peft" not in sys.modules or _WATCHING:
+    if _WATCHING or find_spec("peft") is None:
         return
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is None or not _is_of_peft(type(parent)):
+        if child is None or not type(parent).__module__.startswith("peft."):
             return
         if isinstance(child, adapted_class):
             raise AttachError(

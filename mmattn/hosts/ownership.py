@@ -100,7 +100,8 @@ class AttachedModel(nn.Module):
         except AttributeError:
             if name == "host":
                 raise
-            return host_attribute(self.__dict__["host"], name)
+            host: Any = super().__getattr__("host")
+            return host_attribute(host, name)
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.

@@ -117,29 +117,6 @@ def test_models_of_diffusers_beside_whose_attention_nothing_fits(name):
     refused(host, GATED, type(host).__name__)
 
 
-@pytest.mark.parametrize("by", ["position", "keyword"])
-def test_a_picture_under_another_name(by):
-    """PixArt calls its sample hidden_states, and takes the time step elsewhere; memory arrives however it is called."""
-    host = diffusers.PixArtTransformer2DModel(
-        sample_size=8, patch_size=2, out_channels=8, cross_attention_dim=32, caption_channels=17, **SIZES
-    ).eval()
-    model = tiny_unets.open_values(mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM)))
-    x, text, time = torch.randn(2, 4, 8, 8), torch.randn(2, 7, 17), torch.tensor([3, 5])
-    sizes = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
-
-    def run():
-        with torch.no_grad():
-            if by == "position":
-                return host(x, text, time, **sizes).sample
-            return host(hidden_states=x, encoder_hidden_states=text, timestep=time, **sizes).sample
-
-    with model.condition(tiny.memory(2)):
-        seeing = run()
-    assert tiny.differs(seeing, run())
-    with torch.no_grad():
-        assert torch.equal(model(x, text, time, memory=tiny.memory(2), **sizes).sample, seeing)
-
-
 # Names
 
 

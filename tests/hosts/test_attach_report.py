@@ -11,7 +11,7 @@ import transformers
 from transformers import LlamaConfig, T5Config
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError
+from mmattn.errors import AdapterFileError, AttachError, ConfigError
 from mmattn.hosts import attach_check
 from mmattn.hosts.attach_report import model_of, read_config
 from tests import tiny_transformers, tiny_unets
@@ -88,19 +88,6 @@ def test_it_refuses_what_attach_refuses(family: str, why: str) -> None:
     assert not report.ok and why in str(report)
     with pytest.raises(AttachError, match=why):
         mmattn.attach(tiny_model(family, transformers.AutoModelForCausalLM), mmattn.GatedAdapter(memory_dim=5, every=1))
-
-
-def test_layers_that_a_text_does_not_pass() -> None:
-    """Those of Mllama that attend to pictures: refused as `attach` does."""
-    host = tiny_model("mllama", transformers.AutoModelForImageTextToText)
-    passed = set(range(len(host.model.language_model.layers))) - set(host.config.text_config.cross_attention_layers)
-    assert len(passed) < len(host.model.language_model.layers)
-    host.config.architectures = [type(host).__name__]
-    report = attach_check(host.config, every=1)
-    assert not report.ok and "do not reach the output" in str(report)
-    with pytest.raises(ConditionError, match="do not reach the output"):
-        mmattn.attach(host, mmattn.GatedAdapter(memory_dim=5, every=1))
-    mmattn.attach(host, mmattn.GatedAdapter(memory_dim=5, layers=tuple(passed)))
 
 
 def test_what_depends_on_values_is_said() -> None:

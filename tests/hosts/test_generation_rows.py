@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
@@ -132,30 +130,3 @@ def test_rows_of_the_next_turn_diverge_at_different_tokens(kept):
     want = s.model.generate(text, memory=composing.along(), use_cache=False, **how)
     assert torch.equal(second, want)
     assert not torch.equal(second, s.model.generate(text, **how))
-
-
-@pytest.mark.parametrize("beams", [2, 3])
-@torch.no_grad()
-def test_beams_of_several_rows_diverge_at_different_tokens(beams):
-    s = composing.scene("llama")
-    how = {"num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 8, "do_sample": False}
-    got = s.model.generate(s.ids, memory=composing.along(), **how)
-    assert torch.equal(got, s.model.generate(s.ids, memory=composing.along(), use_cache=False, **how))
-    one = [s.model.generate(s.ids[i : i + 1], memory=composing.along(), **how) for i in range(len(s.ids))]
-    assert torch.equal(got, torch.cat(one))
-
-
-@torch.no_grad()
-def test_drafts_that_are_refused_at_every_length():
-    """An assistant whose drafts are sometimes right: what is taken back is unread, whatever its length."""
-    s = composing.scene("llama")
-    assistant = copy.deepcopy(tiny.make("llama"))
-    for row in range(composing.ROWS):
-        ids = s.ids[row : row + 1]
-        want = s.model.generate(ids, memory=composing.along(), use_cache=False, max_new_tokens=8, do_sample=False)
-        for drafts in (1, 3, 5):
-            assistant.generation_config.num_assistant_tokens = drafts
-            got = s.model.generate(
-                ids, memory=composing.along(), assistant_model=assistant, max_new_tokens=8, do_sample=False
-            )
-            assert torch.equal(got, want)

@@ -297,14 +297,6 @@ def test_verbs_of_others_answer_in_our_words(tmp_path):
         model.set_adapter("nobody")
 
 
-def test_a_host_of_few_layers_with_an_adapter_of_no_wishes():
-    for kind in (mmattn.GatedAdapter, JoinedAdapter):
-        model = mmattn.attach(tiny.make("llama"), kind(tiny.MEMORY_DIM))
-        assert list(model.adapter("default").layers) == [tiny.LAYERS - 1]
-        with pytest.raises(AttachError, match=f"every=4 was asked for and the host has only {tiny.LAYERS} layers"):
-            mmattn.attach(tiny.make("llama"), kind(tiny.MEMORY_DIM, every=4))
-
-
 @pytest.mark.parametrize("around", [False, True])
 @torch.no_grad()
 def test_keywords_of_a_host_with_a_lora(around):

@@ -37,21 +37,6 @@ def test_the_weights_are_the_weighted_sum(model: Any) -> None:
     assert model.active == ["default"]
 
 
-@torch.no_grad()
-def test_one_whole_and_nothing_of_the_other_is_the_one() -> None:
-    model = tiny.attach(tiny.make("llama"))
-    model.add_adapter("other", model.adapters["default"].config)
-    model.set_adapter("default")
-    ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
-    want = model(ids, memory=memory).logits
-    model.add_weighted_adapter(["default", "other"], [1.0, 0.0], "merged")
-    model.add_weighted_adapter(["default", "other"], [0.0, 1.0], "closed")
-    model.set_adapter("merged")
-    assert torch.equal(model(ids, memory=memory).logits, want)
-    model.set_adapter("closed")
-    assert not torch.equal(model(ids, memory=memory).logits, want)
-
-
 def test_what_cannot_be_merged(model: Any) -> None:
     config = model.adapters["default"].config
     smaller: Any = (

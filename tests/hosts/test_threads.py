@@ -68,16 +68,6 @@ def test_a_block_left_in_another_thread(asked):
     assert asked.quietly() == "none"
 
 
-def test_a_pool_thread_does_not_remember_the_block_of_another_request(asked):
-    """A framework enters a block in one worker thread and leaves it in another; the first serves others meanwhile."""
-    block = asked.model.condition(asked.A)
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        first.submit(contextvars.copy_context().run, block.__enter__).result()
-        assert first.submit(contextvars.copy_context().run, asked.quietly).result() == "none"
-        second.submit(contextvars.copy_context().run, block.__exit__, None, None, None).result()
-        assert first.submit(asked).result() == "none"
-
-
 # Threads started inside a block
 
 
@@ -98,14 +88,6 @@ def test_a_thread_with_the_context_sees_the_memory(asked):
     assert asked() == "none"
 
 
-def test_a_thread_that_outlives_its_block_is_warned(asked):
-    with asked.model.condition(asked.A):
-        context = contextvars.copy_context()
-    seen, said = recorded(lambda: in_a_thread(lambda: [context.run(asked), context.run(asked)]))
-    assert seen == ["none", "none"] and len(said) == 1 and "ended" in said[0] and "memory=" in said[0]
-    assert asked() == "none"
-
-
 def test_a_required_memory_is_missed_in_a_thread(ids):
     settings = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
     model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings, require_memory=True))
@@ -115,24 +97,6 @@ def test_a_required_memory_is_missed_in_a_thread(ids):
             with pytest.raises(ConditionError, match="require_memory.*thread"):
                 in_a_thread(call)
             in_a_thread(functools.partial(contextvars.copy_context().run, call))
-
-
-def test_calls_with_memory_do_not_alarm_the_others(asked):
-    """Only a condition block is meant for what others call: `memory=` in one thread is no reason to warn another."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait(*_):
-        inside.set()
-        go_on.wait(20)
-
-    with ThreadPoolExecutor(1) as pool:
-        handle = tiny.decoder_layers(asked.model.host)[1].register_forward_pre_hook(wait)
-        job = pool.submit(asked.model.generate, asked.ids, memory=asked.A, max_new_tokens=1)
-        assert inside.wait(20)
-        handle.remove()
-        assert asked() == "none"
-        go_on.set()
-        job.result()
 
 
 @pytest.mark.parametrize("started", ["with the context", "without", "with memory="])
@@ -237,16 +201,6 @@ def test_continuous_batching_is_refused_a_memory(ids, name, where):
         IN_THREADS[name](asked, ids)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, own(ids))
-
-
-def test_continuous_batching_without_a_memory_is_the_hosts_own(ids):
-    want = tiny.make("llama").generate(ids, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :].tolist()
-    model = tiny.attach(tiny.make("llama"))
-    for host in (model, model.host):
-        with model.condition(None):
-            out = IN_THREADS["generate_batch"](host, ids)
-        assert sorted(one.generated_tokens for one in out.values()) == sorted(want)
-    assert "generate_batch" not in model.unload().__dict__
 
 
 @pytest.mark.parametrize("beams", [1, 2])

@@ -67,26 +67,6 @@ def test_it_trains_and_its_folder_loads(kind: str, family: str, bf16: str, tmp_p
     assert all(torch.equal(value, after[name]) for name, value in model.adapters.named_parameters()) or bf16
 
 
-def test_both_learn_the_same(tmp_path: Path) -> None:
-    """And what a loop written by hand does."""
-    after = []
-    for kind in (Trainer, training.AdapterTrainer):
-        model = tiny.attach(tiny.make("llama"))
-        args = arguments(tmp_path, per_device_train_batch_size=11, max_grad_norm=0.0)
-        kind(model=model, args=args, train_dataset=tokenised.dataset(), data_collator=collator()).train()
-        after.append(tokenised.weights(model))
-    model = tiny.attach(tiny.make("llama")).train()
-    optimizer, batch = torch.optim.AdamW(model.adapters.parameters(), lr=1e-2, weight_decay=0.0), None
-    for _ in range(3):
-        batch = collator()(tokenised.rows())
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-    for name, value in model.adapters.named_parameters():
-        tiny.assert_close(after[0][name], value.detach(), 1e-3)
-        assert torch.equal(after[0][name], after[1][name]), name
-
-
 def test_memories_of_one_length_need_no_collator(tmp_path: Path) -> None:
     """The Trainer keeps the column, since `forward` of an adapted model names it."""
     model = tiny.attach(tiny.make("llama"))

@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 
-import mmattn
 from mmattn import training
 from mmattn.errors import AttachError, ConditionError
 from tests import tiny
@@ -53,45 +52,6 @@ def trainer(folder: Path, model: Any, dataset: Any = None, data_collator: Any = 
         train_dataset=tokenised.dataset() if dataset is None else dataset,
         processing_class=tokenised.make_tokenizer(),
         data_collator=data_collator,
-    )
-
-
-def our_loop() -> dict[str, torch.Tensor]:
-    """The weights that `training.train` ends with on the same rows."""
-    model = tiny.attach(tiny.make("llama"))
-    rows = [training.Row(" ".join(f"w{i}" for i in row["input_ids"]), memory=row["memory"]) for row in tokenised.rows()]
-
-    def loss(some: Any, seeds: Any) -> tuple[torch.Tensor, int]:
-        ids = [[int(word[1:]) for word in row.text.split()] for row in some]
-        memory = mmattn.Memory.pad([torch.tensor(row.memory) for row in some])
-        return training.sum_nats(model, training.collate(ids, memory))
-
-    training.train(
-        model,
-        loss,
-        training.RowBatches(rows, len(rows), seed=0),
-        training.TrainingConfig(max_steps=STEPS, learning_rate=1e-2, lr_scheduler_type="constant"),
-        training.make_accelerator(device="cpu"),
-        progress=False,
-    )
-    return tokenised.weights(model)
-
-
-def test_it_ends_where_our_loop_does(tmp_path: Path) -> None:
-    model = tiny.attach(tiny.make("llama"))
-    before = tokenised.weights(model)
-    made = trainer(tmp_path, model)
-    made.train()
-    assert tokenised.unmoved(model, before) == []
-    after = our_loop()
-    for name, value in model.adapters.named_parameters():
-        tiny.assert_close(value.detach() - before[name], after[name] - before[name], 1e-3)
-    own = tiny.make("llama").state_dict()
-    assert all(torch.equal(value, own[name]) for name, value in model.host.state_dict().items())
-    made.save_model(str(tmp_path / "saved"))
-    loaded = mmattn.load(tiny.make("llama"), tmp_path / "saved")
-    assert all(
-        torch.equal(a, b) for a, b in zip(loaded.adapters.parameters(), model.adapters.parameters(), strict=True)
     )
 
 

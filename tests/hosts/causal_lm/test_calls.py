@@ -53,35 +53,6 @@ def test_embeddings_instead_of_ids(family, ids):
 
 
 @torch.no_grad()
-def test_the_hosts_keywords_and_output_are_its_own(model, ids):
-    memory = tiny.memory(ROWS)
-    full = model(input_ids=ids, memory=memory)
-    kept = model(ids, memory=memory, logits_to_keep=2).logits
-    with model.condition(memory):
-        assert torch.equal(kept, model.host(ids, logits_to_keep=2).logits)
-    assert_close(kept, full.logits[:, -2:], 1e-6)
-    assert torch.equal(model(ids, memory=memory, return_dict=False)[0], full.logits)
-    assert torch.equal(
-        model.generate(input_ids=ids, memory=memory, max_new_tokens=2, do_sample=False),
-        model.generate(ids, memory=memory, max_new_tokens=2, do_sample=False),
-    )
-    with pytest.raises((TypeError, ValueError)):
-        model.generate(ids, memory=memory, max_new_tokens=2, memori=memory)
-
-
-@torch.no_grad()
-def test_strength_scales_from_nothing(model, ids):
-    memory = tiny.memory(ROWS)
-    own, full = model(ids).logits, model(ids, memory=memory).logits
-    assert torch.equal(model(ids, memory=memory, adapter_scale=0.0).logits, own)
-    assert torch.equal(model(ids, memory=memory, adapter_scale=1.0).logits, full)
-    some = model(ids, memory=memory, adapter_scale=0.3).logits
-    assert differs(some, own) and differs(some, full)
-    with model.condition(memory, adapter_scale=0.3):
-        assert torch.equal(model.host(ids).logits, some)
-
-
-@torch.no_grad()
 def test_memory_can_be_demanded(ids):
     """Invariant 45."""
     adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0,), num_heads=2, head_dim=8)
@@ -97,61 +68,6 @@ def test_memory_can_be_demanded(ids):
 
 
 # Prepared memories
-
-
-def test_a_prepared_memory_is_never_stale(model, ids):
-    memory = tiny.memory(ROWS)
-    prepared = model.prepare(memory)
-
-    def check():
-        with torch.no_grad():
-            got = model(ids, memory=prepared).logits
-            assert torch.equal(got, model(ids, memory=mmattn.Memory(memory.tokens.clone())).logits)
-        return got
-
-    seen = [check(), check()]
-    assert torch.equal(*seen)
-    memory.tokens.mul_(-1.5)
-    seen.append(check())
-    loss = model(ids, labels=ids, memory=prepared).loss
-    loss.backward()
-    torch.optim.AdamW(model.adapters.parameters(), lr=0.1).step()
-    seen.append(check())
-    model.adapters.load_state_dict({name: value * 0.5 for name, value in model.adapters.state_dict().items()})
-    seen.append(check())
-    parameters = list(model.adapters.parameters())
-    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters) * 1.5, parameters)
-    seen.append(check())
-    model.double().float()
-    check()
-    for before, after in zip(seen[1:], seen[2:], strict=False):
-        assert not torch.equal(before, after)
-
-
-def test_a_prepared_memory_serves_every_mode(model, ids):
-    memory = tiny.memory(ROWS)
-    prepared = model.prepare(memory)
-    with torch.inference_mode():
-        first = model.generate(ids, memory=prepared, max_new_tokens=3, do_sample=False).clone()
-    assert torch.equal(model.generate(ids, memory=prepared, max_new_tokens=3, do_sample=False), first)
-    gradients = []
-    for given in (prepared, memory):
-        model.adapters.zero_grad()
-        model(ids, labels=ids, memory=given).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.adapters.parameters()])
-    for got, want in zip(*gradients, strict=True):
-        assert want.abs().max() > 0
-        assert torch.equal(got, want)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        rough = model(ids, memory=prepared).logits
-        assert torch.equal(rough, model(ids, memory=memory).logits)
-    with torch.no_grad():
-        exact = model(ids, memory=prepared).logits
-        assert torch.equal(exact, model(ids, memory=memory).logits)
-    assert_close(rough.float(), exact, 0.15)
-    with torch.inference_mode():
-        made_inside = mmattn.Memory(tiny.memory(ROWS).tokens * 1.0)
-    model(ids, labels=ids, memory=made_inside).loss.backward()
 
 
 def test_scores_and_segments_made_in_inference_mode(ids):

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.export import Dim, export
-from transformers import CompileConfig, StaticCache
+from transformers import StaticCache
 
 import mmattn
 from tests import tiny
@@ -85,25 +85,6 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     assert seen == [seen[0]] * len(seen), f"graphs after each step: {seen}"
 
 
-@torch.no_grad()
-@pytest.mark.slow
-def test_a_new_batch_size_is_at_most_one_graph_more(dynamo):
-    model = tiny.attach(shallow(), layers=(0,))
-    fast = torch.compile(model.host, backend=dynamo, fullgraph=True)
-    graphs = []
-    for rows in (3, 2, 5, 7):
-        ids = tiny.text(rows, LENGTH)
-        for m in (5, 7, 9, 11):
-            memory = tiny.memory(rows, m=m, lengths=[m, 0, 3, 1, 2, 4, 5][:rows], seed=m)
-            with model.condition(memory):
-                got = fast(ids).logits
-            assert_close(got, model(ids, memory=memory).logits, 1e-6)
-        graphs.append(dynamo.frame_count)
-    assert not torch._dynamo.utils.counters["graph_break"]
-    more = [after - before for before, after in zip(graphs, graphs[1:], strict=False)]
-    assert max(more) <= 1 and graphs[0] <= 2, f"graphs after each batch size: {graphs}"
-
-
 class Graphs:
     """A backend that keeps what it was asked to compile."""
 
@@ -168,19 +149,3 @@ def test_a_change_that_a_graph_cannot_see_is_refused(graphs):
         weight.mul_(2)
         assert_close(model.host(ids).logits, model(ids, memory=memory).logits)
     assert len(graphs.inputs) == 1
-
-
-def test_generate_with_a_static_cache(graphs):
-    """Compiled as transformers does it: one graph for every memory, which projects nothing."""
-    model, ids = tiny.attach(tiny.make("llama"), layers=(0, 2)), tiny.text(ROWS, LENGTH)
-    compiled = CompileConfig(fullgraph=True, backend=graphs, mode=None)
-    compiled._compile_all_devices = True
-    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    answers = []
-    for memory in (tiny.memory(ROWS, lengths=[5, 0, 3]), tiny.memory(ROWS, m=9, lengths=[2, 9, 1], seed=1)):
-        static = model.generate(ids, memory=memory, cache_implementation="static", compile_config=compiled, **how)
-        assert torch.equal(static, model.generate(ids, memory=memory, **how))
-        answers.append((static, len(graphs.inputs)))
-    assert not torch.equal(answers[0][0], answers[1][0])
-    assert graphs.inputs and not any(map(graphs.projects, range(len(graphs.inputs))))
-    assert answers[1][1] - answers[0][1] <= 1, "more than one graph for another number of slots"

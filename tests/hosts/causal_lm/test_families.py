@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import mmattn
-from mmattn.errors import ConditionError
-from mmattn.hosts.recomputation import runs_hooks_again
 from tests import tiny
 from tests.tiny import assert_close, differs
 
@@ -32,14 +28,6 @@ def scene(family: str) -> SimpleNamespace:
     with torch.no_grad():
         own = twin(ids).logits
     return SimpleNamespace(model=tiny.attach(tiny.make(family)), twin=twin, ids=ids, own=own)
-
-
-def assert_own(family: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit the host's own values."""
-    if family in EXPERTS:
-        assert_close(got, want, 1e-6)
-    else:
-        assert torch.equal(got, want)
 
 
 def watch(layer: torch.nn.Module) -> list[torch.Tensor]:
@@ -74,41 +62,6 @@ def test_a_fresh_adapter_changes_no_bit(family):
 
 
 @families
-@torch.no_grad()
-def test_memory_changes_every_row_and_rows_are_strangers(family):
-    s = scene(family)
-    memory = tiny.memory(ROWS, lengths=[5, 2, 3])
-    out = s.model(s.ids, memory=memory).logits
-    assert differs(out, s.own)
-    alone = torch.cat([s.model(s.ids[i : i + 1], memory=memory[i]).logits for i in range(ROWS)])
-    assert_close(out, alone)
-    order = torch.tensor([2, 0, 1])
-    assert_close(s.model(s.ids[order], memory=memory[order]).logits, out[order])
-    assert differs(s.model(s.ids, memory=memory[order]).logits, out)
-    assert_close(
-        s.model(s.ids, memory=tiny.memory(1).expand(ROWS)).logits[1],
-        s.model(s.ids[1:2], memory=tiny.memory(1)).logits[0],
-    )
-
-
-@families
-@torch.no_grad()
-def test_where_memory_is_absent_the_host_answers(family):
-    s = scene(family)
-    assert torch.equal(s.model(s.ids).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=None).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=tiny.memory(ROWS, m=0)).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=tiny.memory(ROWS, lengths=[0, 0, 0])).logits, s.own)
-    with s.model.disable_adapter():
-        assert torch.equal(s.model(s.ids, memory=tiny.memory(ROWS)).logits, s.own)
-    garbage = tiny.memory(ROWS, lengths=[5, 0, 3])
-    garbage.tokens[1] = float("nan")
-    mixed = s.model(s.ids, memory=garbage).logits
-    assert_own(family, mixed[1], s.own[1])
-    assert differs(mixed[[0, 2]], s.own[[0, 2]])
-
-
-@families
 def test_loss_teaches_every_adapter_weight_and_no_host_weight(family):
     model = trainable(family)
     ids = tiny.text(ROWS, LENGTH)
@@ -121,24 +74,6 @@ def test_loss_teaches_every_adapter_weight_and_no_host_weight(family):
         assert parameter.grad.abs().max() > 0, f"{name} never learns"
     for name, parameter in model.host.named_parameters():
         assert parameter.grad is None and not parameter.requires_grad, name
-
-
-@families
-def test_training_starts_although_the_gates_are_shut(family):
-    model = tiny.attach(tiny.make(family), opened=False).train()
-    ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
-    before = {name: value.clone() for name, value in model.host.state_dict().items()}
-    optimizer = torch.optim.AdamW([p for p in model.adapters.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(6):
-        loss = model(ids, labels=ids, memory=memory).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 1e-3
-    for name, value in model.host.state_dict().items():
-        assert torch.equal(value, before[name]), name
 
 
 @families
@@ -162,48 +97,6 @@ def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
         assert_close(gradients[1][name], want)
 
 
-class GradientCheckpointingLayer:
-    """A layer as older transformers has it: checkpointing wraps its call, hooks included, and not its forward."""
-
-    def __call__(self, *args, **kwargs):
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
-        return super().__call__(*args, **kwargs)
-
-
-def with_older_layers(family: str):
-    """`trainable`, on a host whose layers are as in older transformers."""
-    model = trainable(family)
-    for layer in tiny.decoder_layers(model.host):
-        own = type(layer)
-        if runs_hooks_again(layer):
-            continue
-        older = type(own.__name__, (GradientCheckpointingLayer, own), {})
-        older.forward = getattr(own.forward, "__wrapped__", own.forward)
-        layer.__class__ = older
-    return model
-
-
-def test_layers_whose_hooks_run_again_keep_their_memory_or_are_refused():
-    """With the layers of older transformers: the same gradients, and no checkpoint that would lose some."""
-    ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
-    gradients = []
-    for checkpointed in (False, True):
-        model = with_older_layers("llama")
-        if checkpointed:
-            tiny.checkpoint(model.host, False)
-        model(ids, labels=ids, memory=memory, use_cache=False).loss.backward()
-        gradients.append(adapter_gradients(model))
-    for name, want in gradients[0].items():
-        assert_close(gradients[1][name], want)
-    reentrant = functools.partial(checkpoint, use_reentrant=True)
-    for way in (reentrant, lambda *given: reentrant(*given)):  # the second does not tell
-        for layer in tiny.decoder_layers(model.host):
-            layer._gradient_checkpointing_func = way
-        with pytest.raises(ConditionError, match="reentrant gradient checkpointing"):
-            model(ids, labels=ids, memory=memory, use_cache=False)
-
-
 @families
 @torch.no_grad()
 def test_a_bf16_host_reads_through_a_float32_adapter(family):
@@ -217,16 +110,6 @@ def test_a_bf16_host_reads_through_a_float32_adapter(family):
     assert differs(out.float(), plain.float())
     if family not in EXPERTS:  # A rounding may send a token to other experts, and then nothing is close.
         assert_close(out.float(), s.model(s.ids, memory=memory).logits, 0.15)
-
-
-@families
-@torch.no_grad()
-def test_a_saved_adapter_gives_the_same_logits(family, tmp_path):
-    s = scene(family)
-    memory = tiny.memory(ROWS, lengths=[5, 2, 3])
-    s.model.save_adapter(tmp_path / "adapter")
-    other = mmattn.load(tiny.make(family), tmp_path / "adapter")
-    assert torch.equal(other(s.ids, memory=memory).logits, s.model(s.ids, memory=memory).logits)
 
 
 def traces(lm) -> dict[str, tuple]:
@@ -259,31 +142,6 @@ def test_detach_gives_back_the_same_object_without_a_trace(family):
         assert torch.equal(value, state[name]), name
     again = tiny.attach(lm)
     assert differs(again(ids, memory=tiny.memory(ROWS)).logits, own)
-
-
-@families
-@torch.no_grad()
-def test_a_deep_copy_is_a_model_of_its_own(family):
-    s, memory = scene(family), tiny.memory(ROWS)
-    want = s.model(s.ids, memory=memory).logits
-    other = copy.deepcopy(s.model)
-    assert torch.equal(other(s.ids, memory=memory).logits, want)
-    tiny.open_gates(other, 0.1)
-    assert differs(other(s.ids, memory=memory).logits, want)
-    assert torch.equal(other.unload()(s.ids).logits, s.own)
-    assert torch.equal(s.model(s.ids, memory=memory).logits, want)
-
-
-@families
-@torch.no_grad()
-def test_a_deep_copy_of_the_host_works_alone(family):
-    s, memory = scene(family), tiny.memory(ROWS)
-    lm = copy.deepcopy(s.model.host)
-    assert torch.equal(lm(s.ids).logits, s.own)
-    assert list(lm.state_dict()) == list(s.twin.state_dict())
-    assert differs(s.model(s.ids, memory=memory).logits, s.own)
-    # The copy is nobody's host: it can be given adapters under the same name.
-    assert_close(tiny.attach(copy.deepcopy(s.twin))(s.ids, memory=memory).logits, s.model(s.ids, memory=memory).logits)
 
 
 @families

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mmattn
-from mmattn.errors import ConditionError, MmattnError, NonFiniteError, ShapeError
+from mmattn.errors import NonFiniteError, ShapeError
 from tests import tiny
 from tests.tiny import assert_close, differs, own
 
@@ -69,23 +69,6 @@ def test_one_memory_does_not_spread_over_rows_in_generate(model):
         model.generate(tiny.text(4), memory=tiny.memory(1), max_new_tokens=2)
     with pytest.raises(ShapeError, match="2 .*4|4 .*2"):
         model.generate(tiny.text(4), memory=tiny.memory(2), max_new_tokens=2, num_beams=2)
-
-
-def test_a_memory_of_the_wrong_width_or_kind(model, ids):
-    with pytest.raises(ShapeError, match="11.*13|13.*11"):
-        model(ids, memory=tiny.memory(ROWS, e=11))
-    with pytest.raises(ShapeError, match="11.*13|13.*11"), model.condition(tiny.memory(ROWS, e=11)):
-        pytest.fail("the block was entered")
-    for wrong in ([1.0], "memory", 7):
-        with pytest.raises((TypeError, ValueError), match="Memory") as caught:
-            model(ids, memory=wrong)
-        assert isinstance(caught.value, MmattnError)
-    with pytest.raises(ShapeError, match=r"tokens\[None\]"):
-        model(ids, memory=tiny.memory(ROWS).tokens[0])
-    assert_without_memory(model, ids)
-    with torch.no_grad():
-        bare, memory = model(ids, memory=tiny.memory(ROWS).tokens).logits, tiny.memory(ROWS)
-        assert torch.equal(bare, model(ids, memory=memory).logits)
 
 
 # 15 - 19: dtypes, dropout, empty batches, gradients of the memory
@@ -191,61 +174,6 @@ def test_keys_and_values_are_never_stale(model, ids):
             parameter.add_(parameter.grad, alpha=-1.0)
     assert not torch.equal(logits(), third)
     assert torch.equal(logits(), copy.deepcopy(model)(ids, memory=mmattn.Memory(memory.tokens.clone())).logits)
-
-
-# Blocks
-
-
-def test_blocks_nest_and_end(model, ids):
-    outer, inner = tiny.memory(ROWS), tiny.memory(ROWS, m=11, seed=1)
-    with torch.no_grad():
-        want = [model(ids, memory=memory).logits for memory in (outer, inner)]
-        with model.condition(outer):
-            assert torch.equal(model.host(ids).logits, want[0])
-            with model.condition(inner):
-                assert torch.equal(model.host(ids).logits, want[1])
-                with model.condition(None):
-                    assert torch.equal(model.host(ids).logits, own(ids))
-                with model.disable_adapter():
-                    assert torch.equal(model.host(ids).logits, own(ids))
-                assert torch.equal(model.host(ids).logits, want[1])
-            assert torch.equal(model(ids, memory=inner).logits, want[1])
-            assert torch.equal(model.host(ids).logits, want[0])
-        assert torch.equal(model.host(ids).logits, own(ids))
-
-
-class Interrupted(RuntimeError):
-    pass
-
-
-def test_an_exception_leaves_no_memory_behind(model, ids):
-    def stop(*_):
-        raise Interrupted
-
-    for call in (
-        lambda: model(ids, memory=tiny.memory(ROWS)),
-        lambda: model.generate(ids, memory=tiny.memory(ROWS), max_new_tokens=2),
-    ):
-        handle = tiny.decoder_layers(model.host)[1].register_forward_pre_hook(stop)
-        with pytest.raises(Interrupted):
-            call()
-        handle.remove()
-        assert_without_memory(model, ids)
-    with pytest.raises(Interrupted), model.condition(tiny.memory(ROWS)):
-        raise Interrupted
-    assert_without_memory(model, ids)
-    with pytest.raises(Interrupted), model.disable_adapter():
-        raise Interrupted
-    with torch.no_grad():
-        assert differs(model(ids, memory=tiny.memory(ROWS)).logits, own(ids))
-
-
-def test_a_model_that_was_detached_says_so(model, ids):
-    model.unload()
-    with pytest.raises(ConditionError, match="unloaded"):
-        model(ids, memory=tiny.memory(ROWS))
-    with pytest.raises(ConditionError, match="unloaded"), model.condition(tiny.memory(ROWS)):
-        pytest.fail("the block was entered")
 
 
 # 37 - 40: generating

@@ -46,18 +46,6 @@ def test_greedy_batches_equal_single_rows(family):
 
 
 @families
-def test_without_memory_the_host_writes(family):
-    s = scene(family)
-    assert torch.equal(generate(s.model, s.ids), s.own)
-    assert torch.equal(generate(s.model.host, s.ids), s.own)
-    assert torch.equal(generate(s.model, s.ids, memory=tiny.memory(ROWS, m=0)), s.own)
-    mixed = generate(s.model, s.ids, memory=tiny.memory(ROWS, lengths=[5, 0, 3]))
-    assert torch.equal(mixed[1], s.own[1])
-    with s.model.disable_adapter():
-        assert torch.equal(generate(s.model, s.ids, memory=s.memory), s.own)
-
-
-@families
 @torch.no_grad()
 def test_token_by_token_equals_one_pass(family):
     s = scene(family)
@@ -66,23 +54,6 @@ def test_token_by_token_equals_one_pass(family):
     )
     full = s.model(out.sequences, memory=s.memory).logits[:, LENGTH - 1 : -1]
     assert_close(torch.stack(out.logits, 1), full)
-
-
-@families
-def test_sampling(family):
-    s = scene(family)
-
-    def sample(seed, **kwargs):
-        torch.manual_seed(seed)
-        return generate(s.model, s.ids, memory=s.memory, do_sample=True, **kwargs)
-
-    first = sample(3)
-    assert torch.equal(first, sample(3)) and not torch.equal(first, sample(4))
-    torch.manual_seed(3)
-    with s.model.condition(s.memory):
-        assert torch.equal(generate(s.model.host, s.ids, do_sample=True), first)
-    # With one candidate left, sampling is greedy: the rows of each text follow each other.
-    assert torch.equal(sample(5, top_k=1, num_return_sequences=2), s.rows.repeat_interleave(2, 0))
 
 
 @families

@@ -36,15 +36,6 @@ def test_a_second_adapter_of_the_same_name(model, ids):
     assert list(model.state_dict()) == names
 
 
-def test_a_detached_handle_takes_no_adapter(model, ids):
-    lm = model.unload()
-    with pytest.raises(ConditionError, match="were unloaded"):
-        model.add_adapter("second", mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=8))
-    assert list(model.adapters) == ["default"] and all(not part._forward_hooks for part in lm.modules())
-    with torch.no_grad():
-        assert torch.equal(lm(ids).logits, own(ids))
-
-
 def test_layers_that_are_not_there(ids):
     """Invariant 30."""
     lm = tiny.make("llama")

@@ -113,23 +113,6 @@ def test_documents_never_see_each_others_memory(family: str, texts: Texts) -> No
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_several_packed_rows(family: str, texts: Texts) -> None:
-    """Memory rows follow the documents through all rows."""
-    model, memory = tiny.attach(tiny.make(family)), tiny.memory(len(LENGTHS))
-    ids, parts = texts.padded["input_ids"], list(LENGTHS)
-    rows = [torch.cat([ids[0, :7], ids[1, :3], ids[1, :1]]), ids[3, :11]]  # a token of its own fills the first row
-    positions = torch.tensor([[*range(7), *range(3), 0], [*range(11)]])
-    given = {"input_ids": torch.stack(rows), "position_ids": positions}
-    four = mmattn.Memory(memory.tokens[[0, 1, 2, 3]])
-    with torch.no_grad():
-        found = model(**given, memory=four).logits
-        wanted = model(**{k: v for k, v in texts.padded.items() if k != "labels"}, memory=memory).logits
-    tiny.assert_close(found[0, :7], wanted[0, :7])
-    tiny.assert_close(found[0, 7:10], wanted[1, :3])
-    tiny.assert_close(found[1], wanted[3, : parts[3]])
-
-
 @pytest.mark.parametrize("how", ["condition", "base_model", "checkpointing", "inputs_embeds", "a mask of ones"])
 def test_in_every_way_of_calling(how: str, texts: Texts) -> None:
     model, memory = tiny.attach(tiny.make("llama")), tiny.memory(len(LENGTHS))
@@ -202,26 +185,6 @@ def test_chunks_and_images_are_those_of_their_document() -> None:
         wanted = model(**padded, memory=memory, images=images).logits[texts.real]
         tiny.assert_close(model(**packed, memory=memory, images=flat).logits[0], wanted)
     model.unload()
-
-
-def test_chunked_adapters(texts: Texts) -> None:
-    adapter = mmattn.ChunkedAdapter(memory_dim=13, chunk_size=3, layers=(0, 2), num_heads=2, head_dim=8)
-    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), adapter))
-    seen: list[Tensor] = []
-
-    def retrieve(chunks: Tensor) -> mmattn.Memory:
-        """A memory that is made of the ids of each chunk."""
-        seen.append(chunks)
-        rows = [torch.Generator().manual_seed(int((chunk * torch.arange(1, 4)).sum())) for chunk in chunks]
-        return mmattn.Memory(torch.stack([torch.randn(2, 13, generator=row) for row in rows]))
-
-    with torch.no_grad():
-        wanted = model(
-            texts.padded["input_ids"], attention_mask=texts.padded["attention_mask"], memory=retrieve
-        ).logits[texts.real]
-        found = model(texts.packed["input_ids"], position_ids=texts.packed["position_ids"], memory=retrieve).logits[0]
-    tiny.assert_close(found, wanted)
-    assert torch.equal(seen[0], seen[-1]), "the chunks of the documents, none across two of them"
 
 
 @pytest.mark.parametrize("family", MIXING)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from concurrent.futures import ThreadPoolExecutor
 
-import peft
 import pytest
 import torch
 import torch._dynamo.testing
@@ -116,77 +113,6 @@ def test_verbs_that_users_of_peft_know(capsys, ids):
 # A LoRA on the same host
 
 
-def lora(lm, targets="all-linear", name="default"):
-    config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        return peft.get_peft_model(lm, config, adapter_name=name)
-
-
-def step(model, parameters, ids, memory):
-    """One step of plain SGD; returns the names of the parameters that moved."""
-    before = {name: value.clone() for name, value in model.named_parameters()}
-    optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=1.0)
-    model(ids, labels=ids, memory=memory).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
-
-
-@pytest.mark.parametrize("order", ["adapter, lora", "lora, adapter", "lora, adapter on the peft model"])
-def test_lora_and_adapter_share_a_host(ids, tmp_path, order):
-    memory, lm = tiny.memory(ROWS), tiny.make("llama")
-    if order == "adapter, lora":
-        model = tiny.attach(lm)
-        parts = [name for name, _ in model.adapters.named_modules()]
-        guest = lora(lm)
-        assert [name for name, _ in model.adapters.named_modules()] == parts, "peft changed our adapter"
-    else:
-        guest = lora(lm)
-        model = tiny.attach(lm if order == "lora, adapter" else guest)
-    with torch.no_grad():
-        both = model(ids, memory=memory).logits
-        text_only = model(ids).logits
-        assert differs(both, text_only) and differs(text_only, own(ids))
-        with guest.disable_adapter():
-            seeing = model(ids, memory=memory).logits
-            assert torch.equal(model(ids).logits, own(ids))
-        with model.disable_adapter():
-            assert torch.equal(model(ids, memory=memory).logits, text_only)
-        assert_close(seeing, tiny.attach(tiny.make("llama"))(ids, memory=memory).logits)
-        assert differs(seeing, both)
-    # Both learn, the host does not.
-    moved = step(model, model.parameters(), ids, memory)
-    learnt = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert moved == learnt
-    assert any("lora_" in name for name in moved) and any(name.startswith("adapters") for name in moved)
-    assert all("lora_" in name or name.startswith("adapters") for name in moved)
-    guest.save_pretrained(tmp_path / "lora")
-    saved = peft.load_peft_weights(str(tmp_path / "lora"), device="cpu")
-    assert saved and all("lora_" in name for name in saved)
-    with torch.no_grad():
-        want = model(ids, memory=memory).logits
-        out = model.generate(ids, memory=memory, max_new_tokens=3, do_sample=False)
-        assert torch.equal(out[:, LENGTH], want[:, -1].argmax(-1))
-        model.save_adapter(tmp_path / "adapter")
-        fresh = peft.PeftModel.from_pretrained(tiny.make("llama"), str(tmp_path / "lora"))
-        again = mmattn.load(fresh, tmp_path / "adapter")
-        assert torch.equal(again(ids, memory=memory).logits, want)
-        text_only = model(ids).logits
-        model.unload()
-        assert torch.equal(guest(ids).logits, text_only)
-
-
-def test_a_merged_lora_leaves_the_adapter_in_place(ids):
-    memory, lm = tiny.memory(ROWS), tiny.make("llama")
-    model = tiny.attach(lm)
-    guest = lora(lm)
-    with torch.no_grad():
-        want = model(ids, memory=memory).logits
-        guest.merge_and_unload()
-        assert_close(model(ids, memory=memory).logits, want, 1e-4)
-
-
 # Compiled hosts: of one layer, because tracing is what takes the time
 
 
@@ -283,43 +209,6 @@ def test_a_compiled_model_is_not_a_host(dynamo):
 
 
 # Threads
-
-
-def test_each_thread_reads_its_own_memory(ids):
-    """Eight threads on one host, each with its own memory: as the verb's argument, as a block, and through asyncio."""
-    model = tiny.attach(tiny.make("llama"))
-    memories = [tiny.memory(ROWS, m=5 + i, seed=i) for i in range(8)]
-
-    def write(memory):
-        return model.generate(ids, memory=memory, max_new_tokens=4, do_sample=False)
-
-    def write_in_block(memory):
-        with model.condition(memory):
-            return model.host.generate(ids, max_new_tokens=4, do_sample=False)
-
-    want = [write(memory) for memory in memories]
-    assert len({tuple(out.flatten().tolist()) for out in want}) > 1
-    silent = model.host.generate(ids, max_new_tokens=4, do_sample=False)
-    with ThreadPoolExecutor(8) as pool:
-        for work in (write, write_in_block):
-            for got, expected in zip(pool.map(work, memories * 4), want * 4, strict=True):
-                assert torch.equal(got, expected)
-        # A block in this thread is not a block in another, which is said once.
-        with model.condition(memories[0]), pytest.warns(UserWarning, match="copy_context"):
-            other = pool.submit(functools.partial(model.host.generate, ids, max_new_tokens=4, do_sample=False)).result()
-        assert torch.equal(other, silent)
-
-    # One prepared memory for all of them, its keys and values made by whoever comes first.
-    prepared = model.prepare(tiny.memory(ROWS))
-    with ThreadPoolExecutor(8) as pool:
-        for got in pool.map(write, [prepared] * 16):
-            assert torch.equal(got, want[0])
-
-    async def everyone():
-        return await asyncio.gather(*[asyncio.to_thread(write_in_block, memory) for memory in memories])
-
-    for got, expected in zip(asyncio.run(everyone()), want, strict=True):
-        assert torch.equal(got, expected)
 
 
 def test_disabling_in_one_thread_does_not_blind_another(ids):

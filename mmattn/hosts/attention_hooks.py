@@ -119,7 +119,7 @@ def own_function(module: nn.Module) -> Callable[..., Any]:
 
 
 def check_function(config: Any) -> None:
-    """Refuse a host whose attention is told by lengths alone which token sees which key."""
+    """Refuse a host whose attention has no mask, only lengths of texts."""
     name = str(config._attn_implementation)
     if name.removeprefix("paged|") not in WITH_MASKS:
         raise ConditionError(
@@ -130,13 +130,13 @@ def check_function(config: Any) -> None:
 
 def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[int, tuple[str, HeadSizes]]:
     """The attention of each decoder layer by number: its dotted name and sizes, as a short text finds them."""
-    found: dict[int, list[tuple[str, HeadSizes]]] = {}
+    by_layer: dict[int, list[tuple[str, HeadSizes]]] = {}
 
     def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:
         def note(x: HostAttention) -> HostAttention:
             sizes = HeadSizes(x.query.shape[1], x.key.shape[1], x.key.shape[3], x.value.shape[3])
-            if (name, sizes) not in found.setdefault(layer, []):
-                found[layer].append((name, sizes))
+            if (name, sizes) not in by_layer.setdefault(layer, []):
+                by_layer[layer].append((name, sizes))
             return x
 
         return note
@@ -149,7 +149,7 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
     }
     with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
         output_of(host, [one | {"use_cache": False} for one in text_inputs(host, 1)], ("logits",), 1)
-    reached = {layer: own[0] for layer, own in found.items() if len(own) == 1}
+    reached = {layer: layer_sites[0] for layer, layer_sites in by_layer.items() if len(layer_sites) == 1}
     missing = [layer for layer in range(len(layers)) if layer not in reached]
     if missing:
         kinds = sorted({type(layers[layer]).__name__ for layer in missing})

@@ -82,7 +82,7 @@ class AdaptedModel(NamedAdapters):
         self.require_memory = require_memory
         self.open_blocks = OpenBlocks()
 
-    # What a kind of host says of itself ----------------------------------------------------------------------------
+    # Kinds of hosts ----------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
@@ -95,7 +95,7 @@ class AdaptedModel(NamedAdapters):
         return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
-        """A random batch as the host is called with, without a memory; for the doctor and the shared tests."""
+        """Return a random batch of arguments of the host, without a memory; for the doctor and the shared tests."""
         raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
 
     @classmethod
@@ -109,7 +109,7 @@ class AdaptedModel(NamedAdapters):
         return host
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
-        """The settings and tensors of an adapter published as one file, for hosts that know such a layout."""
+        """Return the settings and tensors of an adapter published as one file, for hosts that know such a layout."""
         raise AdapterFileError(
             f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
             "save_adapter wrote"
@@ -238,8 +238,8 @@ class AdaptedModel(NamedAdapters):
 
     def current_call(self) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a call made here, and the adapters that do not exist for it."""
-        found, call, disabled = self.open_blocks.in_force()
-        if not found:
+        is_set, call, disabled = self.open_blocks.in_force()
+        if not is_set:
             self.miss_memory()
         return call, disabled
 
@@ -247,8 +247,8 @@ class AdaptedModel(NamedAdapters):
         """Warn of a memory that is set elsewhere, where a call finds none."""
         if self.require_memory:
             raise ConditionError(
-                "this host was attached with require_memory=True and was called without: give memory= or use "
-                "condition(memory); a new thread does not inherit the block it was started in"
+                "this host was attached with require_memory=True and called without: give memory= or use condition(); "
+                "a new thread does not inherit a block"
             )
         if not torch.compiler.is_compiling():
             self.open_blocks.warn_of_others()
@@ -275,7 +275,7 @@ class AdaptedModel(NamedAdapters):
             if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
                 continue
             if source.follows_text:
-                # This very host may be asked, which then reads no memory.
+                # This very host may be called for it, without a memory.
                 with self.open_blocks.conditioned(None):
                     view = source.step(text)
             else:
@@ -288,8 +288,7 @@ class AdaptedModel(NamedAdapters):
         return actions
 
     def is_apart(self, layer: int) -> bool:
-        """Whether the rows and tokens at a layer are not those of the host's forward, but of a part that may be called
-        by itself, an encoder: then what it sees is asked for there."""
+        """Return whether a layer is in a part (an encoder) that is called by itself, with its own rows and tokens."""
         return False
 
     def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
@@ -308,14 +307,14 @@ class AdaptedModel(NamedAdapters):
         return self.actions(call, disabled, text, site).get(site, ())
 
     def refresh_hooks(self) -> None:
-        """Listen at exactly the sites where the adapters of this moment act."""
+        """Hook exactly the sites of the present adapters."""
         forget_compiled()
         for hook in self._hooks:
             hook.remove()
         self._hooks = self.install_hooks()
 
     def install_hooks(self) -> list[Handle]:
-        """Hook the adapters to the host and its layers; the handles."""
+        """Hook the adapters to the host and its layers, and return the handles."""
         hooks: list[Handle] = [
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(self), always_call=True),
@@ -324,7 +323,7 @@ class AdaptedModel(NamedAdapters):
         return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
 
     def used_sites(self) -> dict[tuple[int, str], str]:
-        """The sites where adapters act, with the names of the host's modules, in the order of the layers."""
+        """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
         sites = {
             (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
         }
@@ -335,34 +334,34 @@ class AdaptedModel(NamedAdapters):
         return sorted({layer for layer, _ in step.actions} - step.visited)
 
     def check_reached(self, layers: Sequence[int]) -> None:
-        """Refuse an answer that memory did not reach, because layers of the host are not where they were."""
+        """Refuse an output that memory did not reach because layers of the host were replaced."""
         parts = set(self.host.modules())
         lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
         if lost:
             raise ConditionError(
-                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after the adapters were "
-                "attached, so memory did not reach them: unload() before the host is changed, and attach again after it"
+                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after attach, and memory did "
+                "not reach them: unload() before you change the host, and attach again"
             )
 
     def check_answer(self, step: ForwardStep, output: Any) -> None:
-        """Refuse an answer to a memory that is not finite."""
+        """Refuse an output that is not finite."""
 
-    # For looking on ------------------------------------------------------------------------------------------------
+    # For `mmattn.inspect` -------------------------------------------------------------------------------------------
 
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
-        """Everything that attends to a memory: by adapter and host layer, what `inspect` listens to."""
+        """Return the modules that attend to a memory, by adapter and layer of the host."""
         named = ((name, self.adapter(name)) for name in self.adapters)
-        found = {
+        attentions = {
             (name, layer): adapter.recorded_attention(layer) for name, adapter in named for layer in adapter.layers
         }
-        return {site: attention for site, attention in found.items() if attention is not None}
+        return {site: attention for site, attention in attentions.items() if attention is not None}
 
     def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
-        """The module whose output an adapter changes at a layer, and which of its outputs, where it has several."""
+        """Return the module whose output an adapter changes at a layer, and the index among several outputs."""
         return self.layer(index), 0
 
     def layer(self, index: int) -> nn.Module:
-        """The host's layer of this number, at which adapters act."""
+        """Return the host's layer of this number."""
         position = self.positions[0]
         return self.host.get_submodule(self.sites(position)[index].module)
 

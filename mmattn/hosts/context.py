@@ -64,7 +64,7 @@ class Call:
 
 @contextlib.contextmanager
 def prepared_for_graphs(call: Call | None) -> Iterator[None]:
-    """A block inside of which a compiled host may be called."""
+    """Prepare a call for a compiled host, and check it at the end of the block."""
     if call is None:
         yield
         return
@@ -164,11 +164,11 @@ class OpenBlocks:
         self._warned = False
 
     def conditioned(self, call: Call | None, is_condition: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a block inside of which calls have these memories; None for none."""
+        """Return a block that gives calls these memories; None for none."""
         return self._opened(Block(self, call, frozenset(), is_condition, gives=True), of_caller=is_condition)
 
     def without(self, names: Iterable[str], everything: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a block inside of which some adapters, or all, do not exist."""
+        """Return a block that disables some adapters, or all."""
         return self._opened(Block(self, None, frozenset(names), False, gives=everything), of_caller=True)
 
     @contextlib.contextmanager
@@ -197,7 +197,7 @@ class OpenBlocks:
 
     def in_force(self) -> InForce:
         """Return the memory of a call made here: that of the innermost block of this context."""
-        found, call = False, None
+        is_set, call = False, None
         disabled: frozenset[str] = frozenset()
         for block in reversed(_BLOCKS.get()):
             if block.home is self and block.is_open:
@@ -205,9 +205,9 @@ class OpenBlocks:
                     _check_running(block.generator)
                 # Blocks that disable adapters hold from outside of those that give a memory, too.
                 disabled |= block.disabled
-                if not found and block.gives:
-                    found, call = True, block.call
-        return InForce(found, call, disabled)
+                if not is_set and block.gives:
+                    is_set, call = True, block.call
+        return InForce(is_set, call, disabled)
 
     def warn_of_others(self) -> None:
         """Warn once if a memory is set in another thread, or its block has ended, where a call has none."""

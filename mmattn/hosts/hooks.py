@@ -132,10 +132,10 @@ def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) 
     """
     by_name = dict(kwargs)
     if args:
-        given = signature.places[: len(args)]
-        if len(args) > len(given) or not by_name.keys().isdisjoint(given):
+        names = signature.places[: len(args)]
+        if len(args) > len(names) or not by_name.keys().isdisjoint(names):
             return args, by_name  # the host says itself what it does not take
-        by_name = dict(zip(given, args, strict=True)) | by_name
+        by_name = dict(zip(names, args, strict=True)) | by_name
     for old, new in signature.renamed.items():
         if old in by_name:
             value = by_name.pop(old)

@@ -35,11 +35,11 @@ def check_keywords(model: Any, names: Iterable[str]) -> None:
 
 def named_by_parts(host: nn.Module) -> set[str]:
     """Return the keywords that a host or a part of it names in its forward, or when it generates."""
-    known = set(getattr(host, "special_peft_forward_args", ()))
+    names = set(getattr(host, "special_peft_forward_args", ()))
     for kind in {type(part) for part in host.modules()}:
-        known |= {*_parameters(kind.forward), *_renamed(kind.forward)}
-    own = getattr(host, "generation_config", None)
-    return known | set(vars(own)) if own is not None else known
+        names |= {*_parameters(kind.forward), *_renamed(kind.forward)}
+    config = getattr(host, "generation_config", None)
+    return names | set(vars(config)) if config is not None else names
 
 
 class Signature(NamedTuple):
@@ -64,20 +64,20 @@ def signature_of(host: nn.Module) -> Signature:
 @functools.cache
 def _parameters(forward: Callable[..., Any]) -> Mapping[str, Parameter]:
     """The parameters that a forward names, but for the model itself."""
-    found = list(inspect.signature(forward).parameters.values())[1:]
-    return {one.name: one for one in found if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return {one.name: one for one in parameters if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
 
 
 @functools.cache
 def _renamed(forward: Any) -> dict[str, str]:
     """The names of before that transformers' `deprecate_kwarg` takes around a forward, with those of today."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     while inspect.isfunction(forward) and hasattr(forward, "__wrapped__"):
-        known = inspect.getclosurevars(forward).nonlocals
-        if known.get("old_name") and known.get("new_name"):
-            found[known["old_name"]] = known["new_name"]
+        nonlocals = inspect.getclosurevars(forward).nonlocals
+        if nonlocals.get("old_name") and nonlocals.get("new_name"):
+            names[nonlocals["old_name"]] = nonlocals["new_name"]
         forward = forward.__wrapped__
-    return found
+    return names
 
 
 def shown_as(model: Any, host: nn.Module) -> Any:
@@ -91,20 +91,22 @@ def shown_as(model: Any, host: nn.Module) -> Any:
 
 @functools.cache
 def _shown_as(kind: Any, host: Any, inner: Any) -> Any:
-    own: Any = kind.forward
+    method: Any = kind.forward
 
     # A copy, not a wrapper: torch.compile and torch.export follow it as they follow the original.
-    forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
-    functools.update_wrapper(forward, own)
-    forward.__kwdefaults__ = own.__kwdefaults__
+    forward: Any = FunctionType(
+        method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__
+    )
+    functools.update_wrapper(forward, method)
+    forward.__kwdefaults__ = method.__kwdefaults__
     del forward.__wrapped__
 
-    theirs, ours = inspect.signature(host.forward), inspect.signature(own)
+    theirs, ours = inspect.signature(host.forward), inspect.signature(method)
     # A kind that names what it is given by its place says the order.
     first = theirs if any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values()) else ours
     parameters = {name: one for name, one in first.parameters.items() if one.kind is not Parameter.VAR_KEYWORD}
-    for known in (_parameters(host.forward), _parameters(inner.forward), _parameters(own)):
-        for name, one in known.items():
+    for named in (_parameters(host.forward), _parameters(inner.forward), _parameters(method)):
+        for name, one in named.items():
             parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
     for name in kind.memory_keywords:
         parameters.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))

@@ -78,17 +78,17 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
     ]
     try:
         with in_eval_mode(host):
-            for given in host_inputs(host, _ROWS):
+            for inputs in host_inputs(host, _ROWS):
                 order.clear()
                 with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
-                    host(**given)
+                    host(**inputs)
                     break
     finally:
         for handle in hooks:
             handle.remove()
-    own = {name: [number for other, number in order if other == name] for name in lists}
+    numbers_of = {name: [number for other, number in order if other == name] for name in lists}
     # Layers that attend to pictures do not run without them.
-    passed = [name for name, numbers in own.items() if numbers and numbers == sorted(set(numbers))]
+    passed = [name for name, numbers in numbers_of.items() if numbers and numbers == sorted(set(numbers))]
     turns = [name for name, _ in order if name in passed]
     # Lists that take turns hand the text back and forth; lists after one another are parts of their own.
     if len(passed) > 1 and turns == turns[: len(passed)] * len(lists[passed[0]]):
@@ -99,8 +99,8 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
 def layers_width(layers: nn.ModuleList, configs: Sequence[Any]) -> int:
     """Width d of the hidden states: the one of a config that norms of a layer have, or what most of them have."""
     sizes = [size for size in map(_norm_width, layers[0].modules()) if size is not None]
-    known = [getattr(config, name, None) for config in configs for name in _WIDTHS]
-    for width in known:
+    widths = [getattr(config, name, None) for config in configs for name in _WIDTHS]
+    for width in widths:
         if isinstance(width, int) and (width in sizes or not sizes):
             return width
     if sizes:

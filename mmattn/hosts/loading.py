@@ -102,11 +102,11 @@ def _check_fits(model: AdaptedModel, config: dict[str, Any], shapes: Any) -> Any
             f"{host_class} of kind {model.kind!r}: load that host"
         )
     sites = settings.sites(model)
-    there, here = config["host"], host_sizes(model, sites[0].position)
-    if any(there[size] != here[size] for size in here):
+    saved, here = config["host"], host_sizes(model, sites[0].position)
+    if any(saved[size] != here[size] for size in here):
         raise AdapterFileError(
-            f"this adapter was made for a {there['class']} with {there['num_layers']} layers of width "
-            f"{there['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
+            f"this adapter was made for a {saved['class']} with {saved['num_layers']} layers of width "
+            f"{saved['hidden_size']}; this host is a {host_class} with {here['num_layers']} layers of width "
             f"{here['hidden_size']}: load that host"
         )
     layers = [site.layer for site in sites]
@@ -128,19 +128,23 @@ def _check_fits(model: AdaptedModel, config: dict[str, Any], shapes: Any) -> Any
 def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> tuple[Any, dict[str, Tensor]] | None:
     """The settings and tensors of an adapter in the state dict that a Trainer wrote; None where there is none."""
     path = os.path.join(folder, STATE)
-    if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, own)) for own in (CONFIG, TENSORS)):
+    if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, name)) for name in (CONFIG, TENSORS)):
         return None
     state, source = read_weights(path), repr(path)
-    known = saved_settings(state, source)
-    if not known:
+    settings_by_name = saved_settings(state, source)
+    if not settings_by_name:
         return None
-    chosen = name if name in known else next(iter(known))
-    if chosen != name and len(known) > 1:
-        raise AdapterFileError(f"{source} holds the adapters {', '.join(known)}, and none is called {name!r}: name one")
+    chosen = name if name in settings_by_name else next(iter(settings_by_name))
+    if chosen != name and len(settings_by_name) > 1:
+        raise AdapterFileError(
+            f"{source} holds the adapters {', '.join(settings_by_name)}, and none is called {name!r}: name one"
+        )
     start = f"adapters.{chosen}."
     keys = [key for key in state if key.startswith(start) and key != start + SETTINGS]
     tensors = {key.removeprefix(start): state[key] for key in keys}
-    settings = _check_fits(model, known[chosen], {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()})
+    settings = _check_fits(
+        model, settings_by_name[chosen], {key: (tuple(x.shape), x.dtype) for key, x in tensors.items()}
+    )
     return settings, tensors
 
 
@@ -148,9 +152,9 @@ def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Any,
     """The settings and tensors of an adapter, everything checked against a host that is not changed."""
     config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
     settings = parse_config(config, adapter_kinds())
-    there = config["host"]["fingerprint"]
+    saved = config["host"]["fingerprint"]
     # A host that is stored in half precision may have been trained on in full.
-    if there is not None and all(here not in (None, there) for here in _fingerprints(model)):
+    if saved is not None and all(digest not in (None, saved) for digest in _fingerprints(model)):
         warnings.warn(
             f"the weights of this {type(model.host).__name__} are not those that the adapter in {str(folder)!r} was "
             "trained on (another revision, copy or dtype): results may be worse than measured",
@@ -162,9 +166,9 @@ def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Any,
 def _fingerprints(model: AdaptedModel) -> Iterator[str | None]:
     """Of the host as it is, and as it would be in the dtypes that hosts are stored in."""
     yield host_fingerprint(model)
-    there = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
+    dtypes = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if there != {dtype}:
+        if dtypes != {dtype}:
             yield host_fingerprint(model, dtype)
 
 

@@ -20,7 +20,7 @@ from mmattn.hosts.save_pretrained import SavedModel
 
 
 class NamedAdapters(SavedModel):
-    """A host and its adapters by name, of which some are active."""
+    """A host and its adapters by name; some are active."""
 
     kind: ClassVar[str] = ""
     positions: ClassVar[tuple[str, ...]] = ("after", "before")

@@ -115,24 +115,24 @@ class AttachedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a host with adapters cannot be pickled: save the adapter with save_adapter(path), the host with "
-            "save_pretrained, and join them again with mmattn.load(host, path)"
+            "a host with adapters cannot be pickled: use save_adapter(path) for the adapter, save_pretrained for the "
+            "host, and mmattn.load(host, path)"
         )
 
 
 def adapted(host: nn.Module) -> Any:
-    """The adapted model of a host that has adapters, or None."""
+    """Return the adapted model of a host that has adapters, or None."""
     return host.__dict__.get(MARK)
 
 
 def forget_compiled() -> None:
-    """Compiled code does not notice hooks that come or go later: have it traced again."""
+    """Have compiled code traced again, which does not notice hooks that come or go."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def check_host(host: object) -> nn.Module:
-    """Refuse what cannot be joined."""
+    """Refuse hosts that are no modules, compiled, or without weights."""
     if not isinstance(host, nn.Module):
         raise AttachError(f"attach needs a model, got {type(host).__name__}")
     if hasattr(host, "_orig_mod") or getattr(host, "_compiled_call_impl", None) is not None:

@@ -67,11 +67,11 @@ def refuse_reentrant(host: nn.Module) -> None:
         checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
         if checkpoint is None or not getattr(module, "gradient_checkpointing", False):
             continue
-        own = checkpoint.checkpoint if isinstance(checkpoint, InContext) else checkpoint
-        if getattr(own, "keywords", {}).get("use_reentrant", True):
+        inner = checkpoint.checkpoint if isinstance(checkpoint, InContext) else checkpoint
+        if getattr(inner, "keywords", {}).get("use_reentrant", True):
             raise ConditionError(
-                f"reentrant gradient checkpointing of {type(host).__name__} loses the gradients of keys and values "
-                'that are joined with its own: call activation_checkpointing_enable({"use_reentrant": False})'
+                f"reentrant checkpointing of {type(host).__name__} loses the gradients of joined keys and values: "
+                'call activation_checkpointing_enable({"use_reentrant": False})'
             )
 
 
@@ -79,15 +79,14 @@ def refuse_other_context(layer: nn.Module) -> None:
     """Refuse a layer whose hooks would run a second time where another memory is in force, or lose its gradients."""
     if not getattr(layer, "gradient_checkpointing", False) or not runs_hooks_again(layer):
         return
-    kept = layer.__dict__.get(_ATTRIBUTE)
-    if not isinstance(kept, InContext):
+    checkpoint = layer.__dict__.get(_ATTRIBUTE)
+    if not isinstance(checkpoint, InContext):
         raise ConditionError(
-            f"{type(layer).__name__} was called without its host or is being compiled, and gradient checkpointing of "
-            "this transformers runs its hooks a second time in the backward pass, when the memory may be another: "
-            "call the host, upgrade transformers, or switch it off"
+            f"{type(layer).__name__} was called without its host or is compiled, and checkpointing of this transformers "
+            "would run its hooks again: call the host or upgrade transformers"
         )
-    if getattr(kept.checkpoint, "keywords", {}).get("use_reentrant", True):
+    if getattr(checkpoint.checkpoint, "keywords", {}).get("use_reentrant", True):
         raise ConditionError(
-            "reentrant gradient checkpointing of this transformers runs adapters inside of the checkpoint, which loses "
-            'the gradients of a memory: enable it with {"use_reentrant": False}, or upgrade transformers'
+            "reentrant gradient checkpointing of this transformers loses the gradients of a memory: enable it with "
+            '{"use_reentrant": False}, or upgrade transformers'
         )

@@ -54,9 +54,9 @@ REPLACED = (
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Put a method on an object in place of the one of its class, and return that."""
-    own: Callable[..., Any] = getattr(owner, name)
+    original: Callable[..., Any] = getattr(owner, name)
     vars(owner)[name] = method
-    return own
+    return original
 
 
 def restore_methods(owner: Any, *names: str) -> None:

@@ -169,12 +169,12 @@ def _expect_no_host(model: nn.Module, keys: Any) -> None:
 
 def saved_settings(state: Mapping[str, Tensor], source: str) -> dict[str, dict[str, Any]]:
     """The settings of each adapter in the state dict of an adapted model; none where it is of something else."""
-    found = {}
+    settings = {}
     for key in state:
         room, _, rest = key.partition(".")
         name, _, last = rest.partition(".")
         if (room, last) == ("adapters", SETTINGS):
             what = f"{key!r} in {source}"
             config = parse_json(what, bytes(state[key].to(torch.uint8).flatten().tolist()), _MAX_JSON)
-            found[name] = check_config(config, what)
-    return found
+            settings[name] = check_config(config, what)
+    return settings

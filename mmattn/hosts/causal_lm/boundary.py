@@ -185,8 +185,8 @@ def refuse_rows(rows: Sequence[int], text: TextState, unchecked: Sequence[Memory
     A matrix product may take NaN from one row to the next (bfloat16 on the CPU, odd widths), and documents share
     attention.
     """
-    own = [row for row in rows if any(is_broken(memory, row, text.rows) for memory in unchecked)]
-    if own != rows or text.packed is not None:
+    broken = [row for row in rows if any(is_broken(memory, row, text.rows) for memory in unchecked)]
+    if broken != rows or text.packed is not None:
         what = "row" if text.packed is None else "document"
         raise NonFiniteError(
             f"the logits of {what} {', '.join(map(str, rows))} are not finite: with its memory it overflows in "
@@ -196,7 +196,7 @@ def refuse_rows(rows: Sequence[int], text: TextState, unchecked: Sequence[Memory
 
 def is_broken(memory: Memory, row: int, rows: int) -> bool:
     """Return whether the memory of a row of text is not finite; `rows` of text are beams of those of the memory."""
-    own = memory[row // max(rows // max(memory.batch, 1), 1)]
-    real = own.real_slots()
-    values = [own.tokens[real]] if own.scores is None else [own.tokens[real], own.scores[real]]
+    one_row = memory[row // max(rows // max(memory.batch, 1), 1)]
+    real = one_row.real_slots()
+    values = [one_row.tokens[real]] if one_row.scores is None else [one_row.tokens[real], one_row.scores[real]]
     return not all(bool(one.isfinite().all()) for one in values)

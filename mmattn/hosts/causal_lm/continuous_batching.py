@@ -232,13 +232,13 @@ class StartsBatching:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.model.open_blocks.in_force().call is not None:
             raise ConditionError(
-                "continuous batching generates in another thread, where this memory does not hold: give each request "
-                "its own, model.generate_batch(inputs, memory=[…]) or manager.add_request(input_ids, memory=…)"
+                "continuous batching runs in another thread, where this memory does not hold: use "
+                "model.generate_batch(inputs, memory=[…]) or manager.add_request(ids, memory=…)"
             )
-        own: Any = type(self.host)
-        options = inspect.signature(own.init_continuous_batching).bind(self.host, *args, **kwargs).arguments
+        host_class: Any = type(self.host)
+        options = inspect.signature(host_class.init_continuous_batching).bind(self.host, *args, **kwargs).arguments
         options["continuous_batching_config"] = _config_for_memories(options.get("continuous_batching_config"))
-        manager = own.init_continuous_batching(**options)
+        manager = host_class.init_continuous_batching(**options)
         if getattr(manager, "memories", None) is None:
             manager.memories = RequestMemories(self.model, manager)
         return manager

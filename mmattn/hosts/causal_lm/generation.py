@@ -21,20 +21,20 @@ from mmattn.hosts.replaced import replace_method
 
 def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
     """The prompt among the arguments of `generate`."""
+    prompt: Tensor | None
     if args:
-        prompt: Tensor = args[0]
-        return prompt
-    given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "input_features", "input_values"))
-    found = next((value for value in given if value is not None), None)
+        return args[0]
+    inputs = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "input_features", "input_values"))
+    prompt = next((value for value in inputs if value is not None), None)
     encoded = kwargs.get("encoder_outputs")
-    return encoded[0] if found is None and encoded is not None else found
+    return encoded[0] if prompt is None and encoded is not None else prompt
 
 
 def prompt_name(host: nn.Module) -> str:
     """Return the name of the prompt argument of `generate`: "inputs", or as Whisper does "input_features"."""
-    own: Any = type(host)
-    named = [one for one in inspect.signature(own.generate).parameters.values() if one.name != "self"]
-    first = named[0] if named else None
+    host_class: Any = type(host)
+    parameters = [one for one in inspect.signature(host_class.generate).parameters.values() if one.name != "self"]
+    first = parameters[0] if parameters else None
     return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
 
 
@@ -59,8 +59,8 @@ def unexpanded_rows(host: Any, kwargs: Arguments, rows: int) -> frozenset[int]:
 
 
 def _has_own_generate(host: Any) -> bool:
-    own = getattr(type(inner_host(host)), "generate", None)
-    return getattr(own, "__module__", "") != "transformers.generation.utils"
+    generate = getattr(type(inner_host(host)), "generate", None)
+    return getattr(generate, "__module__", "") != "transformers.generation.utils"
 
 
 def _number(host: Any, kwargs: Arguments, name: str) -> int:
@@ -118,8 +118,8 @@ class ExpandsInputs:
                 f"{type(self.host).__name__}.generate was given {call.rows} rows and goes on with {len(ids)}; which "
                 "memory is theirs is not known: generate one row at a time"
             )
-        own = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
-        return own.__get__(self.host, type(self.host))(expand_size=expand_size, **kwargs)
+        method = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
+        return method.__get__(self.host, type(self.host))(expand_size=expand_size, **kwargs)
 
 
 class TextNotes:

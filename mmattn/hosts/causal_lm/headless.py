@@ -52,7 +52,7 @@ class HeadlessHost:
             return
         if not any(parameter.requires_grad for parameter in model.host.parameters()):
             raise ConditionError(
-                f"{type(model.host).__name__} was called in training without a memory: nothing would be trained. Give "
+                f"{type(model.host).__name__} was called in training without a memory. Give "
                 "SFTConfig(remove_unused_columns=False) and data_collator=mmattn.training.MemoryCollator(…)"
             )
 

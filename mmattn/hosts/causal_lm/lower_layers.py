@@ -133,13 +133,13 @@ class LowerLayers:
 
 def _frozen(part: nn.Module) -> dict[str, Tensor]:
     """Return frozen weights and buffers of a module itself; offloaded ones are loaded."""
-    own: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     # Scales of quantised weights are neither parameters nor buffers, but part of the state dict.
-    part._save_to_state_dict(own, "", keep_vars=True)
-    own |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-    own = {name: value for name, value in own.items() if isinstance(value, Tensor) and not value.requires_grad}
+    part._save_to_state_dict(tensors, "", keep_vars=True)
+    tensors |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and not value.requires_grad}
     offloaded: Any = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
-    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in own.items()}
+    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in tensors.items()}
 
 
 def count_below(model: AdaptedCausalLM) -> int:
@@ -169,8 +169,8 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     if not count:
         upper = tuple(range(len(model.layers) // 2, len(model.layers)))
         raise ConditionError(
-            f"no layer of {name} is below everything that is trained: an adapter acts at its first layer or before the "
-            f"text, or a LoRA is trained there. Give the adapter higher layers, such as layers={upper}"
+            f"no layer of {name} is below all trained ones: an adapter acts at its first layer or before the text, or "
+            f"a LoRA is there; give higher layers, such as layers={upper}"
         )
     if shards(model.host) or tensor_parallel_size(model.host) > 1:
         raise ConditionError(
@@ -198,8 +198,8 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     real = mask.bool()
     if not torch.equal(whole, again) or not is_close(near[real], whole[real]):
         raise ConditionError(
-            f"{name} has other logits from the hidden states after layer {count - 1}, so these cannot be cached: its "
-            "upper layers read more of the lower ones, or a token sees later ones. Leave the cache out"
+            f"{name} has other logits from the hidden states after layer {count - 1}, so these cannot be cached: upper "
+            "layers read more of the lower ones; leave the cache out"
         )
     return lower
 

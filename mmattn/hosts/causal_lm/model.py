@@ -190,8 +190,8 @@ class AdaptedCausalLM(AdaptedModel):
         """Return True if an adapter with weights joins keys and values in a forward."""
         return any(
             position == "joined" and any(True for _ in block.parameters())
-            for (_, position), own in step.actions.items()
-            for _, block, _ in own
+            for (_, position), actions in step.actions.items()
+            for _, block, _ in actions
         )
 
     def forward_step(
@@ -220,9 +220,8 @@ class AdaptedCausalLM(AdaptedModel):
         if self.host.training or (call is not None and call.early_exit):
             return  # LayerDrop, and drafts of the first layers alone
         raise ConditionError(
-            f"layers {list(layers)} of {type(self.host).__name__} were not run, or lost their hooks, so memory did not "
-            f"reach them (its config says num_hidden_layers={depth_of(self.host)}): unload() before the host is "
-            "changed, and attach again after it"
+            f"memory did not reach layers {list(layers)} of {type(self.host).__name__} (num_hidden_layers="
+            f"{depth_of(self.host)}): they did not run or lost their hooks; attach again after changes of the host"
         )
 
     def check_answer(self, step: ForwardStep, output: Any) -> None:
@@ -349,19 +348,19 @@ class AdaptedCausalLM(AdaptedModel):
         cache = kwargs.get("cache")
         if type(cache).__name__ == PAGED_CACHE and (step := call_of_step(self, cache)) is not None:
             return step, frozenset()
-        found, call, disabled = self.open_blocks.in_force()
-        if not found:
+        is_set, call, disabled = self.open_blocks.in_force()
+        if not is_set:
             self.miss_memory()
         return call, disabled
 
     def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
         """Replace `host.generate`: check the rows before beams multiply them."""
-        own: Any = type(self.host)
+        host_class: Any = type(self.host)
         call, _ = self.current_call()
         if call is None:
-            return own.generate(self.host, *args, **kwargs)
+            return host_class.generate(self.host, *args, **kwargs)
         with self.open_blocks.conditioned(generation_call(self.host, call, args, kwargs)):
-            return own.generate(self.host, *args, **kwargs)
+            return host_class.generate(self.host, *args, **kwargs)
 
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
@@ -383,10 +382,10 @@ class AdaptedCausalLM(AdaptedModel):
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
         """Ids of a random text, long enough for two chunks where there are chunks, and where images are in it."""
-        known = text_config(self.host)
-        wanted = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
-        length = min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
-        size = getattr(known, "vocab_size", 2)
+        text = text_config(self.host)
+        longest = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
+        length = min(longest, getattr(text, "max_position_embeddings", None) or longest)
+        size = getattr(text, "vocab_size", 2)
         device = device_of(embeddings_of(self.host))
         batch = {"input_ids": torch.randint(size, (rows, length), generator=generator).to(device)}
         if getattr(config, "visible_segments", "all") != "all":

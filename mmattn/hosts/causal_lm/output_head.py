@@ -62,12 +62,12 @@ def output_head(model: nn.Module) -> OutputHead:
         raise _refused(f"the head of {name} is no plain linear layer with its weights in memory: {type(head).__name__}")
     if any(parameter.requires_grad for parameter in head.parameters()):
         raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
-    known = _HEADS.get(host)
-    if known is None or known.linear is not head:
-        known = _head_by_config(head, text_config(host))
-        _check_head(model, host, known)
-        _HEADS[host] = known
-    return known
+    checked = _HEADS.get(host)
+    if checked is None or checked.linear is not head:
+        checked = _head_by_config(head, text_config(host))
+        _check_head(model, host, checked)
+        _HEADS[host] = checked
+    return checked
 
 
 def _head_by_config(head: nn.Linear, config: Any) -> OutputHead:

@@ -51,20 +51,20 @@ def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> 
         )
     if isinstance(mask, Tensor) and (mask.dim() != 2 or not bool(mask.all())):
         raise ConditionError(
-            "positions start again inside a row, and with an attention_mask transformers mixes the documents: "
-            "leave it out (padding may be a document of its own, labelled -100)"
+            "positions start again inside a row, and with an attention_mask transformers mixes the documents: leave it "
+            "out (padding may be a document)"
         )
     changed = {name: value for name, value in kwargs.items() if name != "attention_mask"} | {"use_cache": False}
-    said = tuple(name for name in (*BOUNDARIES, "seq_idx", "position_ids") if kwargs.get(name) is not None)
-    known, key = _KNOWN.setdefault(host, {}), (getattr(text_config(host), "_attn_implementation", None), *said)
-    if key not in known:
-        known[key] = next((way for way in ("itself", "mask") if _is_apart(host, said, way)), None)
-    if known[key] is None:
+    names = tuple(name for name in (*BOUNDARIES, "seq_idx", "position_ids") if kwargs.get(name) is not None)
+    ways, key = _KNOWN.setdefault(host, {}), (getattr(text_config(host), "_attn_implementation", None), *names)
+    if key not in ways:
+        ways[key] = next((way for way in ("itself", "mask") if _is_apart(host, names, way)), None)
+    if ways[key] is None:
         raise ConditionError(
             f"{type(host).__name__} mixes the documents of packed rows, and so their memories: give each document a "
             "row of its own (pad instead of packing)"
         )
-    return changed | _mask(text, host) if known[key] == "mask" else changed
+    return changed | _mask(text, host) if ways[key] == "mask" else changed
 
 
 def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
@@ -72,9 +72,9 @@ def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
     weight = embeddings_of(host).weight
     assert isinstance(weight, Tensor)
     number = text.numbers.to(weight.device)
-    seen = (number[:, :, None] == number[:, None, :]).tril()
+    visible = (number[:, :, None] == number[:, None, :]).tril()
     least = torch.finfo(weight.dtype).min
-    return {"attention_mask": torch.zeros_like(seen, dtype=weight.dtype).masked_fill(~seen, least)[:, None]}
+    return {"attention_mask": torch.zeros_like(visible, dtype=weight.dtype).masked_fill(~visible, least)[:, None]}
 
 
 @torch.no_grad()
@@ -97,12 +97,12 @@ def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
         "max_length_k": max(lengths),
     }
     names = [*said, *(("cu_seq_lens_k", "max_length_q", "max_length_k") if "cu_seq_lens_q" in said else ())]
-    given = {name: offered[name] for name in names}
+    inputs = {name: offered[name] for name in names}
     if way == "mask":
-        given |= _mask(PackedText.of(number), host)
+        inputs |= _mask(PackedText.of(number), host)
     try:
         with bare_forward(host):
-            packed = host(input_ids=ids, use_cache=False, **given).logits[0, lengths[0] :]
+            packed = host(input_ids=ids, use_cache=False, **inputs).logits[0, lengths[0] :]
             alone = host(input_ids=ids[:, lengths[0] :], use_cache=False).logits[0]
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False  # it cannot be called so

@@ -59,8 +59,8 @@ def watch_peft(adapted_class: type[nn.Module]) -> None:
             return
         if isinstance(child, adapted_class):
             raise AttachError(
-                "peft was given the adapted model and would freeze its adapters: give it the host, "
-                "get_peft_model(model.host, config), before or after attach; or attach to the model that peft returns"
+                "peft was put on the adapted model and would freeze its adapters: call "
+                "get_peft_model(model.host, config), before or after attach"
             )
         if name == "base_model" and not _is_of_peft(type(child)):
             _AROUND[child] = ref(parent)

@@ -79,8 +79,8 @@ def gradients_throughout(model: Any) -> Iterator[None]:
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None:
         raise ConfigError(
-            f"the host is sharded and {type(model).__name__} has no input embeddings: rows without a memory would "
-            "leave the other processes waiting. Train an unsharded host, or a language model of transformers"
+            f"the host is sharded and {type(model).__name__} has no input embeddings, so rows without a memory would "
+            "block other processes: train an unsharded host"
         )
     hook = embeddings.register_forward_hook(_ask_gradient)
     try:

@@ -82,7 +82,7 @@ def refuse_other_context(layer: nn.Module) -> None:
     checkpoint = layer.__dict__.get(_ATTRIBUTE)
     if not isinstance(checkpoint, InContext):
         raise ConditionError(
-            f"{type(layer).__name__} was called without its host or is compiled, and checkpointing of this transformers "
+            f"{type(layer).__name__} was called without its host or is compiled: checkpointing of this transformers "
             "would run its hooks again: call the host or upgrade transformers"
         )
     if getattr(checkpoint.checkpoint, "keywords", {}).get("use_reentrant", True):

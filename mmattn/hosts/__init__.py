@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.attach_report import AttachReport, attach_check
     from mmattn.hosts.base import AdaptedModel
     from mmattn.hosts.causal_lm.model import AdaptedCausalLM
-    from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning, save_prefix_tuning
+    from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning
     from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
     from mmattn.hosts.diffusion.unet import AdaptedUNet
     from mmattn.hosts.encoder import AdaptedEncoder
@@ -36,7 +36,6 @@ __all__ = [
     "load_prefix_tuning",
     "load_published",
     "register_host",
-    "save_prefix_tuning",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -96,35 +96,22 @@ Positional = tuple[Any, ...]
 
 
 class HookedModel(Protocol):
-    """The part of an adapted model that its hooks call."""
+    """The part of an adapted model that its hooks call; `AdaptedModel` documents it."""
 
     host: nn.Module
     open_blocks: OpenBlocks
     hooked: dict[tuple[int, str], nn.Module]
     stream_axis: int | None
 
-    def is_apart(self, layer: int) -> bool:
-        """Return whether a layer belongs to a part that may be called by itself."""
-
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
-
+    def is_apart(self, layer: int) -> bool: ...
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]: ...
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
-    ) -> ForwardStep:
-        """Return what the adapters do in one forward of the host."""
-
-    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
-        """Return what the adapters do to hidden states where only a part of the host was called."""
-
-    def lost_layers(self, step: ForwardStep) -> list[int]:
-        """Return the layers that memory was meant for in a forward and did not reach."""
-
-    def check_reached(self, layers: Sequence[int]) -> None:
-        """Raise if these layers are not where they were."""
-
-    def check_answer(self, step: ForwardStep, output: Any) -> None:
-        """Raise if the output of the host is not finite."""
+    ) -> ForwardStep: ...
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]: ...
+    def lost_layers(self, step: ForwardStep) -> list[int]: ...
+    def check_reached(self, layers: Sequence[int]) -> None: ...
+    def check_answer(self, step: ForwardStep, output: Any) -> None: ...
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from mmattn.hosts.context import (
 from mmattn.hosts.keywords import Signature, signature_of
 from mmattn.hosts.ownership import Handle
 from mmattn.hosts.probe import change_streams
-from mmattn.hosts.recomputation import keep_context_of_hooks, refuse_other_context
+from mmattn.hosts.recomputation import keep_context, refuse_other_context
 
 
 class CrossAttentionHook:
@@ -106,7 +106,7 @@ class BeforeHost:
         if "memory" in kwargs or "adapter_scale" in kwargs:
             refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not compiling:
-            keep_context_of_hooks(host, model.hooked)
+            keep_context(host)
         call, disabled = model.call_of_forward(host, kwargs)
         if call is None:
             if outer is not None:

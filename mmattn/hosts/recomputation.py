@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import copy_context
 from typing import Any
 
@@ -29,7 +28,7 @@ class InContext:
 
 
 def keep_context(host: nn.Module) -> None:
-    """Have every checkpointing block of the host run again in the context it first ran in."""
+    """Have every checkpointing block of the host run again in the context of its first run, with its hooks."""
     for module in host.modules():
         checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
         if checkpoint is not None and not isinstance(checkpoint, InContext):
@@ -49,16 +48,6 @@ def runs_hooks_again(layer: nn.Module) -> bool:
     return any(
         base.__name__ == "GradientCheckpointingLayer" and "__call__" in vars(base) for base in type(layer).__mro__
     )
-
-
-def keep_context_of_hooks(host: nn.Module, sites: Mapping[tuple[int, str], nn.Module]) -> None:
-    """`keep_context` for what runs a second time in the backward pass: hooks of layers, and attention within them."""
-    if any(position == "joined" for _, position in sites):
-        keep_context(host)
-        return
-    for layer in sites.values():
-        if runs_hooks_again(layer):
-            keep_context(layer)
 
 
 def refuse_reentrant(host: nn.Module) -> None:

@@ -112,6 +112,11 @@ class LowerLayers:
             _SKIPPED.reset(outer)
         raise ConditionError(f"layer {self.count - 1} of {type(self.model.host).__name__} was not run")
 
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules of the base model that are not in upper layers."""
+        upper = {part for layer in self.layers[self.count :] for part in layer.modules()}
+        return {name: part for name, part in self.reader.named_modules() if part not in upper}
+
     def fingerprint(self) -> str:
         """Return a sha256 of their weights and of the active LoRA; computed again when one has changed."""
         lora = active_lora(self.reader)
@@ -119,8 +124,7 @@ class LowerLayers:
             modules, version, tensors, earlier, digest = self._fingerprint
             if modules.holds() and version.holds(tensors) and lora == earlier:
                 return digest
-        upper = {part for layer in self.layers[self.count :] for part in layer.modules()}
-        lower = {name: part for name, part in self.reader.named_modules() if part not in upper}
+        lower = self.modules()
         # Weights that accelerate has offloaded are new tensors after every call, from a file that does not change.
         resident = [part for part in lower.values() if not getattr(getattr(part, "_hf_hook", None), "offload", False)]
         tensors = [value for part in resident for value in _frozen(part).values()]
@@ -178,6 +182,11 @@ def lower_layers(model: nn.Module) -> LowerLayers:
             "out, or give each process the whole host"
         )
     lower, (ids, mask) = LowerLayers(model, count), _texts(model.host, 0)
+    if any(p.requires_grad for part in lower.modules().values() for p in part.parameters(recurse=False)):
+        raise ConditionError(
+            f"a parameter below layer {count} of {name} is trained (its embeddings, for one), so hidden states change "
+            "with every step: freeze it, or leave the cache out"
+        )
     whole, states = _record(lower, ids, mask)
     try:
         with lower.installed(), torch.no_grad():
@@ -218,8 +227,8 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
     hooks = [layer.register_forward_hook(note, prepend=True) for layer in lower.layers]
     try:
-        with bare_forward(model.host, model.open_blocks), torch.enable_grad():
-            whole = _logits(model.host, ids, mask).detach()
+        with bare_forward(model.host, model.open_blocks), torch.no_grad():
+            whole = _logits(model.host, ids, mask)
     finally:
         for hook in hooks:
             hook.remove()
@@ -229,16 +238,8 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
             f"the layers of {name} are not run once each, one after the other, on hidden states (b, l, d), so these "
             "cannot be cached"
         )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if states.requires_grad and trained:  # embeddings ask for gradients under gradient checkpointing, too
-        gradients = torch.autograd.grad(states.float().sum(), trained, allow_unused=True)
-        if any(gradient is not None for gradient in gradients):
-            raise ConditionError(
-                f"a parameter below layer {lower.count} of {name} is trained (its embeddings, for one), so hidden "
-                "states change with every step: freeze it, or leave the cache out"
-            )
     lower.dtype = states.dtype
-    return whole, states.detach()
+    return whole, states
 
 
 def _states_of(returned: Any) -> Any:

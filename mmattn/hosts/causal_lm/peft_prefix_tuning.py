@@ -1,4 +1,4 @@
-"""peft's prefix tuning and cartridges, read and written: one tensor `prompt_embeddings` for the virtual tokens.
+"""peft's prefix tuning and cartridges, read: one tensor `prompt_embeddings` for the virtual tokens.
 
 Its rows are tokens, and each holds layer by layer the key and the value of every head, (p, n · 2 · g · k) in all with n
 layers: what peft puts into the host's cache before the text.
@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mmattn.adapters.prefix.adapter import PrefixAdapter, PrefixLayers
+from mmattn.adapters.prefix.adapter import PrefixAdapter
 from mmattn.adapters.protocols import HeadSizes, Site
-from mmattn.errors import AdapterFileError, AttachError
+from mmattn.errors import AdapterFileError
 from mmattn.hosts.attach import adapted_model, attach
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.ownership import adapted
-from mmattn.storage.files import replacing
-from mmattn.storage.json_files import read_json, write_json
+from mmattn.storage.json_files import read_json
 from mmattn.storage.safetensors import check_values
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -78,52 +77,6 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
                 block.keys[number] = split[:, place, 0].transpose(0, 1).to(block.keys)
                 block.values[number] = split[:, place, 1].transpose(0, 1).to(block.values)
     return model
-
-
-def save_prefix_tuning(model: AdaptedModel, folder: Folder, prefix: int = 0, name: str = "default") -> None:
-    """Write one prefix as a checkpoint of peft's prefix tuning, which `PeftModel.from_pretrained` reads.
-
-    Args:
-        model: the adapted model.
-        folder: where to.
-        prefix: number of the prefix.
-        name: of its `PrefixAdapter`.
-
-    Raises:
-        AttachError: another kind of adapter, or no prefix of this number.
-        AdapterFileError: layers of several sizes, which peft's layout cannot hold.
-    """
-    adapter = model.adapter(name)
-    if not isinstance(adapter, PrefixLayers) or not 0 <= prefix < adapter.config.num_prefixes:
-        raise AttachError(
-            f"adapter {name!r} (kind {adapter.config.kind!r}) has no prefix {prefix}: name a PrefixAdapter, and a "
-            "prefix from 0 to num_prefixes - 1"
-        )
-    layout = _layout(adapter.sites)
-    parts = []
-    for layer in adapter.layers:
-        block = adapter.prefix(layer)
-        parts += [one.detach()[prefix].transpose(0, 1).flatten(1).float().cpu() for one in (block.keys, block.values)]
-    tensor = torch.cat(parts, 1)
-    check_values(KEY, tensor)
-    os.makedirs(folder, exist_ok=True)
-    with replacing(os.path.join(folder, TENSORS)) as file:
-        file.write(save({KEY: tensor.contiguous()}))
-    inner: Any = model.host
-    config = {
-        "peft_type": "PREFIX_TUNING",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": getattr(inner.config, "_name_or_path", "") or None,
-        "inference_mode": True,
-        "num_virtual_tokens": len(tensor),
-        "num_layers": len(adapter.layers),
-        "num_attention_heads": layout.num_kv_heads,
-        "token_dim": layout.num_kv_heads * layout.head_dim,
-        "num_transformer_submodules": 1,
-        "prefix_projection": False,
-        "encoder_hidden_size": layout.num_kv_heads * layout.head_dim,
-    }
-    write_json(os.path.join(folder, CONFIG), config)
 
 
 def _read(folder: Folder) -> Tensor:

@@ -1,8 +1,7 @@
-"""Checkpoints of peft's prefix tuning and cartridges answer as in peft, and prefixes are written as such."""
+"""Checkpoints of peft's prefix tuning and cartridges answer as in peft."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, NonFiniteError
+from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.joined.reference import CLOSE, answer, distance
-from tests.adapters.prefix.test_adapter import P, adapted
+from tests.adapters.prefix.test_adapter import P
 
 # Both by peft.
 pytestmark = [
@@ -58,20 +57,6 @@ def test_read(family: str, kind: str, tmp_path: Path) -> None:
     assert torch.equal(model.generate(ids, memory=[0, 0], **inputs), written)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_written(family: str, tmp_path: Path) -> None:
-    """What is written here answers in peft as here, and read again it is bit for bit what it was."""
-    from peft import PeftModel
-
-    model, ids = adapted(family), tiny.text(2, 11)
-    mmattn.hosts.save_prefix_tuning(model, tmp_path, prefix=2)
-    theirs = PeftModel.from_pretrained(tiny.make(family), tmp_path).eval()
-    result = answer(theirs, ids, attention_mask=torch.ones_like(ids))
-    assert distance(result, answer(model, ids, memory=[2, 2])) <= CLOSE
-    again = mmattn.hosts.load_prefix_tuning(tiny.make(family), tmp_path)
-    assert torch.equal(answer(again, ids, memory=[0, 0]), answer(model, ids, memory=[2, 2]))
-
-
 def test_several_checkpoints(tmp_path: Path) -> None:
     """Several checkpoints are the prefixes of one adapter, each row its own."""
     ids, folders = tiny.text(2), [tmp_path / "a", tmp_path / "b"]
@@ -82,7 +67,7 @@ def test_several_checkpoints(tmp_path: Path) -> None:
         expected = answer(one, ids[[row]], attention_mask=torch.ones(1, 7))
         assert distance(result[[row]], expected) <= CLOSE
     checkpoint(tmp_path / "c", tokens=P + 1)
-    with pytest.raises(AdapterFileError, match="equally many"):
+    with pytest.raises(AdapterFileError, match="one number of virtual tokens"):
         mmattn.hosts.load_prefix_tuning(model, [*folders, tmp_path / "c"], "more")
 
 
@@ -114,16 +99,3 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError):
         mmattn.hosts.load_prefix_tuning(host, good)
     no_trace(host, before, "NaN")
-
-
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    """Another kind of adapter, or a prefix that is not there."""
-    model = adapted("llama")
-    for name, prefix in (("default", 3), ("gated", 0)):
-        if name == "gated":
-            model.add_adapter("gated", mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1))
-        with pytest.raises(AttachError, match="PrefixAdapter"):
-            mmattn.hosts.save_prefix_tuning(model, tmp_path, prefix, name)
-    mmattn.hosts.save_prefix_tuning(model, tmp_path, 1)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["peft_type"] == "PREFIX_TUNING" and config["num_virtual_tokens"] == P

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 import mmattn
 from mmattn.errors import ConditionError, ShapeError
@@ -67,20 +63,7 @@ def test_memory_can_be_demanded(ids):
         assert torch.equal(model(ids).logits, tiny.make("llama")(ids).logits)
 
 
-# Prepared memories
-
-
-def test_scores_and_segments_made_in_inference_mode(ids):
-    model = tiny.attach(tiny.make("llama"), score_bias=True)
-    tokens, scores, segments = tiny.memory(ROWS).tokens, torch.randn(ROWS, 5), torch.zeros(ROWS, 5, dtype=torch.long)
-    with torch.inference_mode():
-        inside = mmattn.Memory(tokens, scores=scores * 1, segments=segments * 1)
-        got = model(ids, memory=model.prepare(inside)).logits
-    with torch.no_grad():
-        assert torch.equal(got, model(ids, memory=mmattn.Memory(tokens, scores=scores, segments=segments)).logits)
-
-
-# Other hosts, pipelines and streams
+# Other hosts
 
 
 @torch.no_grad()
@@ -103,41 +86,6 @@ def test_an_assistant_with_a_memory_of_its_own():
     want = generate(model, ids, memory=memory)
     with helper.condition(tiny.memory(1, m=11, seed=3)):
         assert torch.equal(generate(model, ids, memory=memory, assistant_model=helper.host), want)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w2", padding_side="left")
-
-
-def test_pipelines_read_the_memory(model):
-    writer = pipeline("text-generation", model=model.host, tokenizer=tokenizer(), device="cpu")
-    prompts = ["w5 w9 w22", "w7 w8 w30"]
-    settings = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
-    memory = tiny.memory(2)
-    with model.condition(memory):
-        together = [out[0]["generated_text"] for out in writer(prompts, batch_size=2, **settings)]
-    alone = []
-    for i, prompt in enumerate(prompts):
-        with model.condition(memory[i]):
-            alone.append(writer(prompt, **settings)[0]["generated_text"])
-    plain = [out[0]["generated_text"] for out in writer(prompts, batch_size=2, **settings)]
-    assert together == alone and together != plain
-
-
-def test_streaming_from_another_thread(model):
-    words, ids, memory = tokenizer(), tiny.text(1), tiny.memory(1)
-    want = words.decode(generate(model, ids, memory=memory)[0])
-    streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
-    kwargs = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE]}
-    thread = threading.Thread(
-        target=model.generate, args=(ids,), kwargs={"memory": memory, "streamer": streamer} | kwargs
-    )
-    thread.start()
-    got = "".join(streamer)
-    thread.join()
-    assert got.split() == want.split()
 
 
 # Images inside the text: each token looks at the latest one

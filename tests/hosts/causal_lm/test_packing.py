@@ -141,17 +141,6 @@ def test_in_every_way_of_calling(how: str, texts: Texts) -> None:
     tiny.assert_close(found, wanted)
 
 
-def test_boundaries_of_flash_attention(texts: Texts) -> None:
-    """What flash attention is told; on the CPU, where the host does not read it, a mask keeps documents apart."""
-    model, memory = tiny.attach(tiny.make("gpt2")), tiny.memory(len(LENGTHS))
-    given = {name: value for name, value in texts.packed.items() if name != "labels"}
-    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    more = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
-    with torch.no_grad():
-        wanted = model(**given, memory=memory).logits
-        tiny.assert_close(model(**given, **more, memory=memory).logits, wanted)
-
-
 def test_padding_that_seq_idx_numbers_minus_one(texts: Texts) -> None:
     """It belongs to no document: it takes no row of the memory, and is the host's own bit for bit."""
     model, memory, ids = tiny.attach(tiny.make("llama")), tiny.memory(len(LENGTHS)), texts.padded["input_ids"]
@@ -203,7 +192,7 @@ def test_what_does_not_go_with_packed_rows(texts: Texts) -> None:
         model(ids, **given, memory=tiny.memory(4), use_cache=True)
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
-    with pytest.raises(ConditionError, match="leave attention_mask out"):
+    with pytest.raises(ConditionError, match="mixes the documents"):
         model(ids, **given, memory=tiny.memory(4), attention_mask=mask)
     with torch.no_grad():  # without a memory all is the host's own
         assert torch.equal(model(ids, **given).logits, tiny.make("llama")(ids, **given).logits)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from mmattn.adapters.adapter_config import check_name
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import is_adapter, kinds_at
 from mmattn.errors import AttachError, ConditionError, ConfigError, check_float
 from mmattn.hosts.interop.quantised import size_of
@@ -22,16 +21,9 @@ from mmattn.hosts.save_pretrained import SavedModel
 class NamedAdapters(SavedModel):
     """A host and its adapters by name; some are active."""
 
-    kind: ClassVar[str] = ""
-    positions: ClassVar[tuple[str, ...]] = ("after", "before")
-
     def __init__(self, host: nn.Module) -> None:
         super().__init__(check_host(host))
         self.active: list[str] = []
-
-    @abstractmethod
-    def sites(self, position: str) -> list[Site]:
-        """Every site of this position, in the order of the layers."""
 
     def check_attached(self) -> None:
         """Refuse to act on a host that these adapters were taken from."""
@@ -72,9 +64,14 @@ class NamedAdapters(SavedModel):
                 f"add_adapter(name, settings) got {type(name).__name__} as the name; a LoRA is put on by "
                 "model.host.add_adapter or peft"
             )
-        self._check_new(name)
-        fits = is_adapter(adapter) and set(adapter.positions) & set(self.positions)
-        if not fits:
+        if self.adapters:
+            self.check_attached()
+        check_name(name)
+        if name in self.adapters:
+            raise AttachError(
+                f"an adapter {name!r} is already attached: choose another name or delete_adapter({name!r})"
+            )
+        if not (is_adapter(adapter) and set(adapter.positions) & set(self.positions)):
             raise AttachError(
                 f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
                 f"{type(adapter).__name__}"
@@ -138,23 +135,6 @@ class NamedAdapters(SavedModel):
         self.add_adapter(name, first.config)
         self.active = active
         self.adapter(name).load_state_dict(merged)
-
-    def _check_new(self, name: str) -> None:
-        if self.adapters:
-            self.check_attached()
-        check_name(name)
-        if name in self.adapters:
-            raise AttachError(
-                f"an adapter {name!r} is already attached; choose another name or delete_adapter({name!r})"
-            )
-
-    def adapter(self, name: str) -> AdapterLayers:
-        """The trainable part of the adapter of this name."""
-        adapters: Any = self._modules["adapters"]
-        layers: AdapterLayers | None = adapters._modules.get(name)
-        if layers is None:
-            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(adapters) or 'none'}")
-        return layers
 
     def trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trained parameters and of all, host included."""

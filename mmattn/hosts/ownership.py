@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.interop.peft import has_peft, host_attribute, inner_host, watch_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change
@@ -28,6 +31,8 @@ class AttachedModel(nn.Module):
     host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
     """
 
+    kind: ClassVar[str] = ""
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
     # Methods of the host that are replaced on it while adapters are attached, by name.
     replaced: tuple[str, ...] = ()
 
@@ -42,6 +47,18 @@ class AttachedModel(nn.Module):
         self._hooks: list[Handle] = []
         self._frozen: list[nn.Parameter] = []
         self._stored: list[nn.Module] = []
+
+    @abstractmethod
+    def sites(self, position: str) -> list[Site]:
+        """Return every site of this position, in the order of the layers."""
+
+    def adapter(self, name: str) -> AdapterLayers:
+        """Return the trainable part of the adapter of this name."""
+        adapters: Any = self._modules["adapters"]
+        layers: AdapterLayers | None = adapters._modules.get(name)
+        if layers is None:
+            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(adapters) or 'none'}")
+        return layers
 
     def train(self, mode: bool = True) -> AttachedModel:
         """Set training mode of host and adapters."""

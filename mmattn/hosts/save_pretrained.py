@@ -15,10 +15,11 @@ from typing_extensions import Unpack
 
 from mmattn.adapters.adapter_config import check_config
 from mmattn.adapters.registry import adapter_kinds
-from mmattn.errors import AttachError, ConditionError
+from mmattn.adapters.serialization import save_folder
+from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.hosts.interop.hub import HubOptions, upload
 from mmattn.hosts.ownership import AttachedModel
-from mmattn.hosts.saving import adapter_config, save
+from mmattn.hosts.saving import adapter_config, card
 from mmattn.storage.json_files import parse_json
 
 DEFAULT = "default"
@@ -40,7 +41,7 @@ class SavedModel(AttachedModel):
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The adapters with their settings, and parameters of the host that are trained (a LoRA); no frozen one.
+        """Return the adapters with their settings, and trained parameters of the host (a LoRA), no frozen ones.
 
         So the checkpoints of every trainer stay small, and `mmattn.load` reads what `transformers.Trainer` writes.
         `load_state_dict` does not miss the frozen host, and takes it where it is there. The whole host is in
@@ -86,7 +87,14 @@ class SavedModel(AttachedModel):
             AttachError: there is no such adapter.
             NonFiniteError: a weight is NaN or infinite.
         """
-        save(self, path, name, encoder)
+        written = adapter_config(self, name, encoder)
+        adapter: Any = self.adapters[name]
+        if adapter_kinds().get(adapter.config.kind) is not type(adapter.config):
+            raise ConfigError(
+                f"adapters of kind {adapter.config.kind!r} are not registered, so load() could not make one: decorate "
+                f"{type(adapter.config).__name__} with @mmattn.register_adapter"
+            )
+        save_folder(path, config=written, tensors=adapter.state_dict(), card=card(written, adapter))
 
     def push_to_hub(
         self, repository: str, name: str = DEFAULT, *, encoder: str | None = None, **options: Unpack[HubOptions]
@@ -168,7 +176,7 @@ def _expect_no_host(model: nn.Module, keys: Any) -> None:
 
 
 def saved_settings(state: Mapping[str, Tensor], source: str) -> dict[str, dict[str, Any]]:
-    """The settings of each adapter in the state dict of an adapted model; none where it is of something else."""
+    """Return the settings of each adapter in the state dict of an adapted model."""
     settings = {}
     for key in state:
         room, _, rest = key.partition(".")

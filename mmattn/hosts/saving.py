@@ -1,8 +1,7 @@
-"""An adapter on a host to a folder: what the files say of the host, and the card."""
+"""The description of an adapter and its host in the files of an adapter, and the card."""
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 import torch
@@ -12,28 +11,14 @@ from mmattn import __version__
 from mmattn.adapters.adapter_config import FORMAT, FORMAT_VERSION, adapter_settings
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import text_config
-from mmattn.adapters.registry import adapter_kinds
-from mmattn.adapters.serialization import save_folder
-from mmattn.errors import ConfigError
+from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.interop.sharded import shards
+from mmattn.hosts.ownership import AttachedModel
 from mmattn.storage.fingerprints import fingerprint
 
 
-def save(model: Any, folder: str | PathLike[str], name: str, encoder: str | None) -> None:
-    """Write the adapter `name` of an adapted model as a folder."""
-    adapter = model.adapter(name)
-    config = adapter.config
-    if adapter_kinds().get(config.kind) is not type(config):
-        raise ConfigError(
-            f"adapters of kind {config.kind!r} are not registered, and load() could not make one again: decorate "
-            f"{type(config).__name__} with @mmattn.register_adapter"
-        )
-    written = adapter_config(model, name, encoder)
-    save_folder(folder, config=written, tensors=adapter.state_dict(), card=card(written, adapter))
-
-
 def adapter_config(
-    model: Any, name: str, encoder: str | None = None, *, with_fingerprint: bool = True
+    model: AttachedModel, name: str, encoder: str | None = None, *, with_fingerprint: bool = True
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
     adapter = model.adapter(name)
@@ -51,15 +36,15 @@ def adapter_config(
     }
 
 
-def host_sizes(model: Any, position: str) -> dict[str, int]:
-    """The sizes of a host that an adapter acting at this position must fit."""
+def host_sizes(model: AttachedModel, position: str) -> dict[str, int]:
+    """Return the sizes of a host that an adapter at this position must fit."""
     sites = model.sites(position)
     return {"hidden_size": sites[0].width, "num_layers": len(sites)}
 
 
-def describe_host(model: Any, position: str, with_fingerprint: bool = True) -> dict[str, Any]:
+def describe_host(model: AttachedModel, position: str, with_fingerprint: bool = True) -> dict[str, Any]:
     """Describe the host for an adapter's file: class, family, sizes, fingerprint of the weights."""
-    inner = _inner(model)
+    inner = inner_host(model.host)
     return {
         "kind": model.kind,
         "class": type(inner).__name__,
@@ -69,17 +54,10 @@ def describe_host(model: Any, position: str, with_fingerprint: bool = True) -> d
     }
 
 
-def host_fingerprint(model: Any, dtype: torch.dtype | None = None) -> str | None:
-    """The fingerprint of a host's weights, or None where some of them are elsewhere."""
-    inner = _inner(model)
+def host_fingerprint(model: AttachedModel, dtype: torch.dtype | None = None) -> str | None:
+    """Return the fingerprint of a host's weights, or None where some of them are elsewhere."""
+    inner = inner_host(model.host)
     return None if weights_elsewhere(inner) else fingerprint(inner.state_dict(), dtype)
-
-
-def _inner(model: Any) -> nn.Module:
-    """The host without peft's wrapper."""
-    get_base: Any = getattr(model.host, "get_base_model", None)
-    inner: nn.Module = model.host if get_base is None else get_base()
-    return inner
 
 
 def weights_elsewhere(host: nn.Module) -> bool:
@@ -91,7 +69,7 @@ def weights_elsewhere(host: nn.Module) -> bool:
 
 
 def card(config: dict[str, Any], adapter: AdapterLayers) -> str:
-    """The README of an adapter's folder."""
+    """Return the README of an adapter's folder."""
     host = config["host"]
     count = sum(parameter.numel() for parameter in adapter.parameters())
     width, package = config["adapter"].get("memory_dim"), config["package"]

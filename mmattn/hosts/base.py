@@ -31,7 +31,7 @@ from mmattn.hosts.context import (
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.named_adapters import NamedAdapters
-from mmattn.hosts.ownership import forget_compiled
+from mmattn.hosts.ownership import MARK, forget_compiled
 from mmattn.hosts.probe import Handle
 from mmattn.storage.hub import load_model
 
@@ -228,6 +228,11 @@ class AdaptedModel(NamedAdapters):
             self.adapter(name)
         with self.open_blocks.without(off, everything=off == set(self.adapters)):
             yield self
+
+    def check_attached(self) -> None:
+        """Refuse to act on a host from which these adapters were unloaded."""
+        if self.host.__dict__.get(MARK) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
     def check_not_required(self) -> None:
         """Refuse a call without a memory, where one is required."""

@@ -221,7 +221,7 @@ class AdaptedCausalLM(AdaptedModel):
             return  # LayerDrop, and drafts of the first layers alone
         raise ConditionError(
             f"memory did not reach layers {list(layers)} of {type(self.host).__name__} (num_hidden_layers="
-            f"{depth_of(self.host)}): they did not run or lost their hooks; attach again after changes of the host"
+            f"{depth_of(self.host)}): they did not run or lost their hooks; unload() before you change the host"
         )
 
     def check_answer(self, step: ForwardStep, output: Any) -> None:

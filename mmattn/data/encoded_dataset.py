@@ -27,7 +27,6 @@ from mmattn.data.encoded_files import (
     rows_name,
     rows_schema,
     shard_name,
-    stacked,
 )
 from mmattn.data.file_folders import FileFolder, is_address
 from mmattn.data.row_contents import given_memory
@@ -117,6 +116,11 @@ class EncodedDataset(Sequence[EncodedRow]):
 
     Attributes:
         manifest: the content of `encoded.json`.
+        dim: width e of the memories.
+        encoders: those of "pictures" and "passages", where rows have them.
+        fingerprint: of the encoders, as of `RowMemories`; None where rows brought their memories.
+        memory_kinds: the kinds of contents: "pictures", "passages", and "memories" that rows came with.
+        left_out: rows that could not be used, and why.
 
     Raises:
         AdapterFileError: no dataset is there, or files are missing, changed or of another size.
@@ -126,6 +130,8 @@ class EncodedDataset(Sequence[EncodedRow]):
     """
 
     left_out: Sequence[str]
+    encoders: dict[Any, EncoderInfo]
+    memory_kinds: set[str]
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         pa = import_extra("pyarrow", "train")
@@ -158,21 +164,9 @@ class EncodedDataset(Sequence[EncodedRow]):
         self._mapped = lru_cache(None)(self.folder.mapped)
         self._block = lru_cache(_RECENT)(self._read_recent)
         self.left_out = [line for one in sources for line in one.left_out]
-
-    @property
-    def dim(self) -> int:
-        """Width e of the memories."""
-        return self.manifest.dim
-
-    @property
-    def encoders(self) -> dict[Any, EncoderInfo]:
-        """The encoders of "pictures" and "passages", where rows have them."""
-        return self.manifest.encoders
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The fingerprint of the encoders, as of `RowMemories`; None where rows brought their memories."""
-        return self.manifest.fingerprint
+        self.dim, self.encoders = self.manifest.dim, self.manifest.encoders
+        self.fingerprint = self.manifest.fingerprint
+        self.memory_kinds = {*self.encoders, *(["memories"] if self.manifest.saved_memories else [])}
 
     @property
     def sha256(self) -> str:
@@ -181,11 +175,6 @@ class EncodedDataset(Sequence[EncodedRow]):
         if self._numbers is not None:
             digest.update(self._numbers.tobytes())
         return digest.hexdigest()
-
-    @property
-    def memory_kinds(self) -> set[str]:
-        """The kinds of contents: "pictures", "passages", and "memories" that rows came with."""
-        return {*self.encoders, *(["memories"] if self.manifest.saved_memories else [])}
 
     @property
     def row_bytes(self) -> float:
@@ -243,20 +232,10 @@ class EncodedDataset(Sequence[EncodedRow]):
         """
         if any(row.images or row.passages for row in rows):
             raise ConfigError("a row has pictures or passages, and an encoded dataset has no encoder for them")
-        vectors = [row.vectors() if isinstance(row, EncodedRow) else [] for row in rows]
-        if rows and all(len(one) == 1 for one in vectors):
-            alike = stacked([one[0] for one in vectors])
-            if alike is not None:
-                return alike
         if not any(row.has_memory for row in rows):
             return None
-        return Memory.stack([self._memory(row) for row in rows]).to(torch.float32)
-
-    def _memory(self, row: Row) -> Memory:
-        memory = row.memory
-        if memory is None:
-            return Memory(torch.zeros(1, 0, self.dim), segments=torch.zeros(1, 0, dtype=torch.long))
-        return given_memory(memory)
+        empty = Memory(torch.zeros(1, 0, self.dim), segments=torch.zeros(1, 0, dtype=torch.long))
+        return Memory.stack([given_memory(row.memory) if row.has_memory else empty for row in rows])
 
     def entries(self, size: int = 4096) -> Iterator[tuple[list[str], list[str], list[dict[str, Any]], torch.Tensor]]:
         """Iterate over ids, texts, metadata and vectors (n, e) float32 of up to `size` rows at a time, for an index.
@@ -269,14 +248,11 @@ class EncodedDataset(Sequence[EncodedRow]):
         """
         for start in range(0, len(self), size):
             rows = list(self[start : start + size])
-            vectors = [
-                torch.cat([torch.empty(0, self.dim), *(one.unpacked() for one in row.vectors())]) for row in rows
-            ]
-            wrong = next((number for number, one in enumerate(vectors) if len(one) != 1), None)
-            if wrong is not None:
+            vectors = [one.unpacked() for row in rows for one in row.vectors()]
+            if len(vectors) != len(rows) or any(len(one) != 1 for one in vectors):
                 raise ConditionError(
-                    f"row {start + wrong} has {len(vectors[wrong])} vectors, and an entry of an index has one: encode "
-                    "with a pooling encoder"
+                    f"rows {start} to {start + len(rows) - 1} have {sum(map(len, vectors))} vectors, and an entry of "
+                    "an index has one: encode with a pooling encoder"
                 )
             ids = [str(start + number) if row.id is None else row.id for number, row in enumerate(rows)]
             yield (
@@ -324,13 +300,9 @@ class EncodedDataset(Sequence[EncodedRow]):
         first = self._ends[block] - self._blocks[block][1].contents
         inside = range(first, self._ends[block])
         # Contents that other rows brought are read now, too: nothing is read when a memory is asked for.
-        needed = (number for row in numbers for number in self._contents_of(row))
-        others = {number: self._content(number) for number in sorted(set(needed).difference(inside))}
-
-        def read(number: int) -> Vectors:
-            return vectors[number - first] if number in inside else others[number]
-
-        return self._rows(numbers, read)
+        needed = sorted({number for row in numbers for number in self._contents_of(row)})
+        read = {n: vectors[n - first] if n in inside else self._content(n) for n in needed}
+        return self._rows(numbers, read.__getitem__)
 
     def read_block(self, number: int) -> Block:
         """Read all vectors of a block into memory; safe in several threads."""

@@ -247,19 +247,6 @@ class Vectors:
         return memory
 
 
-def stacked(contents: Sequence[Vectors]) -> Memory | None:
-    """Return the memory (b, m, e) float32 of b contents; None if they differ in length, or have segments or scores."""
-    lengths = {len(one.tokens) for one in contents}
-    if len(lengths) > 1 or any(one.segments is not None or one.scores is not None for one in contents):
-        return None
-    tokens = torch.stack([one.tokens for one in contents]).float()
-    scales = [one.scales for one in contents if one.scales is not None]
-    tokens = tokens * torch.stack(scales)[..., None] if scales else tokens
-    memory = Memory(tokens, None, torch.zeros(tokens.shape[:2], dtype=torch.long), check_finite=False)
-    memory.finite_checked = True
-    return memory
-
-
 @dataclass(frozen=True)
 class _Ragged:
     """A column of a block: values of all contents, and where each begins."""

@@ -18,7 +18,7 @@ from mmattn.errors import AdapterFileError
 from mmattn.kv_store.pages import Model, blank_tables, check_dtype, weights
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import making_sense, validated
-from mmattn.storage.safetensors import DTYPES, NAMES, read_header, read_tensors, write_tensors
+from mmattn.storage.safetensors import DTYPES, NAMES, read_tensors, write_tensors
 
 BANK = "mmattn-bank"
 PASSAGES = "mmattn-passages"
@@ -48,14 +48,11 @@ def read_bank(
     Raises AdapterFileError if the file is torn, changed or something else, or the pages are of another adapter.
     """
     with making_sense(path, "bank"):
-        shapes, metadata = read_header(path, BANK)
+        tables, metadata = read_tensors(path, BANK, mapped=mapped)
         names = _check_adapters(path, model, validated("adapters", dict[str, str], metadata.get("adapters")))
         dtype = metadata["dtype"] if metadata["dtype"] is None else DTYPES[metadata["dtype"]]
         check_dtype(dtype)
-        _check_bank(model, names, dtype, shapes)
-        tables, again = read_tensors(path, BANK, mapped=mapped)
-        if again != metadata or {name: (tuple(x.shape), x.dtype) for name, x in tables.items()} != shapes:
-            raise AdapterFileError(f"{str(path)!r} was replaced while it was read")
+        _check_bank(model, names, dtype, {name: (tuple(table.shape), table.dtype) for name, table in tables.items()})
         if bool(tables["mask"][0].any()) or bool(tables["present"][0]):
             raise AdapterFileError(f"{str(path)!r} has an entry in the first row, which a bank leaves empty")
     return names, dtype, tables

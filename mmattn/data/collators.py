@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, p
 from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RowCollator:
@@ -46,7 +49,7 @@ class RowCollator:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         memories: MemorySource | None = None,
         max_length: int | None = None,
         truncation: bool = False,
@@ -103,14 +106,14 @@ class RowCollator:
             TextError: as `ids`.
             ConfigError: rows with a memory, and no `memories` to read it with.
         """
-        given = [row if isinstance(row, Row) else make_row(row) for row in rows]
-        if self.memories is None and not self.text_only and any(row.has_memory for row in given):
+        examples = [row if isinstance(row, Row) else make_row(row) for row in rows]
+        if self.memories is None and not self.text_only and any(row.has_memory for row in examples):
             raise ConfigError(
                 "rows have a memory, and this RowCollator, made without memories=, would drop it: give it a "
                 "RowMemories, or text_only=True for a control that sees the text alone"
             )
-        ids, unlearned = self.ids(given)
-        memory = None if self.memories is None else self.memories.of(given)
+        ids, unlearned = self.ids(examples)
+        memory = None if self.memories is None else self.memories.of(examples)
         pad = self._ends[1] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         if self.packing:
             return pack(ids, memory, unlearned, pad)

@@ -49,7 +49,7 @@ from mmattn.data.encoded_files import (
 )
 from mmattn.data.file_folders import FileFolder
 from mmattn.data.readers import StreamRows
-from mmattn.data.row_contents import content_key, encode_parts, given_memory, parts_of, why_unreadable
+from mmattn.data.row_contents import RowEncoder, content_key, encode_parts, given_memory, parts_of, why_unreadable
 from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, ImageError, check_choice, check_int, import_extra
 from mmattn.progress import counted
@@ -68,8 +68,8 @@ def encode_rows(
     rows: Sequence[Row] | StreamRows,
     out: str | os.PathLike[str],
     *,
-    pictures: Any = None,
-    passages: Any = None,
+    pictures: RowEncoder | None = None,
+    passages: RowEncoder | None = None,
     dim: int | None = None,
     dtype: str = "float16",
     source: str = "rows",
@@ -129,7 +129,7 @@ def encode_rows(
         check_choice("executor", executor, ("local",))  # a stream has no numbers to share out
         rows = copy.copy(rows)
         rows.skip_broken = not strict
-    both: dict[Kind, Any] = {"pictures": pictures, "passages": passages}
+    both: dict[Kind, RowEncoder | None] = {"pictures": pictures, "passages": passages}
     encoders = {kind: encoder for kind, encoder in both.items() if encoder is not None}
     infos = {kind: EncoderInfo.of(encoder, (encoder_names or {}).get(kind)) for kind, encoder in encoders.items()}
     folder = Path(out).absolute()
@@ -217,10 +217,10 @@ class _Job:
     def _parts(self, contents: Sequence[int]) -> Iterator[_Part]:
         """Iterate over new contents, of ascending numbers, read from the rows that have them first."""
         rows, places, keys = self._first_places
-        wanted = [int(rows[number - self.plan.first_content]) for number in contents]
-        source = rows_or_reasons(self.request.rows, (number for number, _ in itertools.groupby(wanted)))
+        source_rows = [int(rows[number - self.plan.first_content]) for number in contents]
+        source = rows_or_reasons(self.request.rows, (number for number, _ in itertools.groupby(source_rows)))
         at, parts = -1, list[tuple[str, Any]]()
-        for number, place in zip(contents, wanted, strict=True):
+        for number, place in zip(contents, source_rows, strict=True):
             while at < place:
                 at, row = next(source, (place, ""))
                 parts = parts_of(row) if isinstance(row, Row) else []
@@ -288,7 +288,7 @@ class _Job:
         return ConfigError(f"{what} was changed while {self.plan.source} was encoded: begin anew in another folder")
 
 
-def _saved(memory: Any) -> Vectors:
+def _saved(memory: object) -> Vectors:
     """Return the vectors of a saved memory, without its padding."""
     memory = given_memory(memory)
     real = memory.real_slots()[0]

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -36,10 +36,14 @@ from mmattn.data.encoded_files import (
 )
 from mmattn.data.file_folders import FileFolder
 from mmattn.data.folders import first_few
-from mmattn.data.row_contents import content_key, given_memory, parts_of
+from mmattn.data.readers import Rows
+from mmattn.data.row_contents import RowEncoder, content_key, given_memory, parts_of
 from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, import_extra
 from mmattn.progress import counted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _ROWS = 1 << 14
 
@@ -85,9 +89,9 @@ class Report(Strict):
 class Request:
     """Arguments of `encode_rows`."""
 
-    rows: Any
+    rows: Rows
     folder: Path
-    encoders: Mapping[Kind, Any]
+    encoders: Mapping[Kind, RowEncoder]
     infos: Mapping[Kind, EncoderInfo]
     source: str
     dim: int | None
@@ -207,7 +211,7 @@ def _common_width(request: Request, manifest: Manifest | None, reader: _RowReade
 class _RowReader:
     """Turns rows into record batches, and gives the next number to each content whose key is not in `numbers`."""
 
-    rows: Any
+    rows: Rows
     numbers: dict[bytes, int] = field(default_factory=dict)
     next_content: int = 0
     total: int = 0
@@ -216,7 +220,7 @@ class _RowReader:
     saved_widths: list[int] = field(default_factory=list)
     advance: Callable[[int], None] = lambda count: None
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[pa.RecordBatch]:
         """Iterate over record batches of the usable rows."""
         pa = import_extra("pyarrow", "train")
         columns = self._columns()
@@ -253,7 +257,7 @@ class _RowReader:
         return self.numbers[key]
 
 
-def rows_fingerprint(rows: Any, source: str) -> str:
+def rows_fingerprint(rows: Rows, source: str) -> str:
     """Return a fingerprint of the rows of a source; their pictures are not read."""
     if not isinstance(rows, Sequence):
         return hashlib.sha256(f"stream {source} {rows.columns} {rows.template}".encode()).hexdigest()
@@ -266,16 +270,16 @@ def rows_fingerprint(rows: Any, source: str) -> str:
     return digest.hexdigest()
 
 
-def _file(part: Any) -> Any:
+def _file(part: object) -> object:
     """Return name and size of a file, and the type of anything else."""
     return (part, os.stat(part).st_size) if isinstance(part, (str, os.PathLike)) else type(part).__name__
 
 
-def rows_or_reasons(rows: Any, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, Row | str]]:
+def rows_or_reasons(rows: Rows, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, Row | str]]:
     """Iterate over rows with their numbers, all or those of ascending `numbers`; a row of no use is its reason."""
     if not isinstance(rows, Sequence):
-        wanted = None if numbers is None else set(numbers)
-        yield from (pair for pair in enumerate(rows) if wanted is None or pair[0] in wanted)
+        chosen = None if numbers is None else set(numbers)
+        yield from (pair for pair in enumerate(rows) if chosen is None or pair[0] in chosen)
         return
     for number in range(len(rows)) if numbers is None else numbers:
         try:
@@ -321,7 +325,7 @@ def finish(plan: Plan, folder: Path) -> None:
     shutil.rmtree(folder / WORK)
 
 
-def _without_broken(table: Any, broken: Mapping[int, str], plan: Plan) -> tuple[Any, list[tuple[int, str]]]:
+def _without_broken(table: pa.Table, broken: Mapping[int, str], plan: Plan) -> tuple[pa.Table, list[tuple[int, str]]]:
     """Return the rows whose contents could all be read, and the reasons of all others."""
     pa = import_extra("pyarrow", "train")
     left_out, usable = list(plan.left_out), []

@@ -117,13 +117,7 @@ class EncodedBatches:
 
 
 def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int, threads: int) -> Generator[T, None, None]:
-    """Iterate over `read(key)` in the order of the keys, of which threads read up to `ahead` before they are used.
-
-    Closing the iterator ends the threads.
-
-    >>> list(read_ahead(str.upper, "abc", ahead=2, threads=2))
-    ['A', 'B', 'C']
-    """
+    """Iterate over `read(key)` in the order of the keys; threads read up to `ahead`, until the iterator is closed."""
     pool, pending = ThreadPoolExecutor(threads, thread_name_prefix="mmattn-read-ahead"), deque[Future[T]]()
     try:
         for key in keys:

@@ -288,21 +288,16 @@ class EncodedDataset(Sequence[EncodedRow]):
         return np.split(numbers[order], cuts)
 
     def read_rows(self, block: int, numbers: Numbers) -> list[EncodedRow]:
-        """Read rows, of which most contents lie in one block, at once; safe in several threads.
-
-        Raises:
-            AdapterFileError: a block was changed after it was written, or its file is missing.
-            OSError: the file cannot be reached.
-        """
+        """Read rows, of which most contents lie in one block, at once; safe in several threads."""
         if not self._ends:
             return self._rows(numbers, self._content)
         vectors = self.read_block(block)
         first = self._ends[block] - self._blocks[block][1].contents
         inside = range(first, self._ends[block])
         # Contents that other rows brought are read now, too: nothing is read when a memory is asked for.
-        needed = sorted({number for row in numbers for number in self._contents_of(row)})
-        read = {n: vectors[n - first] if n in inside else self._content(n) for n in needed}
-        return self._rows(numbers, read.__getitem__)
+        needed = {number for row in numbers for number in self._contents_of(row)}
+        others = {number: self._content(number) for number in sorted(needed.difference(inside))}
+        return self._rows(numbers, lambda number: vectors[number - first] if number in inside else others[number])
 
     def read_block(self, number: int) -> Block:
         """Read all vectors of a block into memory; safe in several threads."""
@@ -343,9 +338,9 @@ class EncodedDataset(Sequence[EncodedRow]):
         import numpy as np
 
         chosen = np.asarray(numbers, dtype=np.int64)
-        taken = self._table.select(["text", "prompt", "files", "id", "metadata"]).take(chosen)
-        columns = {name: taken[name].to_numpy().tolist() for name in ("text", "prompt", "id", "metadata")}
-        files = taken["files"].to_pylist() if len(lists_of(taken["files"])[1]) else [()] * len(chosen)
+        table = self._table.select(["text", "prompt", "files", "id", "metadata"]).take(chosen)
+        columns = {name: table[name].to_numpy().tolist() for name in ("text", "prompt", "id", "metadata")}
+        files = table["files"].to_pylist() if len(lists_of(table["files"])[1]) else [()] * len(chosen)
         rows = []
         for number, paths, text, prompt, name, metadata in zip(chosen.tolist(), files, *columns.values(), strict=True):
             about = None if metadata is None else parse_json("metadata", metadata.encode(), _MAX_JSON)
@@ -367,7 +362,7 @@ def is_encoded(path: str | os.PathLike[str]) -> bool:
     return is_address(path) or any(os.path.isfile(os.path.join(path, name)) for name in (MANIFEST, PLAN))
 
 
-def _opened(address: str, numbers: Any) -> EncodedDataset:
+def _opened(address: str, numbers: Sequence[int] | None) -> EncodedDataset:
     dataset = EncodedDataset(address)
     return dataset if numbers is None else dataset.select(numbers)
 

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
@@ -24,13 +24,16 @@ from torch import Tensor
 
 from mmattn.core.quantization import quantize
 from mmattn.data.file_folders import FileFolder
-from mmattn.data.row_contents import encoders_fingerprint
+from mmattn.data.row_contents import RowEncoder, encoders_fingerprint
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.files import replacing, write_text
 from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.storage.json_files import dump_json, making_sense, parse_json, validated
 from mmattn.storage.safetensors import check_values
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MANIFEST, WORK = "encoded.json", "encoding"
 PLAN = f"{WORK}/plan.json"
@@ -60,7 +63,7 @@ class EncoderInfo(Strict):
     grid: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, encoder: Any, name: str | None = None) -> EncoderInfo:
+    def of(cls, encoder: RowEncoder, name: str | None = None) -> EncoderInfo:
         """Describe an encoder that was loaded under a name."""
         settings = {key: getattr(encoder, key, None) for key in ("pooled", "pooling", "grid")}
         return cls(fingerprint=encoder.fingerprint, name=name, **{k: v for k, v in settings.items() if v is not None})
@@ -164,7 +167,7 @@ def read_description(folder: FileFolder, name: str, kind: type[Description]) -> 
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def rows_schema(with_numbers: bool = False) -> Any:
+def rows_schema(with_numbers: bool = False) -> pa.Schema:
     """Return the Arrow schema of rows; of a job they have their numbers in the source, too."""
     pa = import_extra("pyarrow", "train")
     columns = {
@@ -180,7 +183,7 @@ def rows_schema(with_numbers: bool = False) -> Any:
     return pa.schema([*fields, pa.field("number", pa.int64())] if with_numbers else fields)
 
 
-def write_rows(path: Path, batches: Iterable[Any], schema: Any) -> tuple[int, str]:
+def write_rows(path: Path, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> tuple[int, str]:
     """Write record batches to a file, atomically; return its size and sha256."""
     pa = import_extra("pyarrow", "train")
     with replacing(path) as file, pa.ipc.new_stream(file, schema) as writer:
@@ -189,7 +192,7 @@ def write_rows(path: Path, batches: Iterable[Any], schema: Any) -> tuple[int, st
     return path.stat().st_size, file_fingerprint(path)
 
 
-def read_rows_file(folder: FileFolder, name: str, schema: Any, sha256: str | None = None) -> Any:
+def read_rows_file(folder: FileFolder, name: str, schema: pa.Schema, sha256: str | None = None) -> pa.Table:
     """Read a file of rows as a `pyarrow.Table`, mapped where it is local."""
     pa = import_extra("pyarrow", "train")
     path = folder.path(name)
@@ -204,7 +207,7 @@ def read_rows_file(folder: FileFolder, name: str, schema: Any, sha256: str | Non
     return table
 
 
-def lists_of(column: Any) -> tuple[Any, Any]:
+def lists_of(column: pa.ChunkedArray) -> tuple[Any, Any]:
     """Return where each list of a column begins, and the values of all."""
     import numpy as np
 
@@ -272,7 +275,7 @@ class Block:
         return Vectors(self.tokens.values[start:end], **others)
 
 
-def block_schema(dim: int, dtype: str) -> Any:
+def block_schema(dim: int, dtype: str) -> pa.Schema:
     """Return the Arrow schema of a shard: a row for each content."""
     pa = import_extra("pyarrow", "train")
     stored = getattr(pa, _ARROW[dtype])()
@@ -301,7 +304,7 @@ def write_shard(path: Path, blocks: Iterable[Sequence[Vectors]], dim: int, dtype
     return VectorShard(size=position, blocks=places, squares=(lost, whole))
 
 
-def _packed(contents: Sequence[Vectors], dim: int, dtype: str, schema: Any) -> tuple[Any, Tensor]:
+def _packed(contents: Sequence[Vectors], dim: int, dtype: str, schema: pa.Schema) -> tuple[pa.RecordBatch, Tensor]:
     """Return contents as a record batch, and the squares of what that lost and of the vectors."""
     pa = import_extra("pyarrow", "train")
     widest = max((one.tokens.shape[1] for one in contents), default=0)
@@ -327,13 +330,13 @@ def _packed(contents: Sequence[Vectors], dim: int, dtype: str, schema: Any) -> t
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(values.numpy().reshape(-1)), dim)
     columns["tokens"] = _lists(lengths, fixed)
     for name, kind in (("segments", torch.int32), ("scores", torch.float32)):
-        given = [getattr(one, name) for one in contents]
-        values = torch.cat([torch.empty(0, dtype=kind), *(one.to(kind) for one in given if one is not None)])
-        columns[name] = _lists([0 if one is None else len(one) for one in given], pa.array(values.numpy()))
+        parts = [getattr(one, name) for one in contents]
+        values = torch.cat([torch.empty(0, dtype=kind), *(one.to(kind) for one in parts if one is not None)])
+        columns[name] = _lists([0 if one is None else len(one) for one in parts], pa.array(values.numpy()))
     return pa.record_batch([columns[name] for name in schema.names], schema=schema), lost
 
 
-def _lists(lengths: Sequence[int], values: Any) -> Any:
+def _lists(lengths: Sequence[int], values: pa.Array) -> pa.ListArray:
     pa = import_extra("pyarrow", "train")
     return pa.ListArray.from_arrays(pa.array([0, *itertools.accumulate(lengths)], pa.int32()), values)
 

@@ -12,20 +12,7 @@ from mmattn.storage.files import Path, open_regular
 
 
 class FileFolder:
-    """The files of a folder, listed when it is opened: names to sizes in `sizes`.
-
-    Raises:
-        AdapterFileError: there is no such folder.
-        ConfigError: an address of a kind that fsspec does not know, or for which a package is missing.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     with open(os.path.join(place, "letters"), "w") as file:
-    ...         _ = file.write("abcdefg")
-    ...     folder = FileFolder(f"file://{place}")
-    ...     folder.sizes, bytes(folder.read("letters", 2, 5).tolist())
-    ({'letters': 7}, b'cde')
-    """
+    """The files of a folder, listed when it is opened: names to sizes in `sizes`."""
 
     def __init__(self, address: Path) -> None:
         import fsspec

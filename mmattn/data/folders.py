@@ -60,7 +60,22 @@ def read_folder(
     folder = _split_folder(Path(path), split)
     files = sorted(_walk(folder))
     pictures = [file for file in files if file.suffix.lower() in PICTURES]
-    beside = {file for file in pictures if file.with_suffix(".txt").is_file()}
+    captions = _source_of_texts(folder, pictures, template)
+    if captions.endswith(".jsonl"):
+        return _captioned(folder / captions, host, pictures, skip_broken)
+    if not pictures:
+        raise ConfigError(f"{folder} holds no pictures; they end in {', '.join(sorted(PICTURES))}")
+    unread = [file.suffix.lower() for file in files if file.suffix.lower() in _UNREAD]
+    kinds = ", ".join(sorted(set(unread)))
+    other = f"; {_count(len(unread), 'file')} of a kind that is not read ({kinds})" if unread else ""
+    if captions:
+        return _texts_beside(folder, host, pictures, skip_broken, other)
+    return _classes(folder, host, pictures, template, skip_broken, other)
+
+
+def _source_of_texts(folder: Path, pictures: Sequence[Path], template: str | None) -> str:
+    """Return the file of captions, ".txt" for one beside each picture, or "" for class folders."""
+    beside = [file for file in pictures if file.with_suffix(".txt").is_file()]
     captions = [name for name in CAPTIONS if (folder / name).is_file()]
     texts = captions + [f"a .txt beside {len(beside)} of {len(pictures)} pictures"] * bool(beside)
     if len(texts) > 1:
@@ -69,21 +84,14 @@ def read_folder(
         raise ConfigError(
             f"template is for class folders, and the texts of {folder} come from {texts[0]}: leave it out"
         )
-    if captions:
-        return _captioned(folder / captions[0], host, pictures, skip_broken)
-    if not pictures:
-        raise ConfigError(f"{folder} holds no pictures; they end in {', '.join(sorted(PICTURES))}")
-    unread = [file.suffix.lower() for file in files if file.suffix.lower() in _UNREAD]
-    kinds = ", ".join(sorted(set(unread)))
-    other = f"; {_count(len(unread), 'file')} of a kind that is not read ({kinds})" if unread else ""
-    if not beside:
-        return _classes(folder, host, pictures, template, skip_broken, other)
+    if captions or not beside:
+        return "".join(captions)
     if len(beside) < len(pictures) and any(file.parent != folder for file in pictures):
         raise ConfigError(
             f"{len(beside)} of the {len(pictures)} pictures in {folder} have a .txt beside them, and others lie in "
             "folders without one: give each a .txt, or none, so that the folders are their classes"
         )
-    return _texts_beside(folder, host, pictures, skip_broken, other)
+    return ".txt"
 
 
 def _split_folder(folder: Path, split: str | None) -> Path:
@@ -95,11 +103,11 @@ def _split_folder(folder: Path, split: str | None) -> Path:
         return folder
     if not splits:
         raise ConfigError(f"the split {split!r} is asked for, and {folder} has no folders train, val or test")
-    wanted = next((kind for kind, names in SPLITS.items() if split in (kind, *names)), split or "train")
-    if wanted not in splits:
+    chosen = next((kind for kind, names in SPLITS.items() if split in (kind, *names)), split or "train")
+    if chosen not in splits:
         names = ", ".join(one.name for one in splits.values())
         raise ConfigError(f"there is no split {split or 'train'!r} in {folder}; there is: {names}")
-    return splits[wanted]
+    return splits[chosen]
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
@@ -179,11 +187,11 @@ def _classes(
 
 def _walk(folder: Path) -> list[Path]:
     """Every file, those in hidden folders and what macOS leaves behind aside."""
-    found = []
+    paths = []
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        found += [Path(place) / name for name in files if not name.startswith((".", "__"))]
-    return found
+        paths += [Path(place) / name for name in files if not name.startswith((".", "__"))]
+    return paths
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -110,15 +110,19 @@ def _is_lance(place: Path) -> bool:
 def _default_columns(dataset: Any, names: Sequence[str], host: str) -> dict[str, str]:
     """Return columns named as the keys of a row, or by the endings of a tar's files; without a text, a label."""
     if "__key__" in names:
-        image = next((name for name in names if f".{name}" in PICTURES), None)
-        pictures = {} if image is None else {"image": image}
-        if "txt" in names:
-            return pictures | {"text": "txt"}
-        features = (dataset.features or {}).get("json")
-        known = {"caption": "text"} | {key: key for key in KEYS[host] if key not in ("image", "images", "memory")}
-        return pictures | {known[key]: f"json.{key}" for key in features or () if key in known}
+        return _tar_columns(dataset.features or {}, host)
     chosen = {key: key for key in KEYS[host] if key in names}
     return chosen if "text" in names or "label" not in names else {**chosen, "label": "label"}
+
+
+def _tar_columns(features: Mapping[str, Any], host: str) -> dict[str, str]:
+    """Return the column of the pictures, and that of the texts or the keys of a .json."""
+    image = next((name for name in features if f".{name}" in PICTURES), None)
+    columns = {} if image is None else {"image": image}
+    if "txt" in features:
+        return columns | {"text": "txt"}
+    known = {"caption": "text"} | {key: key for key in KEYS[host] if key not in ("image", "images", "memory")}
+    return columns | {known[key]: f"json.{key}" for key in features.get("json") or () if key in known}
 
 
 def _undecoded(dataset: Any, columns: Mapping[str, str]) -> Any:
@@ -177,9 +181,7 @@ def tar_files(path: str) -> list[Path]:
     """Return the tars that a path stands for, in order; none where it stands for something else."""
     place = Path(path)
     if place.is_dir():
-        names = [one for one in place.iterdir() if not one.name.startswith(".")]
-        others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
-        return [] if others else sorted(one for one in names if one.suffix == ".tar")
+        return _tars_in(place)
     if not path.endswith(".tar"):
         return []
     tars = [Path(one) for each in _expanded(path) for one in sorted(glob.glob(each) or [each])]
@@ -187,6 +189,13 @@ def tar_files(path: str) -> list[Path]:
     if missing:
         raise ConfigError(f"there is no file {missing[0]} ({len(missing)} of the {len(tars)} that {path} stands for)")
     return tars
+
+
+def _tars_in(folder: Path) -> list[Path]:
+    """Return the tars in a folder; none if it has folders, pictures or captions, too."""
+    names = [one for one in folder.iterdir() if not one.name.startswith(".")]
+    others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
+    return [] if others else sorted(one for one in names if one.suffix == ".tar")
 
 
 def _expanded(pattern: str) -> list[str]:

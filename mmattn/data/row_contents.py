@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,21 @@ from mmattn.encoders import load_image
 from mmattn.errors import ConfigError, ImageError
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import file_fingerprint
+
+
+class RowEncoder(Protocol):
+    """An encoder of pictures or passages, each of which becomes a row of a memory."""
+
+    @property
+    def dim(self) -> int:
+        """Width e of the vectors."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A fingerprint of weights and settings."""
+
+    def __call__(self, contents: Any, /, *, batch_size: int) -> Memory:
+        """Return the memory (n, m, e) of n pictures or passages."""
 
 
 def encoded_parts(row: Row) -> list[tuple[str, Any]]:
@@ -32,7 +47,7 @@ def content_key(kind: str, part: Any) -> bytes:
     return hashlib.sha256(f"{kind} {content_sha256(kind, part)}".encode()).digest()
 
 
-def memory_kinds(rows: Any) -> set[str]:
+def memory_kinds(rows: Iterable[Row]) -> set[str]:
     """Return the kinds of contents of rows: "pictures", "passages", and "memories" that they come with.
 
     Args:
@@ -71,10 +86,12 @@ def content_sha256(kind: str, part: Any) -> str:
     return hashlib.sha256(repr(about_it).encode() + part.tobytes()).hexdigest()
 
 
-def encode_parts(encoder: Any, parts: Sequence[Any], batch_size: int, skip_broken: bool = False) -> list[Tensor | None]:
+def encode_parts(
+    encoder: RowEncoder, parts: Sequence[Any], batch_size: int, skip_broken: bool = False
+) -> list[Tensor | None]:
     """The vectors (m, e) of each part, without padding, on the CPU."""
     try:
-        memory: Memory = encoder(list(parts), batch_size=batch_size)
+        memory = encoder(list(parts), batch_size=batch_size)
         readable = [True] * len(parts)
     except ImageError:
         readable = [why_unreadable(part) is None for part in parts]
@@ -92,7 +109,7 @@ def encode_parts(encoder: Any, parts: Sequence[Any], batch_size: int, skip_broke
     return vectors
 
 
-def why_unreadable(image: Any) -> str | None:
+def why_unreadable(image: object) -> str | None:
     """Why a picture cannot be read; None where it can."""
     try:
         load_image(image)
@@ -101,7 +118,7 @@ def why_unreadable(image: Any) -> str | None:
     return None
 
 
-def given_memory(memory: Any) -> Memory:
+def given_memory(memory: object) -> Memory:
     """The memory (1, m, e) that a row comes with, in float32."""
     one = row_memory(memory)
     assert one is not None

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from mmattn.data.row_contents import (
+    RowEncoder,
     content_sha256,
     encode_parts,
     encoded_parts,
@@ -70,8 +71,8 @@ class RowMemories:
         self,
         folder: str | os.PathLike[str],
         *,
-        pictures: Any = None,
-        passages: Any = None,
+        pictures: RowEncoder | None = None,
+        passages: RowEncoder | None = None,
         dim: int | None = None,
         batch_size: int = 32,
     ) -> None:
@@ -118,12 +119,12 @@ class RowMemories:
         """
         encoded, left = 0, iter(rows)
         while some := list(itertools.islice(left, _TOGETHER)):
-            wanted = {self._place(kind, part): (kind, part) for row in some for kind, part in encoded_parts(row)}
+            places = {self._place(kind, part): (kind, part) for row in some for kind, part in encoded_parts(row)}
             # Shared out by name: how far another process has come must not change who does what.
-            own = sorted(wanted)[process_index::num_processes]
+            own = sorted(places)[process_index::num_processes]
             missing = [place for place in own if not place.is_file()]
             for kind in self.encoders:
-                parts = {place: wanted[place][1] for place in missing if wanted[place][0] == kind}
+                parts = {place: places[place][1] for place in missing if places[place][0] == kind}
                 self._encode(kind, parts, progress, skip_broken and kind == "pictures")
             encoded += len(missing)
         return encoded
@@ -134,14 +135,14 @@ class RowMemories:
         Args:
             rows: the same as `prepare` was given.
         """
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for number, row in enumerate(rows):
             for kind, part in encoded_parts(row):
                 if kind == "pictures" and not self._place(kind, part).is_file():
                     why = why_unreadable(part)
                     if why is not None:
-                        found.setdefault(number, why)
-        return found
+                        reasons.setdefault(number, why)
+        return reasons
 
     def of(self, rows: Sequence[Row]) -> Memory | None:
         """The memory (b, m, e) of b rows, empty in a row without one; None if no row has any."""
@@ -178,12 +179,13 @@ class RowMemories:
         return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
 
     def _encode(self, kind: str, missing: dict[Path, Any], progress: bool, skip_broken: bool) -> None:
+        encoder = self.encoders[kind]
+        if encoder is None:
+            return
         places = list(missing)
         for start in batches(len(places), self.batch_size, f"encoding {kind}", progress and bool(places)):
             some = places[start : start + self.batch_size]
-            encoded = encode_parts(
-                self.encoders[kind], [missing[place] for place in some], self.batch_size, skip_broken
-            )
+            encoded = encode_parts(encoder, [missing[place] for place in some], self.batch_size, skip_broken)
             for place, tokens in zip(some, encoded, strict=True):
                 if tokens is None:
                     self.skipped += 1

@@ -106,7 +106,7 @@ def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | N
     return Row(text, _text(values, "prompt", needed=False), images, passages, memory)
 
 
-def row_memory(value: Any) -> Memory | None:
+def row_memory(value: object) -> Memory | None:
     """Return the memory of one row: a `Memory`, the file of one, or a table of vectors (m, e), which may be empty."""
     if value is None:
         return None
@@ -130,11 +130,7 @@ def row_memory(value: Any) -> Memory | None:
 
 
 def text_of_label(label: str, template: str | None = None) -> str:
-    """The text of a picture of which only the class is known.
-
-    >>> text_of_label("oxeye daisy")
-    'A photo of a oxeye daisy.'
-    """
+    """Return the text of a picture of which only the class is known."""
     template = TEMPLATE if template is None else template
     if "{label}" not in template:
         raise ConfigError(
@@ -143,8 +139,8 @@ def text_of_label(label: str, template: str | None = None) -> str:
     return template.replace("{label}", label)
 
 
-def _text(given: Mapping[str, Any], key: str, needed: bool) -> str:
-    value = given.get(key)
+def _text(values: Mapping[str, Any], key: str, needed: bool) -> str:
+    value = values.get(key)
     if value is None and not needed:
         return ""
     if value is None:
@@ -155,15 +151,15 @@ def _text(given: Mapping[str, Any], key: str, needed: bool) -> str:
     return text
 
 
-def _texts(given: Mapping[str, Any]) -> Iterable[str]:
+def _texts(values: Mapping[str, Any]) -> Iterable[str]:
     for key in ("passage", "passages"):
-        for one in _several(key, given.get(key)):
+        for one in _several(key, values.get(key)):
             if not _checked(key, one).strip():
                 raise ConfigError(f"{key!r} has an empty text; leave it out")
             yield one
 
 
-def _checked(key: str, value: Any) -> str:
+def _checked(key: str, value: object) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{key!r} must be text, got {value!r:.60} ({type(value).__name__})")
     try:
@@ -172,7 +168,7 @@ def _checked(key: str, value: Any) -> str:
         raise ConfigError(f"{key!r}: {error}") from error
 
 
-def _several(key: str, value: Any) -> list[Any]:
+def _several(key: str, value: object) -> list[Any]:
     if value is None or (isinstance(value, str) and not value):
         return []
     if isinstance(value, Mapping):
@@ -180,7 +176,7 @@ def _several(key: str, value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _picture(value: Any, folder: Path | None) -> Any:
+def _picture(value: object, folder: Path | None) -> object:
     return _file("image", value, folder) if isinstance(value, (str, Path)) else value
 
 

@@ -136,17 +136,16 @@ class RowBatches:
     def epoch(self, number: int, start: int = 0) -> Iterator[list[Row]]:
         """The batches of an epoch, from batch `start` on."""
         if self.sampler is not None:
-            rows: Any = self.rows
             for numbers in self.sampler.batches(number)[start:]:
-                yield [rows[i] for i in numbers]
+                yield [self.rows[i] for i in numbers]  # type: ignore[index]
             return
         stream = iter(self.rows)
         for block in itertools.count():
-            taken = list(itertools.islice(stream, BUCKET * self.batch_size))
-            if not taken:
+            rows = list(itertools.islice(stream, BUCKET * self.batch_size))
+            if not rows:
                 return
             rng = random.Random(f"order/{self.seed}/{number}/{block}")
-            batches = batches_by_length(taken, attrgetter("text_length"), self.batch_size, rng)
+            batches = batches_by_length(rows, attrgetter("text_length"), self.batch_size, rng)
             yield from batches[max(0, start - block * BUCKET) :]
 
 
@@ -174,11 +173,7 @@ def text_lengths(rows: Sequence[Row]) -> list[int]:
 def split_between_processes(
     batch: Sequence[T], process_index: int = 0, num_processes: int = 1, gradient_accumulation_steps: int = 1
 ) -> list[list[T]]:
-    """The micro-batches of a batch that one of several processes learns; some may be empty.
-
-    >>> split_between_processes([0, 1, 2, 3, 4], process_index=1, num_processes=2, gradient_accumulation_steps=2)
-    [[1], [3]]
-    """
+    """Return the micro-batches of a batch that one of several processes learns; some may be empty."""
     own = list(batch)[process_index::num_processes]
     return [own[number::gradient_accumulation_steps] for number in range(gradient_accumulation_steps)]
 

@@ -58,7 +58,7 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
     count = max(1, count) if held_out else 0
     if count >= len(rows):
         raise ConfigError(f"{count} of {len(rows)} rows held out leave none to train on: give more rows, or less of it")
-    groups: dict[Any, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for number, picture in enumerate(_pictures(rows)):
         groups.setdefault(number if picture is None else picture, []).append(number)
     order = list(groups.values())
@@ -70,7 +70,7 @@ def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequen
     return _select(rows, [number for number in range(len(rows)) if number not in away]), _select(rows, sorted(away))
 
 
-def _pictures(rows: Sequence[Row]) -> Iterator[Any]:
+def _pictures(rows: Sequence[Row]) -> Iterator[object]:
     """Iterate over the pictures, or encoded contents, of each row; None where they are not known."""
     if isinstance(rows, DatasetRows):  # its pictures are not read for this
         yield from itertools.repeat(None, len(rows))
@@ -152,10 +152,10 @@ def shuffle_memories(rows: Sequence[Row]) -> Sequence[Row]:
     return ShuffledMemories(rows, sources)
 
 
-def _memory_key(row: Row, number: int) -> Any:
+def _memory_key(row: Row, number: int) -> object:
     """Return a key that differs between memories: paths, contents and texts; other objects count as different."""
 
-    def key(part: Any) -> Any:
+    def key(part: object) -> object:
         if isinstance(part, bytes):
             return hashlib.sha256(part).digest()
         return part if isinstance(part, str) else number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from mmattn.errors import ShapeError, TextError
 from mmattn.memory import Memory, SearchedMemory
 from mmattn.tokenization import tokenize
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 IGNORED = -100
 
@@ -65,7 +68,7 @@ class TextBatch:
         return kwargs
 
 
-def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
+def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """The ids of the tokens that begin and end a text; a tokenizer without the one uses the other for both.
 
     Raises:
@@ -80,7 +83,9 @@ def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
     return (end if begin is None else begin), (begin if end is None else end)
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None = None
+) -> list[list[int]]:
     """Ids of each text between the begin and the end token; special tokens in a text are taken literally.
 
     Args:
@@ -104,7 +109,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = 
     return [[begin, *row, end] for row in rows]
 
 
-def check_prompt(ids: Tensor, mask: Tensor, config: Any, new_tokens: int = 0) -> None:
+def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens: int = 0) -> None:
     """Refuse a prompt that a language model cannot read.
 
     Args:
@@ -149,11 +154,7 @@ def collate(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | Non
     >>> collate([[5, 6, 7], [8]]).labels.tolist()
     [[5, 6, 7], [8, -100, -100]]
     """
-    if not rows or not all(len(row) for row in rows):
-        raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
-    count = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
-    if count is not None and count != len(rows):
-        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {count}")
+    _check_rows(rows, memory)
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
     real = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
@@ -161,11 +162,7 @@ def collate(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | Non
 
 
 def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Return which documents share a row, by first-fit decreasing: no row is longer than the longest document.
-
-    >>> fill_rows([3, 9, 5, 2, 1])
-    [[1], [2, 0, 4], [3]]
-    """
+    """Return which documents share a row, by first-fit decreasing: no row is longer than the longest document."""
     longest = max(lengths)
     rows: list[list[int]] = []
     left: list[int] = []
@@ -201,25 +198,31 @@ def pack(
     >>> batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
     ([[5, 6, 7], [9, 4, 8]], [[0, 1, 2], [0, 1, 0]], [[-100, 6, 7], [-100, 4, -100]])
     """
-    if not documents or not all(len(one) for one in documents):
-        raise ShapeError(f"a batch needs documents of at least one id, got {len(documents)}; leave empty texts out")
-    if memory is not None and memory.batch != len(documents):
-        raise ShapeError(f"{len(documents)} documents need {len(documents)} rows of memory, got {memory.batch}")
+    _check_rows(documents, memory)
+    if unlearned is None:
+        unlearned = [1] * len(documents)
+    labels = [
+        [IGNORED] * max(1, count) + list(one[max(1, count) :]) for one, count in zip(documents, unlearned, strict=True)
+    ]
     longest = max(map(len, documents))
-    ids, positions, labels, order = [], [], [], []
+    packed: list[tuple[list[int], list[int], list[int]]] = []
+    order: list[int] = []
     for row in fill_rows([len(one) for one in documents]):
-        begins = {number: 1 if unlearned is None else max(1, unlearned[number]) for number in row}
-        parts = [(list(documents[number]), begin) for number, begin in begins.items()]
-        order += row
-        missing = longest - sum(len(part) for part, _ in parts)
-        if missing:
-            parts.append(([pad] * missing, missing))
-            order.append(-1)
-        ids.append([one for part, _ in parts for one in part])
-        positions.append([place for part, _ in parts for place in range(len(part))])
-        labels.append([IGNORED if place < begin else one for part, begin in parts for place, one in enumerate(part)])
-    read = None if memory is None else _ordered(memory, order)
-    return TextBatch(torch.tensor(ids), None, torch.tensor(labels), read, torch.tensor(positions))
+        rest = longest - sum(len(documents[number]) for number in row)
+        ids = [one for number in row for one in documents[number]] + [pad] * rest
+        positions = [place for number in row for place in range(len(documents[number]))] + list(range(rest))
+        packed.append((ids, positions, [one for number in row for one in labels[number]] + [IGNORED] * rest))
+        order += row + [-1] * bool(rest)
+    all_ids, all_positions, targets = (torch.tensor(part) for part in zip(*packed, strict=True))
+    return TextBatch(all_ids, None, targets, None if memory is None else _ordered(memory, order), all_positions)
+
+
+def _check_rows(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None) -> None:
+    if not rows or not all(len(row) for row in rows):
+        raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
+    count = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
+    if count is not None and count != len(rows):
+        raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {count}")
 
 
 def _ordered(memory: Memory, order: Sequence[int]) -> Memory:

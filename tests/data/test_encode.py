@@ -94,15 +94,6 @@ class TestWhatComesBack:
             assert (want.scores is None) == (have.scores is None)
             assert want.scores is None or torch.equal(have.scores[0], want.scores[0, mask])
 
-    def test_a_batch_is_stacked_as_it_would_be(self, reader: TextEncoder, tmp_path: Path) -> None:
-        rows, eye = of_everything(tmp_path)[:5], Eye()
-        store = training.encode_rows(rows, tmp_path / "store", pictures=eye, passages=reader)
-        own = training.RowMemories(tmp_path / "cache", pictures=eye, passages=reader).of(rows)
-        have = training.RowMemories(tmp_path / "cache", dim=store.dim).of(list(store))
-        assert have is not None and own is not None
-        assert have.lengths == own.lengths and torch.equal(have.tokens, own.tokens)
-        assert torch.equal(have.segments, own.segments)
-
     def test_the_manifest_describes_the_dataset(self, reader: TextEncoder, tmp_path: Path) -> None:
         eye = Eye(pooled=True)
         names = {"pictures": "tiny:eye"}
@@ -117,13 +108,6 @@ class TestWhatComesBack:
         assert store[0].files == (str(tmp_path / "1.png"),) and store[0].memory.length == 1
         assert "9 encoded rows (pictures by tiny:eye, passages by" in store.summary
         assert sorted(contents(tmp_path / "store")) == ["encoded.json", "rows-000.arrow", "vectors-000000.arrow"]
-
-    def test_only_encoders_that_were_needed_are_named(self, reader: TextEncoder, tmp_path: Path) -> None:
-        store = training.encode_rows(
-            of_everything(tmp_path)[:1], tmp_path / "store", pictures=Eye(), passages=reader, dim=17
-        )
-        assert set(store.encoders) == {"pictures"} and not store.manifest.saved_memories
-        assert store.dim == 17 and store[0].memory.dim == 17 and not store[0].memory.tokens[..., EYE_DIM:].any()
 
 
 class TestDtypes:
@@ -200,30 +184,11 @@ class TestLeftOut:
         with pytest.raises(ImageError, match=r"2\.png.*strict=True"):
             encode_captions(self.broken(tmp_path / "data"), tmp_path / "store", Eye(), strict=True)
 
-    def test_bytes_are_named_by_their_row(self, tmp_path: Path) -> None:
-        good = picture(tmp_path / "a.png").read_bytes()
-        rows = [Row("good", images=(good,)), Row("bad", images=(good[:40],))]
-        store = training.encode_rows(rows, tmp_path / "store", pictures=Eye(), source="two.tar")
-        assert len(store) == 1 and store.left_out[0].startswith("row 1 of two.tar: ")
-
     def test_nothing_left_is_an_error_and_leaves_nothing(self, tmp_path: Path) -> None:
         rows = [Row("bad", images=(b"none",)), Row("bad too", images=(b"no",))]
         with pytest.raises(ConfigError, match="nothing of rows can be used:\n  row 0 of rows: "):
             training.encode_rows(rows, tmp_path / "store", pictures=Eye())
         assert contents(tmp_path / "store") == {}
-
-    def test_a_row_of_a_dataset_that_cannot_be_used(self, tmp_path: Path) -> None:
-        datasets = pytest.importorskip("datasets", reason="datasets is not installed; it comes with mmattn[train]")
-        texts = ["one", "", "three", None, "five"]
-        data = datasets.Dataset.from_dict({"text": texts, "passage": ["p", "q", "r", "s", "t"]})
-        data.save_to_disk(tmp_path / "data")
-        rows = training.read_rows(str(tmp_path / "data"))
-        reader = TextEncoder(save_encoder(tmp_path))
-        store = training.encode_rows(rows, tmp_path / "store", passages=reader, contents_per_shard=2)
-        assert [row.text for row in store] == ["one", "three", "five"]
-        assert [line[:24] for line in store.left_out] == ["row 1 of the dataset: 't", "row 3 of the dataset: 't"]
-        with pytest.raises(ConfigError, match="row 1 of the dataset"):
-            training.encode_rows(rows, tmp_path / "strict", passages=reader, strict=True)
 
 
 class TestGoingOn:
@@ -339,16 +304,6 @@ class TestMoreRows:
             assert not (tmp_path / "store" / "encoding").exists()
             assert [one.name for one in training.EncodedDataset(tmp_path / "store").manifest.sources][-1] == name
             shutil.rmtree(tmp_path / "store")
-
-    def test_errors_add_up(self, tmp_path: Path) -> None:
-        rows = [Row(f"row {n}", memory=mmattn.Memory(torch.randn(1, 3, 11))) for n in range(4)]
-        apart = [
-            training.encode_rows(part, tmp_path / f"{n}", dtype="int8").manifest.shards[0].squares
-            for n, part in enumerate((rows[:2], rows[2:]))
-        ]
-        training.encode_rows(rows[:2], tmp_path / "store", dtype="int8")
-        store = training.encode_rows(rows[2:], tmp_path / "store", dtype="int8", append=True, source="more")
-        assert [shard.squares for shard in store.manifest.shards] == apart
 
 
 class TestRefused:

@@ -142,16 +142,6 @@ class TestOrder:
             with pytest.raises(ConfigError, match="must be"):
                 training.EncodedBatches(store, **wrong)
 
-    def test_its_fingerprint_tells_orders_apart(self, store: training.EncodedDataset) -> None:
-        some = [
-            mixing(store),
-            mixing(store, buffer_bytes=10**6),
-            mixing(store.select([1, 2])),
-            mixing(store, shuffle=False),
-        ]
-        assert len({one.fingerprint for one in some}) == 4
-        assert mixing(store).fingerprint == some[0].fingerprint
-
 
 class TestMemory:
     def test_it_stays_within_its_buffer(self, store: training.EncodedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,12 +202,6 @@ class TestThreads:
         closing.start()
         closing.join()
         assert numbers(found) == whole[:21] and not readers()
-
-    def test_two_epochs_at_once(self, store: training.EncodedDataset) -> None:
-        batches = mixing(store)
-        pairs = list(zip(batches.epoch(0), batches.epoch(1), strict=True))
-        assert numbers(pair[0] for pair in pairs) == numbers(batches.epoch(0))
-        assert numbers(pair[1] for pair in pairs) == numbers(batches.epoch(1))
 
 
 @pytest.fixture(scope="module")

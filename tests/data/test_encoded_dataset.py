@@ -167,12 +167,6 @@ class TestDamage:
         with pytest.raises(AdapterFileError, match=r"vectors-000002.arrow': there is no such file"):
             list(training.EncodedBatches(store, 2).epoch(0))
 
-    def test_a_short_shard_is_named(self, copied: Path) -> None:
-        path = copied / shard_name(1)
-        path.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(AdapterFileError, match=r"vectors-000001.arrow' has [\d,]+ bytes"):
-            training.EncodedDataset(copied)
-
     def test_a_shard_of_another_store(self, copied: Path, made: Path, tmp_path: Path) -> None:
         """Invariant 111: of the same size, whole, and yet not the one that was written."""
         encode_captions(made / "data", tmp_path / "other", Eye(seed=1))
@@ -200,31 +194,3 @@ class TestMemories:
         assert store.of([Row("no memory")]) is None
         mixed = store.of([store[1], Row("no memory"), Row("own", memory=mmattn.Memory(torch.ones(1, 2, 5)))])
         assert mixed is not None and mixed.lengths == [6, 0, 2] and not mixed.tokens[1].any()
-
-    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-    def test_a_batch_is_the_memories_of_its_rows(self, dtype: str, tmp_path: Path) -> None:
-        """Rows of one entry are stacked at once, and any others one by one: with the same result."""
-        random_ = torch.Generator().manual_seed(3)
-        given = [mmattn.Memory(torch.randn(1, 3, 7, generator=random_)) for _ in range(4)]
-        given += [mmattn.Memory(torch.randn(1, 5, 7, generator=random_))]
-        given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), segments=torch.tensor([[0, 1, 1]]))]
-        given += [mmattn.Memory(torch.randn(1, 3, 7, generator=random_), scores=torch.rand(1, 3, generator=random_))]
-        rows = [Row("a", memory=memory) for memory in given]
-        store = training.encode_rows(rows, tmp_path, dtype=dtype, block_bytes=50)
-        for numbers in ([1], [0, 3, 2], [0, 4], [1, 5], [6, 2], [4], [5, 6]):
-            batch = store.of([store[number] for number in numbers])
-            whole = mmattn.Memory.stack([store[number].memory for number in numbers]).to(torch.float32)
-            assert batch is not None and batch.lengths == [given[number].length for number in numbers]
-            for name in ("tokens", "mask", "segments", "scores"):
-                one, other = getattr(batch, name), getattr(whole, name)
-                assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
-
-    def test_what_is_not_encoded_is_refused(self, made: Path) -> None:
-        store = training.EncodedDataset(made / "store")
-        with pytest.raises(ConfigError, match="a row has pictures or passages, and"):
-            store.of([Row("a picture", images=(str(made / "data" / "0.png"),))])
-
-    def test_a_row_by_number_keeps_no_vectors(self, made: Path) -> None:
-        """An evaluation goes through rows whose memories never stand whole."""
-        row = training.EncodedDataset(made / "store")[3]
-        assert row.memory is not row.memory and torch.equal(row.memory.tokens, row.memory.tokens)

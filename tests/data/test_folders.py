@@ -54,14 +54,6 @@ class TestClassFolders:
         with pytest.raises(ConfigError, match="two folders for the validation rows, val and valid"):
             training.read_rows(str(tmp_path))
 
-    def test_each_split_has_its_own_layout(self, tmp_path: Path) -> None:
-        for name in ("train", "test"):
-            picture(tmp_path / name, "a.png")
-            lines(tmp_path / name / "metadata.jsonl", {"file_name": "a.png", "text": f"for {name}"})
-        assert [row.text for row in training.read_rows(str(tmp_path))] == ["for train"]
-        assert training.held_out_split(str(tmp_path)) == "test"
-        assert [row.text for row in training.read_rows(str(tmp_path), split="test")] == ["for test"]
-
     def test_classes_that_are_named_as_splits(self, tmp_path: Path) -> None:
         """Vehicles: a train is one of them."""
         rows = training.read_rows(str(class_folders(tmp_path, 1, ("car", "train"))))

@@ -156,11 +156,6 @@ class TestBroken:
         with pytest.raises(ConfigError, match="1 of 3 class folders"):
             training.read_rows(str(tmp_path))
 
-    def test_where_nothing_is_left_it_stops(self, tmp_path: Path) -> None:
-        file = lines(tmp_path / "rows.jsonl", "{", "[]")
-        with pytest.raises(ConfigError, match="2 of 2 lines"):
-            training.read_rows(str(file), skip_broken=True)
-
 
 class TestEncodings:
     """Invariant 75: a byte-order mark, CRLF, NUL and other encodings are read right, or named with their line."""
@@ -264,12 +259,6 @@ class TestDatasets:
             training.read_rows(str(saved))
         with pytest.raises(ConfigError, match="template only applies to class folders"):
             training.read_rows(str(saved), columns=columns, template="{label}")
-
-    def test_pictures_without_texts(self, saved: Path) -> None:
-        """To be drawn: all are of one length, and are put into batches."""
-        rows = training.read_rows(str(saved), "unet", columns={"image": "picture"})
-        assert rows.text_lengths() == [row.text_length for row in rows] == [0] * 6
-        assert [len(batch) for batch in training.RowBatches(rows, 4).epoch(0)] == [4, 2]
 
     def test_classes(self, tmp_path: Path) -> None:
         """As the image datasets of the hub have them: a column of classes, and no texts."""

@@ -147,19 +147,6 @@ class TestRowMemories:
         with pytest.raises(ImageError, match="[25].png"):
             processes[0].of(rows)
 
-    def test_the_fingerprint_is_of_every_encoder(self, tmp_path: Path) -> None:
-        """One encoder has its own; two have another one, which changes with either of them."""
-
-        def of(**encoders: Any) -> str | None:
-            return training.RowMemories(tmp_path, dim=11, **encoders).fingerprint
-
-        eye, reader = Eye(), Reader(11)
-        assert of() is None and of(pictures=eye) == eye.fingerprint and of(passages=reader) == reader.fingerprint
-        both = of(pictures=eye, passages=reader)
-        others = [of(pictures=Eye(7), passages=reader), of(pictures=eye, passages=Reader(3))]
-        assert both == of(pictures=Eye(), passages=Reader(11))
-        assert len({both, *others, eye.fingerprint, reader.fingerprint}) == 5
-
     def test_values_too_large_for_half(self, tmp_path: Path) -> None:
         reader = Reader(3)
         memories = training.RowMemories(tmp_path, passages=reader)

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.core.quantization import quantize
-from mmattn.errors import AdapterFileError, ConditionError, ConfigError
-from mmattn.kv_store.pages import encode_pages
+from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 from tests.kv_store.banks import (
     ENTRIES,
-    LENGTH,
     ROWS,
     SLOTS,
     answer,
@@ -94,24 +91,6 @@ def test_errors_are_at_most_half_a_step(m):
                 assert ((numbers - want).abs() > steps * 0.4)[shown].any()
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-37, 1e-20, 1.0, 1e20, 1e38])
-def test_numbers_of_any_size(size):
-    numbers = torch.linspace(-1, 1, 1001).double() * size
-    codes, scales = quantize(numbers.float(), 0)
-    assert int(codes.abs().max()) <= 127 and (127 if size > 1e-30 else 0) in codes
-    assert ((codes * scales.double() - numbers).abs() <= scales.double() * 0.5001).all()
-
-
-@lengths
-def test_padding_has_no_say_in_the_scales(m):
-    keys, values = torch.randn(2, ENTRIES, 3, m, 7).unbind()
-    mask = entries(m=m).mask & (torch.arange(ENTRIES) != 3)[:, None]
-    want, loud = (
-        encode_pages(INT8, keys.masked_fill(~mask[:, None, :, None], filling), values, mask) for filling in (0, 1e9)
-    )
-    assert all(torch.equal(want[part], loud[part]) for part in want)
-
-
 def test_what_entries_do_not_show_has_no_say(model):
     """Padding in an entry, and an entry of nothing but padding."""
     memory = entries(m=LONG)
@@ -147,36 +126,6 @@ def test_every_precision_rounds_once(dtype, m):
     model, found = tiny.attach(tiny.make("llama"), null_slot=True).to(dtype), hits()
     bank, plain = banks(model, entries(m=m).to(dtype))
     assert_same(bank, plain, found | {"scores": found["scores"].to(dtype)})
-
-
-@lengths
-def test_under_autocast(model, m):
-    bank, plain = banks(model, entries(m=m))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(bank, plain)
-        rebuilt = model.bank(entries(m=m), INT8)
-    first = assert_same(bank, plain)
-    assert torch.equal(answer(model, rebuilt.gather(**hits()))[0], first)
-    with torch.inference_mode():
-        inside = model.bank(mmattn.Memory(entries(m=m).tokens * 1, entries(m=m).mask), INT8)
-    assert torch.equal(answer(model, inside.gather(**hits()))[0], first)
-
-
-@torch.no_grad()
-def test_generating_with_beams(model):
-    bank, plain = banks(model, entries())
-    prompt = {"inputs": tiny.text(ROWS, LENGTH), "max_new_tokens": 6, "do_sample": False, "num_beams": 3}
-    got, want = (model.generate(**prompt, memory=one.gather(**hits())) for one in (bank, plain))
-    assert torch.equal(got, want)
-
-
-def test_several_adapters():
-    model = tiny.attach(tiny.make("llama"), score_bias=True)
-    tiny.attach(model.host, name="other", layers=(1, 2), null_slot=True, num_heads=3)
-    bank, plain = banks(model, entries(m=LONG))
-    both = assert_same(bank, plain)
-    model.set_adapter("other")
-    assert not torch.equal(assert_same(bank, plain), both)
 
 
 def test_gradients_and_changed_weights_take_the_entries(model, ids):
@@ -225,30 +174,6 @@ def test_an_edit_changes_no_other_entry(model, m):
     assert_same(bank, plain, {"rows": torch.tensor([[26], [17], [25]]), "scores": torch.zeros(3, 1)})
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("m", [SLOTS, LONG])
-def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, m):
-    bank, path, found = model.bank(entries(m=m), INT8), tmp_path / "bank.safetensors", hits()
-    want, _ = answer(model, bank.gather(**found))
-    bank.save(path)
-    back = model.load_bank(path, mapped=mapped)
-    assert (len(back), back.nbytes(), back.page_nbytes()) == (len(bank), bank.nbytes(), bank.page_nbytes())
-    got, projected = answer(model, back.gather(**found))
-    assert projected == 0 and torch.equal(got, want)
-    # What is added to it is quantised as it is.
-    for one in (bank, back):
-        one.update([2], entries(1, m, seed=6))
-        one.add(entries(3, m, seed=7))
-    assert torch.equal(answer(model, back.gather(**found))[0], answer(model, bank.gather(**found))[0])
-    back.save(path)
-    assert len(model.load_bank(path, mapped=mapped)) == ENTRIES + 3
-    raw = path.read_bytes()
-    for damaged in (raw[:-7], raw[:-1000] + bytes([raw[-1000] ^ 4]) + raw[-999:]):
-        path.write_bytes(damaged)
-        with pytest.raises(AdapterFileError):
-            model.load_bank(path, mapped=mapped)
-
-
 def test_what_a_file_says_of_its_pages(model, tmp_path):
     path = tmp_path / "bank.safetensors"
     model.bank(entries(), INT8).save(path)
@@ -274,9 +199,3 @@ def test_bytes(m):
         exact = model.bank(memory).page_nbytes()
         assert model.bank(memory, INT8).page_nbytes() <= 0.28 * exact
         assert model.bank(memory, torch.bfloat16).page_nbytes() == 0.5 * exact
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, "int8"])
-def test_dtypes_that_pages_cannot_have(model, dtype):
-    with pytest.raises(ConfigError, match="floating point dtype or in torch.int8, got"):
-        model.bank(entries(), dtype)

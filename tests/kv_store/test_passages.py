@@ -10,7 +10,6 @@ import torch
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, ShapeError
-from mmattn.inspect.diagnosis import diagnose
 from tests import tiny, tiny_texts
 from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, blocks, distance, reader, text
 from tests.kv_store.test_passage_selection import answer
@@ -31,19 +30,6 @@ def test_a_passage_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other is not singly.model
     per_token = 2 * 2 * 8 * 4 * tiny.LAYERS  # K and V, two heads of 8 in single precision
     assert passages.nbytes() == per_token * 23
-
-
-def test_reading_computes_no_logits() -> None:
-    """Of passages, read or read again, the head sees one token of each row at most."""
-    model, _ = reader("llama")
-    lengths: list[int] = []
-    head = model.host.get_output_embeddings()
-    assert head is not None
-    head.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    passages = mmattn.hosts.PassageCache(model)
-    passages.add(PASSAGES, progress=False)
-    passages.select([[0, 1, 2]], recomputed_tokens=4).slots(model.adapter("default"))
-    assert len(lengths) >= 2 and set(lengths) == {1}
 
 
 def _never(*args: object, **kwargs: object) -> None:
@@ -156,19 +142,6 @@ def test_bad_files(tmp_path: Path) -> None:
             mmattn.hosts.PassageCache.load(model, path)
     path.write_bytes(whole)
     assert len(mmattn.hosts.PassageCache.load(model, path)) == 3
-
-
-def test_saved_adapter(tmp_path: Path) -> None:
-    """The adapter is saved and loaded as any other: it says which host it is of, and has no weights."""
-    model, passages = reader("llama")
-    model.save_adapter(tmp_path / "adapter")
-    loaded = mmattn.load(tiny.make("llama"), tmp_path / "adapter")
-    others = mmattn.hosts.PassageCache(loaded)
-    others.add(PASSAGES, progress=False)
-    wanted = answer(model, text(), memory=passages.select([[1, 0]]))
-    assert torch.equal(answer(loaded, text(), memory=others.select([[1, 0]])), wanted)
-    assert "what the host itself has read" in str(diagnose(tmp_path / "adapter"))
-    assert mmattn.doctor(loaded, {"input_ids": text(), "memory": others.select([[0]])}).ok
 
 
 # Tokens read again where they stand -----------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ import torch
 import mmattn
 from tests import tiny
 from tests.kv_store.banks import (
-    ENTRIES,
     HITS,
     LENGTH,
     ROWS,
-    SLOTS,
     answer,
     by_hand,
     check,
@@ -53,15 +51,6 @@ def test_gathering_is_projecting_the_hits(setting):
                 assert torch.equal(made.bias * want.mask.any(1, True), want.bias * want.mask.any(1, True))
 
 
-@settings
-def test_bfloat16(setting):
-    model, memory, found = tiny.attach(tiny.make("llama"), **setting).bfloat16(), entries().to(torch.bfloat16), hits()
-    found["scores"] = found["scores"].bfloat16()
-    got, projected = answer(model, model.bank(memory).gather(**found))
-    assert projected == 0
-    assert_close(got, answer(model, by_hand(memory, **found))[0], 2e-2)
-
-
 @pytest.mark.parametrize("setting", [{}, {"score_bias": True, "num_heads": 4, "num_kv_heads": 2}])
 def test_padding_is_left_out_where_that_pays(setting):
     model, memory = tiny.attach(tiny.make("llama"), **setting), entries(7, 61)
@@ -71,16 +60,6 @@ def test_padding_is_left_out_where_that_pays(setting):
     with torch.no_grad():
         made = read_and_project(bank.gather(**found), model.adapters["default"], 0, 1)[1]
     assert made.lengths is not None and made.keys.shape[2] == sum(made.lengths) == made.mask.sum()
-
-
-def test_full_entries_need_no_mask():
-    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(ENTRIES, SLOTS)
-    rows = torch.tensor([[5, 22, 0], [5, 5, 7], [1, 2, 3]])
-    prepared = model.bank(memory).gather(rows.to(torch.uint8))
-    want = mmattn.Memory(memory.tokens[rows].flatten(1, 2))
-    assert_close(answer(model, prepared)[0], answer(model, want)[0], 1e-6)
-    with torch.no_grad():
-        assert read_and_project(prepared, model.adapters["default"], 0, 1)[1].mask is None
 
 
 @pytest.mark.parametrize("null_slot", [False, True])

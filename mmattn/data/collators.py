@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, p
 from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class RowCollator:
@@ -49,7 +46,7 @@ class RowCollator:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Any,
         memories: MemorySource | None = None,
         max_length: int | None = None,
         truncation: bool = False,

@@ -91,8 +91,8 @@ def _chosen_columns(
             fault = "both a text and a label"
         raise ConfigError(
             f"the columns of {path} are {', '.join(names)}, and the rows of this host have "
-            f"{', '.join(KEYS[host])}: {fault} does not fit; say which column is which with "
-            "columns={text: NAME, …}, or with columns={label: NAME, …} where it holds classes"
+            f"{', '.join(KEYS[host])}: {fault} does not fit; name them, columns={{text: NAME, …}}, or "
+            "columns={label: NAME, …} for classes"
         )
     _refuse(path, template=None if "label" in chosen else template)
     return chosen

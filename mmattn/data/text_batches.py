@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from mmattn.errors import ShapeError, TextError
 from mmattn.memory import Memory, SearchedMemory
 from mmattn.tokenization import tokenize
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 IGNORED = -100
 
@@ -68,7 +65,7 @@ class TextBatch:
         return kwargs
 
 
-def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
     """The ids of the tokens that begin and end a text; a tokenizer without the one uses the other for both.
 
     Raises:
@@ -83,9 +80,7 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     return (end if begin is None else begin), (begin if end is None else end)
 
 
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None = None
-) -> list[list[int]]:
+def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
     """Ids of each text between the begin and the end token; special tokens in a text are taken literally.
 
     Args:
@@ -109,7 +104,7 @@ def encode_texts(
     return [[begin, *row, end] for row in rows]
 
 
-def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens: int = 0) -> None:
+def check_prompt(ids: Tensor, mask: Tensor, config: Any, new_tokens: int = 0) -> None:
     """Refuse a prompt that a language model cannot read.
 
     Args:

@@ -71,8 +71,8 @@ def _check_adapters(path: str | PathLike[str], model: Model, prints: Mapping[str
             )
         if fingerprint(weights(model.adapter(name))) != expected:
             raise AdapterFileError(
-                f"the pages of the bank in {str(path)!r} were computed with other weights than those adapter {name!r} "
-                "has here: load the adapter it was built with, or build the bank again with model.bank(memory)"
+                f"the pages in {str(path)!r} were computed with other weights than those adapter {name!r} has here: "
+                "load that adapter, or build the bank again with model.bank(memory)"
             )
     return list(prints)
 

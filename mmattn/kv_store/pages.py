@@ -94,7 +94,7 @@ def check_versions(model: Model, versions: Mapping[str, TensorVersion], count: i
         if not version.holds(weights(model.adapter(name)).values()):
             raise ConditionError(
                 f"the weights of adapter {name!r} have changed since the pages of this bank of {count} rows were "
-                "computed: bank.refresh() computes them again, bank.memory(rows) gives the entries without them"
+                "computed: compute them again with bank.refresh(), or take bank.memory(rows)"
             )
 
 

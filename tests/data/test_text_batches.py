@@ -9,31 +9,24 @@ import torch
 
 from mmattn import Index, Memory, training
 from mmattn.errors import ConfigError, ShapeError, TextError
-
-
-class Letters:
-    """A tokenizer of the alphabet: one id a letter, 1 begins, 2 ends."""
-
-    bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
-    unk_token_id = None
-    all_special_ids = (1, 2)
-
-    def __call__(self, texts: list[str], **options: object) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+from tests.training.small_run import Letters
 
 
 class TestEncodeTexts:
     def test_between_begin_and_end(self) -> None:
-        assert training.encode_texts(Letters(), ["ab", "c"]) == [[1, 97, 98, 2], [1, 99, 2]]
+        assert training.encode_texts(Letters(), ["ab", "c"]) == [[1, 3, 4, 2], [1, 5, 2]]
 
     def test_neither(self) -> None:
         tokenizer = Letters()
-        tokenizer.bos_token_id = tokenizer.eos_token_id = None
+        tokenizer.bos_token_id = None
+        assert training.encode_texts(tokenizer, ["ab"]) == [[2, 3, 4, 2]]
+        tokenizer.eos_token_id = None
         with pytest.raises(TextError, match="set tokenizer.eos_token"):
             training.encode_texts(tokenizer, ["a"])
 
-    def test_too_long(self) -> None:
+    def test_empty_or_too_long(self) -> None:
+        with pytest.raises(TextError, match="text 1 is empty"):
+            training.encode_texts(Letters(), ["a", ""])
         assert len(training.encode_texts(Letters(), ["abcde"], 7)[0]) == 7
         with pytest.raises(TextError, match="text 0 has 8 tokens .* at most 7 fit"):
             training.encode_texts(Letters(), ["abcdef"], 7)

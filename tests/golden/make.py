@@ -2,7 +2,7 @@
 
     python -m tests.golden.make
 
-`hosts/` holds tiny hosts with their weights, since what transformers and diffusers draw for a seed may change. For each
+`hosts/` holds tiny hosts with their weights, as `save_pretrained` wrote them. For each
 adapter `<version>/<name>/` is the folder as `save_adapter` wrote it, and `<version>/<name>.safetensors` what it is
 given and what the host answers then, without and with the adapter; one is there as an IP-Adapter's single file too.
 What was released is never made again: `tests/test_golden.py` loads it for ever. A new kind or setting gets a new name,
@@ -18,7 +18,7 @@ import torch
 from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import mmattn
 from mmattn.adapters.adapter_config import FORMAT_VERSION
@@ -110,52 +110,6 @@ def ask(host: Any, given: dict[str, Tensor], memory: bool) -> Tensor:
     return out
 
 
-def make_hosts() -> None:
-    """Tiny hosts of random weights."""
-    torch.manual_seed(0)
-    llama = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=12,
-        intermediate_size=17,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    unet = UNet2DConditionModel(
-        sample_size=(HEIGHT, WIDTH),
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(4, 6),
-        attention_head_dim=2,
-        norm_num_groups=2,
-        cross_attention_dim=TEXT_DIM,
-    )
-    transformer = SD3Transformer2DModel(
-        sample_size=HEIGHT,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=4,
-        joint_attention_dim=TEXT_DIM,
-        caption_projection_dim=8,
-        pooled_projection_dim=6,
-        pos_embed_max_size=8,
-    )
-    hosts = {"llama": AutoModelForCausalLM.from_config(llama), "unet": unet, "transformer": transformer}
-    for name, host in hosts.items():
-        if not (HOSTS / name).exists():
-            enlarge(host, 0.3)
-            host.save_pretrained(HOSTS / name)
-
-
 def enlarge(part: nn.Module, size: float) -> None:
     """Weights that make what they are in visible, gates open; norms nearly as they were."""
     with torch.no_grad():
@@ -215,7 +169,6 @@ def read(path: Path) -> dict[str, Tensor]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    make_hosts()
     for seed, name in enumerate(_ADAPTERS):
         if not (HERE / str(FORMAT_VERSION) / name).exists():
             make(name, seed)

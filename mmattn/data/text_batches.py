@@ -197,7 +197,8 @@ def pack(
     if unlearned is None:
         unlearned = [1] * len(documents)
     labels = [
-        [IGNORED] * max(1, count) + list(one[max(1, count) :]) for one, count in zip(documents, unlearned, strict=True)
+        [IGNORED if place < max(1, count) else token for place, token in enumerate(one)]
+        for one, count in zip(documents, unlearned, strict=True)
     ]
     longest = max(map(len, documents))
     packed: list[tuple[list[int], list[int], list[int]]] = []

@@ -8,7 +8,7 @@ FROM python:3.12-slim
 # The CPU build of torch first: the one from PyPI brings gigabytes of accelerator libraries.
 RUN pip install --no-cache-dir torch torchvision --index-url https://download.pytorch.org/whl/cpu
 COPY --from=build /dist /dist
-RUN pip install --no-cache-dir "mmattn[all,demo] @ file://$(echo /dist/*.whl)" && rm -r /dist
+RUN pip install --no-cache-dir "mmattn[all] @ file://$(echo /dist/*.whl)" && rm -r /dist
 RUN useradd --create-home user && mkdir /work && chown user /work
 USER user
 WORKDIR /work

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-WANTED := --editable '.[all,quantised,demo,serve,scale]' --group dev
+WANTED := --editable '.[all,quantised,serve,scale]' --group dev
 WORKERS ?= 2
 DOCS := build/docs-env
 # Where bytecode is not to be written, each of the processes that tests start would compile torch and transformers anew.
@@ -22,7 +22,7 @@ LOWEST_TESTS := tests/test_golden.py tests/core/test_attention.py tests/memory/t
     tests/hosts/diffusion/test_unet_calls.py tests/hosts/diffusion/test_unet.py tests/hosts/diffusion/test_unet_training.py \
     tests/hosts/diffusion/test_unet_pipelines.py tests/training/test_trainer.py tests/hosts/test_lora.py \
     tests/data/test_rows.py tests/data/test_folders.py tests/training/test_checkpoints.py tests/storage/test_safetensors.py \
-    tests/encoders tests/inspect/test_plots.py tests/cli/test_live.py
+    tests/encoders tests/inspect/test_plots.py
 # In its loss of an evaluation the oldest Trainer counts the first token of each row, which has no label.
 LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_neo or gptj or bloom or falcon or mpt or \
     opt] or mamba or sdxl or only_cross or k] or test_memory_arrives)

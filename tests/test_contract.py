@@ -214,19 +214,7 @@ DOES_NOT_APPLY = {
     "check_gradients_reach_the_memory": NO_SLOTS,
     "check_doctor": ("composed, llama", "composed, gptj"),
     # UNets and encoders predict no tokens, encoder–decoders read another text than they write.
-    # Neither resampled slots nor those of chunks have names.
     "check_generation": (*NO_TEXT, *DENOISED),
-    "check_attribution": (
-        *NO_SLOTS,
-        *NO_TEXT,
-        "gated, latest image, gptj",
-        "gated with a resampler, gemma2",
-        "chunked, llama",
-        "chunked, bloom",
-        "inserted with a resampler, gpt2",
-        "joined with a length norm, gemma2",
-        *DENOISED,
-    ),
     # They hand their memory to no attention that others could listen to.
     # Gemma 2 bounds the scores of its own attention.
     "check_record": ("joint decoupled, sd3", "joined with a length norm, gemma2", *FUSED_CACHES),

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -34,7 +33,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(recipes.demo)
-app.command()(pipelines.live)
 app.command()(encode.encode)
 app.command()(recipes.train)
 app.command()(recipes.schema)
@@ -100,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         errors = sys.modules.get("mmattn.errors")
         if debug or errors is None or not isinstance(error, (errors.MmattnError, OSError)):
             raise
-        typer.echo(f"mmattn: {_spelled(str(error), words)}", err=True)
+        typer.echo(f"mmattn: {error}", err=True)
         sys.exit(2)
 
 
@@ -114,16 +112,3 @@ def _exit_after_interrupt() -> Iterator[None]:
             if interrupts:
                 raise SystemExit(130) from end
             raise
-
-
-def _spelled(message: str, words: Sequence[str]) -> str:
-    """Return a message of the library with options in the spelling of the command line."""
-    command: Any = typer.main.get_command(app)
-    for word in words:
-        command = getattr(command, "commands", {}).get(word, command)
-    for option in command.params:
-        if option.param_type_name == "option":
-            name, long = re.escape(option.name), max(option.opts, key=len)
-            message = re.sub(rf"^{name}(?= must )|\b{name}=(?:True\b|(?![\w'\"]))", long, message)
-            message = re.sub(rf"\b{name}=(?=[\w'\"])", f"{long} ", message)
-    return message

@@ -51,31 +51,25 @@ def build_index(
     import torch
 
     from mmattn.encoders.registry import load_text_encoder
-    from mmattn.errors import AdapterFileError, ConfigError
+    from mmattn.errors import ConfigError
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
     from mmattn.storage.hub import without_progress_bars
 
     folders = [file for file in files if file.is_dir()]
-    for file in files:
-        if not file.is_file() and file not in folders:
-            raise AdapterFileError(f"cannot embed {file}: there is no such file or folder")
-    if folders and (len(files) > 1 or field != "text" or id_field is not None or for_ is not None):
+    _check_paths(files, out)
+    changed = {"--field": field != "text", "--id-field": id_field is not None}
+    if folders and (len(files) > 1 or any(changed.values()) or for_ is not None):
         raise ConfigError(
             f"{folders[0]} is a folder of texts, which goes alone and without --field, --id-field and --for: name the "
             "files in it, or make an index of each"
         )
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
     if for_ is not None:
-        own = {"--field": field != "text", "--id-field": id_field, "--encoder": encoder != "all-MiniLM-L6-v2"}
-        own |= {"--executor": executor != "local", "--skip-broken": skip_broken}
-        given = [name for name, is_given in own.items() if is_given]
-        if given:
-            raise ConfigError(f"{' and '.join(given)} cannot go with --for {for_}, which decides this: leave it out")
-        if host is not None:
-            raise ConfigError(f"--host {host} cannot go with --for {for_}, whose adapter names its own: leave one out")
+        changed |= {"--encoder": encoder != "all-MiniLM-L6-v2", "--executor": executor != "local"}
+        changed |= {"--skip-broken": skip_broken, "--host": host is not None}
+        if decided := [name for name, is_changed in changed.items() if is_changed]:
+            raise ConfigError(f"{' and '.join(decided)} cannot go with --for {for_}, which decides this: leave it out")
         _build_for(files, out, store, for_)
         return
     shards = out.with_name(f"{out.name}.shards")
@@ -110,6 +104,17 @@ def build_index(
     typer.echo(f"{index} in {out}")
     if host is not None:
         _read_by(host, texts, out.with_name(f"{out.name}.passages"), encoder, text_encoder.fingerprint)
+
+
+def _check_paths(files: list[Path], out: Path) -> None:
+    """Refuse files that are not there, and a file in place of the folder of an index."""
+    from mmattn.errors import AdapterFileError, ConfigError
+
+    for file in files:
+        if not (file.is_file() or file.is_dir()):
+            raise AdapterFileError(f"cannot embed {file}: there is no such file or folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
 
 
 def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:

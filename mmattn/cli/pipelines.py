@@ -1,4 +1,4 @@
-"""Commands that use a trained adapter: `caption`, `draw`, `ask`, `serve` and the page `live`."""
+"""Commands that use a trained adapter: `caption`, `draw`, `ask` and `serve`."""
 
 from __future__ import annotations
 
@@ -99,21 +99,6 @@ def ask(
     typer.echo(answer.text)
     for source in answer.sources[:sources] if show_sources else []:
         typer.echo(f"{source.weight:6.1%}  {source.text}")
-
-
-def live(
-    adapter: Annotated[Path, typer.Option(help="What captions pictures.")] = Path("assets/vision/adapter"),
-    port: Annotated[int, typer.Option(help="Where it is served.")] = 7860,
-    host: Annotated[str, typer.Option(help="Who may open it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
-    share: Annotated[bool, typer.Option("--share", help="Lend it a public address of gradio's, for a week.")] = False,
-) -> None:
-    """Serve a page where small models caption a picture, answer a question and draw a digit.
-
-    It needs the extra demo and no network, and sends nothing anywhere.
-    """
-    from mmattn.cli.live import open_page
-
-    open_page(adapter, host, port, share)
 
 
 def serve(

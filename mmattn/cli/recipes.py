@@ -75,7 +75,8 @@ def schema(
     import json
 
     from mmattn.errors import ConfigError
-    from mmattn.recipes import find_recipe, load_recipe, read_settings, recipe_of
+    from mmattn.recipes import find_recipe, load_recipe, read_settings
+    from mmattn.recipes.runner import recipe_of
 
     config = Path(name)
     if config.suffix in (".yaml", ".yml"):

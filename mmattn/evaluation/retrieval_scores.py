@@ -10,9 +10,7 @@ from mmattn.errors import ConfigError, ShapeError, import_extra
 METRICS = ("R@10", "nDCG@10", "RR@10")
 
 
-def retrieval_scores(
-    hits: Any, relevant: Sequence[Any], metrics: Sequence[str] = METRICS, *, each: bool = False
-) -> dict[str, Any]:
+def retrieval_scores(hits: Any, relevant: Sequence[Any], metrics: Sequence[str] = METRICS) -> dict[str, float]:
     """Return the scores of the hits of b queries by metric, as means over the queries.
 
     Args:
@@ -20,7 +18,6 @@ def retrieval_scores(
         relevant: for each query the relevant ids, or a mapping from them to grades, whole numbers from 0.
         metrics: names of `ir_measures`: "R@10" (recall), "nDCG@10", "RR@10" (its mean is MRR), "AP", "P@5",
             "Success@1", …
-        each: return the scores of each query instead of their mean.
 
     Raises:
         ShapeError: another number of queries than of relevant entries.
@@ -37,8 +34,6 @@ def retrieval_scores(
         if len(set(map(str, line))) < len(line):
             raise ConfigError(f"the hits of query {number} contain an entry twice: {line[:10]}")
     scores = _calculate(rows, relevant, metrics)
-    if each:
-        return scores
     return {name: sum(values) / len(values) if values else 0.0 for name, values in scores.items()}
 
 

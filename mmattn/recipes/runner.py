@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mmattn.progress import recorded_interrupts
 from mmattn.recipes.assets import find_recipe, load_recipe
-from mmattn.recipes.errors import refuse
-from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings
+from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings, refuse
 
 
 def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Any:
@@ -37,19 +36,28 @@ def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) ->
 
 
 def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: Sequence[int]) -> str:
-    """Run a recipe once with each of some seeds.
+    """Run a recipe with each of some seeds, and write one table of all, each figure as mean ± half the range.
+
+    Every seed has a folder `seed-N` in that of the settings, beside `table.md`; "{seed}" in a setting stands for the
+    seed.
 
     Args:
-        config: as in `run_recipe`.
+        config: as in `run_recipe`; its recipe has a `table(contents)` that makes a text of the contents of all
+            `table.json`, and leaves a run that is finished as it is.
         overrides: as in `run_recipe`.
         seeds: to run with, one after the other.
 
     Returns:
-        One table of all; see `over_seeds`.
+        The table.
 
     Raises:
         ConfigError: as in `run_recipe`, or a recipe without a table.
+        AdapterFileError: a `table.json` is damaged.
+        SystemExit: with 130, of a run that Ctrl-C ended before its table.
     """
+    from mmattn.storage.files import write_text
+    from mmattn.storage.json_files import read_json
+
     module, settings = _prepared(Path(config), overrides)
     table: Any = getattr(module, "table", None)
     if table is None or "out" not in settings:
@@ -57,20 +65,21 @@ def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: S
             f"--seeds makes one table of several runs: {module.__file__} must have a function `table(contents)`, and "
             "its settings an `out`"
         )
-    with _settings_errors():
-        return over_seeds(module.main, table, settings, seeds)
+    tables = []
+    for seed in seeds:
+        out = Path(settings["out"]) / f"seed-{seed}"
+        with _settings_errors():
+            module.main({**_of_seed(settings, seed), "seed": seed, "out": str(out)})
+        if not (out / "table.json").is_file():
+            raise SystemExit(130)
+        tables.append(read_json(out / "table.json", max_bytes=64 << 20))
+    text: str = table(tables)
+    write_text(Path(settings["out"]) / "table.md", text + "\n")
+    return text
 
 
 def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
-    """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names.
-
-    Args:
-        config: the file.
-        settings: what it holds.
-
-    Raises:
-        ConfigError: no train.py beside the file, and no key `recipe` with the name of a recipe.
-    """
+    """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names."""
     folder = config.resolve().parent
     if (folder / "train.py").is_file():
         return folder
@@ -78,45 +87,6 @@ def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
     if not isinstance(name, str):
         refuse(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
     return find_recipe(name).folder
-
-
-def over_seeds(
-    main: Callable[[dict[str, Any]], Any],
-    table: Callable[[list[dict[str, Any]]], str],
-    settings: dict[str, Any],
-    seeds: Sequence[int],
-) -> str:
-    """Run a recipe for several seeds, and write one table of all, each figure as mean ± half the range, to `table.md`.
-
-    Every seed has a folder `seed-N` in that of the settings; "{seed}" in a setting stands for the seed.
-
-    Args:
-        main: runs the recipe with settings that name `seed` and `out`, writes `table.json` into `out`, and leaves a run
-            that is finished as it is.
-        table: from the contents of all `table.json` to text.
-        settings: of the recipe, with `out`.
-        seeds: to run with.
-
-    Returns:
-        The table.
-
-    Raises:
-        AdapterFileError: a `table.json` is damaged.
-        SystemExit: with 130, of a run that Ctrl-C ended before its table.
-    """
-    from mmattn.storage.files import write_text
-    from mmattn.storage.json_files import read_json
-
-    tables = []
-    for seed in seeds:
-        out = Path(settings["out"]) / f"seed-{seed}"
-        main({**_of_seed(settings, seed), "seed": seed, "out": str(out)})
-        if not (out / "table.json").is_file():
-            raise SystemExit(130)
-        tables.append(read_json(out / "table.json", max_bytes=64 << 20))
-    text = table(tables)
-    write_text(Path(settings["out"]) / "table.md", text + "\n")
-    return text
 
 
 def _of_seed(value: Any, seed: int) -> Any:

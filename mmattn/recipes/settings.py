@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mmattn.recipes.errors import meant, refuse
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the hint at what a misspelt name may mean, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise a ConfigError; `mmattn.errors` imports torch, and the command line is to answer at once."""
+    from mmattn.errors import ConfigError
+
+    raise ConfigError(message)
 
 
 def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -33,15 +45,7 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Settings validated by a pydantic class, with its defaults.
-
-    Args:
-        settings: by key, sections as dicts.
-        model: the class.
-
-    Raises:
-        ConfigError: an unknown key, a missing one or a wrong value; each is named with what was given.
-    """
+    """Settings validated by a pydantic class, with its defaults; ConfigError names each that is wrong."""
     from pydantic import ValidationError
 
     try:
@@ -51,15 +55,7 @@ def check_settings(settings: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def raise_settings_error(error: Any, model: Any = None) -> NoReturn:
-    """Raise a ConfigError from a ValidationError of pydantic, with one line for each setting that is wrong.
-
-    Args:
-        error: of pydantic.
-        model: the class whose keys the message lists.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise a ConfigError from a ValidationError of pydantic, with one line for each setting that is wrong."""
     from mmattn.errors import ConfigError
 
     lines = []

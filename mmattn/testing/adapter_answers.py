@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError, MmattnError, NonFiniteError, ShapeError
-from mmattn.inspect.attribution import attribute
 from mmattn.inspect.diagnosis import doctor
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trial import cut, emptied, padded
@@ -174,24 +173,3 @@ def check_record(case: Case) -> None:
                 hidden = shares.masked_fill(slots.real_slots()[:, None, None], 0)
                 assert not bool(hidden.any()), f"{place}: masked slots have weights"
     same(case.ask(model, memory), answer, "after the recording")
-
-
-def check_attribution(case: Case) -> None:
-    """On a host that predicts tokens, `attribute` explains a text by the slots; the trace is drawn."""
-    model, memory = case.trained(), case.slots()[:1]
-    if not model.predicts_tokens:
-        raise SkipTest("this kind of host predicts no tokens")
-    if set(case.batch) != {"input_ids"}:
-        raise SkipTest("this adapter needs more of a text than its ids")
-    ids = case.batch["input_ids"][:1]
-    try:
-        trace = attribute(model, ids, memory, name=case.name)
-    except ConditionError as error:
-        raise SkipTest(str(error)) from error
-    l, s = ids.shape[1] - 1, memory.lengths[0]
-    assert trace.probability is not None and trace.without is not None and trace.dropped is not None
-    assert trace.weights.shape[2:] == (l, s) and trace.dropped.shape == (l, s), f"{l} words, {s} slots: {trace}"
-    host = case.ask(case.make_host(), batch={"input_ids": ids}).float().log_softmax(-1)[:, :-1]
-    close(trace.without, host.gather(2, ids[:, 1:, None])[0, :, 0].exp(), "the probabilities without a memory")
-    assert not torch.equal(trace.dropped, trace.probability[:, None].expand(l, s)), "no slot matters"
-    assert trace.draw(), "the trace is drawn empty"

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import tempfile
-import warnings
-from functools import partial
 from unittest import SkipTest
 
 import torch
 from torch import Tensor
 
-from mmattn.adapters.serialization import CONFIG, TENSORS
-from mmattn.errors import AttachError, ConfigError, MmattnError
+from mmattn.adapters.serialization import CONFIG
+from mmattn.errors import AttachError
 from mmattn.hosts.attach import attach
 from mmattn.hosts.loading import load
 from mmattn.inspect.trial import padded
@@ -202,26 +199,6 @@ def check_adapters_stack(case: Case) -> None:
     same(case.ask(model.unload()), case.host, "unloaded")
 
 
-def check_merging(case: Case) -> None:
-    """`add_weighted_adapter` makes the weighted sum of two adapters, which is not active until it is set."""
-    model, memory = case.trained(), case.memory()
-    model.add_adapter("second", case.adapter)
-    stir(model.adapter("second"), seed=11)
-    model.set_adapter(case.name)
-    alone = case.ask(model, memory)
-    model.add_weighted_adapter([case.name, "second"], [0.25, 0.75], "sum")
-    same(case.ask(model, memory), alone, "before it is set")
-    first, second = (model.adapter(name).state_dict() for name in (case.name, "second"))
-    for key, value in model.adapter("sum").state_dict().items():
-        close(value, 0.25 * first[key] + 0.75 * second[key], key)
-    model.set_adapter("sum")
-    differ(case.ask(model, memory), case.host, "the sum")
-    refuses(
-        ConfigError, lambda: model.add_weighted_adapter([case.name, "second"], [1.0], "short"), "one weight for two"
-    )
-    assert "short" not in model.adapters, "a merge that was refused left an adapter"
-
-
 def check_saved_is_loaded(case: Case) -> None:
     """`mmattn.load` puts a saved adapter onto a new host: the same settings, weights and answers."""
     model, memory = case.trained(), case.memory()
@@ -243,72 +220,3 @@ def check_saved_is_loaded(case: Case) -> None:
         same(value, before[name], name)
     same(case.ask(loaded, memory), answer, "the loaded adapter")
     same(case.ask(loaded), case.host, "the loaded adapter without a memory")
-
-
-def check_any_saved_precision_is_loaded(case: Case) -> None:
-    """An adapter saved in half or double precision loads beside a host in any, in float32 or with dtype=."""
-    memory = case.memory()
-    for saved in (torch.float16, torch.bfloat16, torch.float64):
-        model = case.trained()
-        model.adapter(case.name).to(saved)
-        state = {name: value.clone() for name, value in model.adapter(case.name).state_dict().items()}
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            # Rounded weights of a host are not those that the adapter was trained on.
-            warnings.filterwarnings("ignore", message="the weights of this .* are not those")
-            model.save_adapter(folder, case.name)
-            whole = load(case.make_host(), folder, case.name, **case.options)
-            asked = load(case.make_host(), folder, case.name, dtype="auto", **case.options)
-            beside_half = load(case.make_host().to(torch.bfloat16), folder, case.name, **case.options)
-        model.adapter(case.name).float()
-        same(case.ask(whole, memory), case.ask(model, memory), f"saved in {saved}, loaded in float32")
-        for name, value in asked.adapter(case.name).state_dict().items():
-            assert value.dtype == state[name].dtype, f"{name} was saved in {state[name].dtype} and is in {value.dtype}"
-            same(value, state[name], f"{name}, saved in {saved}, loaded as saved")
-        for other, batch in ((asked, case.batch), (beside_half, cast(case.batch, torch.bfloat16))):
-            answer = case.ask(other, memory, batch)
-            assert bool(torch.isfinite(answer).all()), f"saved in {saved}: NaN or infinity"
-
-
-def check_damaged_files_are_refused(case: Case) -> None:
-    """Of a damaged, edited or missing file nothing is loaded, and the host is as it was."""
-    host = case.make_host()
-    case.ask(host)
-    before = traces(host)
-    with tempfile.TemporaryDirectory() as parent:
-        good = os.path.join(parent, "good")
-        case.trained().save_adapter(good, case.name)
-        for damage in (_flip, _edit, _remove):
-            folder = os.path.join(parent, damage.__name__)
-            shutil.copytree(good, folder)
-            damage(folder)
-            refuses(MmattnError, partial(load, host, folder, **case.options), f"a file after {damage.__name__[1:]}")
-            no_trace(host, before, f"after {damage.__name__[1:]}")
-        same(case.ask(host), case.host, "the host after files that were refused")
-        model = case.fresh()
-        refuses(AttachError, lambda: model.save_adapter(good, "nobody"), "save_adapter of one that is not there")
-        with torch.no_grad():
-            next(model.adapter(case.name).parameters()).view(-1)[:1].fill_(torch.nan)
-        refuses(MmattnError, lambda: model.save_adapter(good, case.name), "save_adapter of NaN")
-        load(host, good, case.name, **case.options)
-
-
-def _flip(folder: str) -> None:
-    with open(os.path.join(folder, TENSORS), "r+b") as file:
-        file.seek(-3, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-3, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 4]))
-
-
-def _edit(folder: str) -> None:
-    path = os.path.join(folder, CONFIG)
-    with open(path, encoding="utf-8") as file:
-        config = json.load(file)
-    sizes = [name for name, value in config["adapter"].items() if type(value) is int]
-    config["adapter"]["memory_dim" if "memory_dim" in config["adapter"] else sizes[0]] += 1
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(config, file)
-
-
-def _remove(folder: str) -> None:
-    os.unlink(os.path.join(folder, CONFIG))

@@ -198,19 +198,6 @@ def check_example_batch(case: HostCase) -> None:
     assert report.ok, f"a trained adapter is found ill:\n{report}"
 
 
-def check_require_memory(case: HostCase) -> None:
-    """With require_memory a call without one is refused; with one, given or in a block, it is answered."""
-    model = attach(case.make_host(), case.adapter, case.name, require_memory=True, **case.options)
-    stir(model.adapter(case.name))
-    answer = case.ask(case.trained(), case.memory())
-    refuses(ConditionError, lambda: case.ask(model), "no memory")
-    refuses(ConditionError, lambda: case.ask(model.host), "no memory, by a call of the host itself")
-    same(case.ask(model, case.memory()), answer, "a memory")
-    with case.condition(model, case.memory()):
-        same(case.ask(model.host), answer, "a memory in a block")
-    refuses(ConditionError, lambda: case.ask(model), "no memory, after the block")
-
-
 def check_second_attach(case: HostCase) -> None:
     """A second `attach`, on host or model, puts another adapter beside the first; a taken name is refused."""
     model, memory = case.trained(), case.memory()

@@ -6,12 +6,11 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mmattn.errors import ConfigError, IndexMismatchError, NonFiniteError, ShapeError
+from mmattn.errors import ConfigError
 from mmattn.memory import Memory
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import METRICS
@@ -78,36 +77,6 @@ def check_deletes(make: MakeStore) -> None:
     assert sorted(name for name in names if name is not None) == list(range(1, 41, 2)), names
 
 
-def check_refusals(make: MakeStore) -> None:
-    """Another width, NaN, an id that is taken or unknown: refused, and nothing is changed."""
-    index = filled(make, "cosine", normal(5))
-    before = [index[name].vector for name in index.ids]
-    broken = normal(3)
-    broken[1, 2] = torch.nan
-    refused: list[tuple[type[Exception], Callable[[], object]]] = [
-        (IndexMismatchError, lambda: index.add(torch.ones(2, WIDTH + 1))),
-        (IndexMismatchError, lambda: index.add(normal(2), ids=["new", 3])),
-        (IndexMismatchError, lambda: index.delete([1, "nobody"])),
-        (IndexMismatchError, lambda: index.update([1, "nobody"], normal(2))),
-        (IndexMismatchError, lambda: index.search(torch.ones(1, WIDTH - 1), 1)),
-        (NonFiniteError, lambda: index.add(broken)),
-        (NonFiniteError, lambda: index.update([0, 1, 2], broken)),
-        (NonFiniteError, lambda: index.search(broken, 1)),
-        (ShapeError, lambda: index.add(torch.zeros(1, WIDTH))),
-        (ConfigError, lambda: index.search(normal(1), 1, filter="n = 1")),  # type: ignore[arg-type]
-    ]
-    for number, (error, change) in enumerate(refused):
-        try:
-            change()
-        except error:
-            pass
-        else:
-            raise AssertionError(f"change {number} was not refused by {error.__name__}")
-        assert index.ids == (0, 1, 2, 3, 4), f"change {number} was refused and left {index.ids}"
-    assert all(torch.equal(index[name].vector, vector) for name, vector in zip(index.ids, before, strict=True))
-    assert index.add(normal(1)) == (5,)
-
-
 def check_tokens(make: MakeStore) -> None:
     """Encoded tokens come back with their entries where the store says that it holds them, or else are refused."""
     tokens = Memory.pad([normal(length)[:, :7] for length in (2, 1, 3)])
@@ -171,39 +140,6 @@ def check_empty_saved(make: MakeStore) -> None:
         index.add(normal(3))
         assert ids_of(index, normal(3)[[1]], 1) == [[1]]
         index.close()
-
-
-def check_interrupted_saves(make: MakeStore) -> None:
-    """A save that fails or is killed, before or after the store has written, leaves what was saved before."""
-    old, new = filled(make, "ip", normal(5)), filled(make, "ip", normal(9, seed=1))
-    write = new.store.save
-    for written in (False, True):
-        with tempfile.TemporaryDirectory() as place:
-            folder, killed = os.path.join(place, "index"), os.path.join(place, "killed")
-            old._saved.clear()
-            old.save(folder)
-
-            def fail(to: str, written: bool = written, folder: str = folder, killed: str = killed) -> None:
-                if written:
-                    write(to)
-                shutil.copytree(folder, killed)  # what lies there if the process ends now
-                raise KeyboardInterrupt
-
-            new.store.save = fail  # type: ignore[method-assign, assignment]
-            try:
-                new.save(folder)
-                raise AssertionError("the index did not notice that the store failed")
-            except KeyboardInterrupt:
-                pass
-            finally:
-                new.store.save = write  # type: ignore[method-assign]
-            for left in (folder, killed):
-                same(old, again := Index.load(left), "ip")
-                again.close()
-            new.save(folder)
-            same(new, again := Index.load(folder), "ip")
-            again.close()
-            new._saved.clear()
 
 
 def check_close(make: MakeStore) -> None:

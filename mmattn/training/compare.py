@@ -1,4 +1,4 @@
-"""Runs side by side: the settings that differ, the rows of their tables, and their metrics over steps, as Markdown."""
+"""Runs side by side: the settings that differ, the rows of their tables, and their metrics, as Markdown."""
 
 from __future__ import annotations
 
@@ -119,18 +119,17 @@ Curves = Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]
 
 METRICS = ("loss", "eval_loss")
 _OWN = ("out", "progress", "resume")
-_STEPS = 4
 _NONE = "–"
 
 
 def compare_runs(runs: Runs, metrics: Sequence[str] = METRICS) -> str:
-    """Compare runs of one or several recipes: settings that differ, tables, metrics over steps.
+    """Compare runs of one or several recipes: settings that differ, tables, the last and the lowest of metrics.
 
     Of several seeds a figure of the table is the mean ± half the range, and a metric the mean.
 
     Args:
         runs: see `Runs`.
-        metrics: that are shown over steps.
+        metrics: their names.
 
     Raises:
         ConfigError: fewer than two runs.
@@ -233,28 +232,15 @@ def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
 
 
 def _tables_of_curves(curves: Curves) -> Iterable[str]:
-    """Of each metric its value at a few steps, the last one, and the lowest."""
+    """Of each metric its last step, its last value, and the lowest one."""
     for metric, named in curves.items():
-        all_steps = sorted({step for seeds in named.values() for values in seeds for step in values})
-        chosen = [all_steps[round(number * (len(all_steps) - 1) / max(1, _STEPS - 1))] for number in range(_STEPS)]
-        steps = list(dict.fromkeys(chosen))
         rows = []
         for name, seeds in named.items():
-            cells = [_mean([at for values in seeds if (at := _at(values, step)) is not None]) for step in steps]
-            last = _mean([values[max(values)] for values in seeds])
-            rows.append([name, *cells, last, _mean([min(values.values()) for values in seeds])])
-        yield markdown_table([metric, *(f"step {step:,}" for step in steps), "last", "lowest"], rows)
-
-
-def _at(values: Mapping[int, float], step: int) -> float | None:
-    """The last value up to a step; None before the first one, and after the end of the run."""
-    if step > max(values):
-        return None
-    return next((values[known] for known in sorted(values, reverse=True) if known <= step), None)
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.4g}" if values else _NONE
+            steps = ", ".join(dict.fromkeys(f"{max(values):,}" for values in seeds))
+            last = statistics.fmean(values[max(values)] for values in seeds)
+            lowest = statistics.fmean(min(values.values()) for values in seeds)
+            rows.append([name, steps, f"{last:.4g}", f"{lowest:.4g}"])
+        yield markdown_table([metric, "last step", "last", "lowest"], rows)
 
 
 def _cell(values: Sequence[object]) -> str:

@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -127,37 +127,34 @@ def train(
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        model: Any,
-        loss: Loss,
-        batches: Batches,
-        config: TrainingConfig,
-        accelerator: Any,
-        collate: Collate | None,
-        eval_rows: Sequence[Row],
-        shuffled_rows: Sequence[Row],
-        folder: Path | None,
-        identity: Mapping[str, Any],
-        measure: Callable[[int, float], Mapping[str, float]] | None,
-        save_more: Callable[[Path], None] | None,
-    ) -> None:
-        self.model, self.loss, self.batches, self.config = model, loss, batches, config
-        self.accelerator, self.collate = accelerator, collate
-        self.eval_rows, self.shuffled_rows = eval_rows, shuffled_rows
-        self.folder, self.measure, self.save_more = folder, measure, save_more
+    model: Any
+    loss: Loss
+    batches: Batches
+    config: TrainingConfig
+    accelerator: Any
+    collate: Collate | None
+    eval_rows: Sequence[Row]
+    shuffled_rows: Sequence[Row]
+    folder: Path | None
+    identity: Mapping[str, Any]
+    measure: Callable[[int, float], Mapping[str, float]] | None
+    save_more: Callable[[Path], None] | None
+
+    def __post_init__(self) -> None:
+        model, batches, config = self.model, self.batches, self.config
         self.total = total_steps(config, batches)
-        if config.eval_steps and not len(eval_rows):
+        if config.eval_steps and not len(self.eval_rows):
             raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
         self.batch_size: Any = getattr(batches, "batch_size", None)
-        if len(eval_rows) and self.batch_size is None:
+        if len(self.eval_rows) and self.batch_size is None:
             raise ConfigError(
                 f"eval_rows are evaluated in batches of the same size, and batches={type(batches).__name__} has no "
                 "batch_size: give RowBatches or a DataLoader"
             )
         check_trained(model)
-        self.processes = Processes.of(model, accelerator)
+        self.processes = Processes.of(model, self.accelerator)
         self.sharded = bool(shards(model))
         self.parameters = checkpoints.trained_parameters(model)
         groups = parameter_groups(
@@ -167,20 +164,20 @@ class _Run:
             weight_decay=config.weight_decay,
         )
         self.learning_rates = [group["lr"] for group in groups]
-        self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
+        self.optimizer = self.accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
         for parameter in self.parameters.values():
             parameter.data.copy_(self.processes.from_first(parameter.data))
         self.measured: dict[str, float] = {}  # of this step, beside its loss
         self.clock = StepClock()
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
         lengths = getattr(batches, "fingerprint", None)
-        identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **identity}
+        identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **self.identity}
         self.state = RunState(
             self.parameters,
             self.optimizer,
             identity,
             averaged=bool(config.ema_decay),
-            scaler=accelerator.scaler,
+            scaler=self.accelerator.scaler,
         )
         self.done = self.state.done
         self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics

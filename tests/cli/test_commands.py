@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -82,7 +81,7 @@ class TestWords:
     def test_help_names_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = call(capsys, "--help")
         assert code == 0
-        for name in ("demo", "live", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
+        for name in ("demo", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
             assert f"\n  {name} " in out
 
     def test_as_a_program(self) -> None:
@@ -92,11 +91,6 @@ class TestWords:
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = call(capsys, "dmeo")
         assert code == 2 and "dmeo" in err
-
-    def test_live_without_gradio(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "gradio", None)
-        code, out, err = call(capsys, "live")
-        assert (code, out) == (2, "") and "pip install 'mmattn[demo]'" in err
 
     def test_demo_names_all_that_it_needs_before_it_trains(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -324,16 +318,6 @@ class TestErrors:
         with pytest.raises(ModuleNotFoundError, match="no_such_module"):
             main(["train", str(toy / "config.yaml")])
 
-    @pytest.mark.slow
-    def test_no_bars_in_a_pipe_and_no_warnings_of_other_packages(self) -> None:
-        golden = ROOT / "tests" / "golden"
-        words = ["doctor", golden / "1" / "gated", "--host", golden / "hosts" / "llama"]
-        done = subprocess.run(
-            [sys.executable, "-m", "mmattn", *map(str, words)], capture_output=True, text=True, cwd=ROOT
-        )
-        assert "trainable parameters" in done.stdout, done.stderr
-        assert done.stderr == ""
-
     def test_debug_shows_where_it_happened(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for words in (["--debug", "train", "absent.yaml"], ["train", "absent.yaml", "--debug"]):
             with pytest.raises(ConfigError, match="there is no settings file"):
@@ -386,24 +370,6 @@ class TestShelf:
             "  and 2 checkpoints of them",
         ]
 
-    def test_ls_says_words_and_no_code(self, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        readme = "# Toy\n\n```\nmake toy  # all\n\nmake more\n```\n\n![A toy](toy.png)\n\n"
-        readme += "Speed is *measured*\nhere. Or not.\n"
-        (shelf / "_recipes/toy/README.md").write_text(readme)
-        out = call(capsys, "ls")[1]
-        assert "  toy  Speed is measured here.\n" in out and "(copy one with: mmattn cp toy)" in out
-        for readme in ("", "# Toy\n"):
-            (shelf / "_recipes/toy/README.md").write_text(readme)
-            assert "  toy\n" in call(capsys, "ls")[1]
-
-    def test_printed_commands_can_be_pasted(
-        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
-        out = call(capsys, "cp", "toy", "my toy")[1]
-        printed = out.split("next: ")[1]
-        assert shlex.split(printed) == ["mmattn", "train", "my toy/config.yaml"]
-        assert call(capsys, *shlex.split(printed)[1:])[0] == 0
-
     def test_cp_leaves_the_waste_behind(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for waste in ("__pycache__/train.pyc", "runs/old/metrics.jsonl"):
             (shelf / "_recipes/toy" / waste).parent.mkdir(parents=True)
@@ -430,14 +396,6 @@ class TestShelf:
         assert (tmp_path / "toy/train.py").read_text() == (tmp_path / "file").read_text() == "mine\n"
         assert [p.name for p in (tmp_path / "toy").iterdir()] == ["train.py"]
 
-    def test_cp_into_a_folder_of_other_things(
-        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
-        (tmp_path / "work").mkdir()
-        (tmp_path / "work/notes.txt").write_text("mine\n")
-        assert call(capsys, "cp", "toy", "work")[0] == 0
-        assert (tmp_path / "work/toy/train.py").is_file()
-
     def test_an_unknown_recipe(self, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = call(capsys, "cp", "tpy")
         assert code == 2 and "there is no recipe 'tpy' (did you mean 'toy'?); there are: toy" in err
@@ -448,10 +406,6 @@ class TestShelf:
         monkeypatch.setattr(recipes.assets, "_PACKAGE", tmp_path / "nowhere")
         code, _, err = call(capsys, "ls")
         assert code == 2 and "carries no recipes" in err
-
-    def test_this_checkout(self) -> None:
-        assert recipes.recipes_folder() == ROOT / "recipes" and recipes.assets_folder() == ROOT / "assets"
-        assert "vision" in {recipe.name for recipe in recipes.list_recipes()}
 
 
 def test_the_console_script_is_this_main(tmp_path: Path) -> None:

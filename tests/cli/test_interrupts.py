@@ -220,16 +220,6 @@ class TestSeveralSeeds:
 
 
 class TestHandler:
-    def test_a_command_that_catches_it(self, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (recipe / "train.py").write_text(
-            "import signal\n\n\ndef main(config):\n    try:\n        signal.raise_signal(signal.SIGINT)\n"
-            "    except KeyboardInterrupt:\n        print('caught')\n"
-        )
-        with pytest.raises(SystemExit) as end:
-            main(["train", str(recipe / "config.yaml")])
-        assert end.value.code == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
     def test_a_library_that_makes_an_error_of_it(self, recipe: Path) -> None:
         """Invariant 88: a lazy import of transformers hides the interrupt behind an error of its own."""
         (recipe / "train.py").write_text(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 import typer
 
-from mmattn.cli.app import _spelled, app
-from mmattn.cli.live import open_page
+from mmattn.cli.app import app
 from mmattn.encoders.registry import load_image_encoder, load_text_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.hosts import attach_check
@@ -29,7 +27,6 @@ from tests.tiny_texts import save_encoder
 
 #: What each command passes its arguments and options on to, and those that only print or only name a file.
 PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
-    "live": ([open_page], set()),
     "encode": (
         [read_rows, encode_rows, load_image_encoder, load_text_encoder, make_accelerator],
         {"encoder", "text_encoder"},
@@ -114,14 +111,6 @@ class TestIndex:
         code, out, err = call(capsys, "index", "info", folder)
         assert code == 0 and f"encoder {reader.fingerprint}\n" in out, err
 
-    def test_a_message_names_the_option(
-        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder]
-        code, _, err = call(capsys, *words)
-        assert code == 2 and "1 of 3 rows of lines.jsonl cannot be used" in err
-        assert err.endswith("repair them, or leave them out\n"), err
-
     @pytest.mark.parametrize(("option", "value"), [("--store", "hnws"), ("--executor", "spark")])
     def test_a_misspelt_choice_is_refused_before_anything_is_embedded(
         self,
@@ -138,21 +127,7 @@ class TestIndex:
         monkeypatch.setattr(TextEncoder, "encode", lambda self, texts, **options: calls.append(texts))
         code, _, err = call(capsys, *words, option, value)
         assert not calls
-        assert code == 2 and err.startswith(f"mmattn: {option} must be one of ") and repr(value) in err
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
-
-    def test_a_store_that_is_not_installed_is_refused_before_anything_is_embedded(
-        self,
-        encoder: Path,
-        lines: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "faiss", None)
-        words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder, "--skip-broken"]
-        code, _, err = call(capsys, *words, "--store", "hnsw")
-        assert code == 2 and "pip install 'mmattn[rag]'" in err
+        assert code == 2 and err.startswith(f"mmattn: {option[2:]} must be one of ") and repr(value) in err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
 
     def test_a_place_that_is_a_file_and_a_text_that_is_not_there(
@@ -177,22 +152,6 @@ class TestIndex:
         code, _, err = call(capsys, *words)
         assert code == 2 and ("1 of 1 rows of a.jsonl cannot" if more else "nothing to embed: a.jsonl have") in err
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-    def test_the_progress_of_a_build_is_that_of_its_texts(
-        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
-        (tmp_path / "a.txt").write_text("\n".join(["wood", "", *(f"the bluebell {n}" for n in range(1200))]))
-        code, _, err = call(
-            capsys, "index", "build", tmp_path / "a.txt", "-o", tmp_path / "index", "--encoder", encoder
-        )
-        lines = [line for line in err.splitlines() if line.startswith("encoding contents")]
-        done = [int(line.split()[2].split("/")[0]) for line in lines]
-        assert code == 0 and len(done) >= 3 and done == sorted(done) and done[-1] == 1201, err
-        index, reader = Index.load(tmp_path / "index"), TextEncoder(encoder)
-        assert len(index) == 1201 and index["a.txt:3"].text == "the bluebell 0"
-        expected = reader.encode(["the bluebell 1199"]).tokens[0, 0]
-        torch.testing.assert_close(index["a.txt:1202"].vector, expected)
 
     def test_what_does_not_fit_is_not_shown(
         self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -225,22 +184,4 @@ class TestIndex:
         words = ["index", "search", tmp_path / "index", "a", "--encoder", encoder, "--top-k", count]
         capsys.readouterr()
         code, _, err = call(capsys, *words)
-        assert (code, err) == (2, f"mmattn: --top-k must be at least 1, got {count}\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "shown"),
-    [
-        (["index", "build"], "leave them out with skip_broken=True", "leave them out with --skip-broken"),
-        (["index", "build"], "give id_field='name', or field=text.", "give --id-field 'name', or --field text."),
-        (["index", "build"], "texts need encoder=, or ids", "texts need --encoder, or ids"),
-        (["index", "build"], "unskip_broken=True and ids=[1]", "unskip_broken=True and ids=[1]"),
-        (["--debug", "doctor", "x"], "host=None was given", "--host None was given"),
-        (["doctor", "x"], "the host must be on a device", "the host must be on a device"),
-        (["train", "a.yaml"], "config=1 and steps=True", "config=1 and steps=True"),
-        (["draw", "x"], "num_inference_steps must be at least 1", "--num-inference-steps must be at least 1"),
-        (["dmeo"], "steps=True", "steps=True"),
-    ],
-)
-def test_a_message_in_the_words_of_the_command_line(words: list[str], message: str, shown: str) -> None:
-    assert _spelled(message, words) == shown
+        assert (code, err) == (2, f"mmattn: top_k must be at least 1, got {count}\n")

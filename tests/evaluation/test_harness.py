@@ -199,24 +199,6 @@ class TestLikelihoods:
         asked = [request({}, 0, "A red flower. A white flower in the grass.")]
         assert ours.loglikelihood_rolling(asked) == [pytest.approx(theirs.loglikelihood_rolling(asked)[0], rel=1e-4)]
 
-    def test_what_would_be_written_greedily_is_known(self, pipe: Any) -> None:
-        image = FLORA / "daffodil.png"
-        written = pipe(image, max_new_tokens=6)
-        model = AdaptedLM(pipe.model, pipe.tokenizer, lambda doc: pipe.inputs(doc["image"])[1])
-        found = model.loglikelihood(
-            [request({"image": image}, 0, "", written), request({"image": image}, 0, "", written[:-1] + "zz")]
-        )
-        assert [greedy for _, greedy in found] == [True, False]
-
-    def test_blanks_at_the_end_of_a_context_belong_to_what_follows(self, pipe: Any) -> None:
-        model = AdaptedLM(pipe.model, pipe.tokenizer, control="none")
-        (one,), (other,) = (
-            model.loglikelihood([request({}, 0, *pair)]) for pair in (("A red ", "flower"), ("A red", " flower"))
-        )
-        assert one == other and one[0] == pytest.approx(
-            log_p(pipe.model, pipe.tokenizer, " flower", context="A red"), rel=1e-4
-        )
-
 
 def request(doc: Any, number: int, *arguments: Any) -> Any:
     """A request of the harness about a document."""
@@ -315,17 +297,6 @@ class TestMemories:
         assert [score for score, _ in self.model(lambda doc: None).loglikelihood(asked)] == [
             pytest.approx(found[3])
         ] * 4
-
-    def test_a_memory_is_read_once_for_all_requests_of_a_document(self) -> None:
-        calls: list[int] = []
-
-        def read_memory(doc: Mapping[str, Any]) -> mmattn.Memory:
-            calls.append(doc["number"])
-            return mmattn.Memory(torch.randn(1, 3, tiny.MEMORY_DIM))
-
-        asked = [request({"number": n}, n, "A", f" {word}") for n in range(5) for word in ("red", "white", "flower")]
-        self.model(read_memory, batch_size=2).loglikelihood(asked)
-        assert calls == [0, 1, 2, 3, 4]
 
     def test_what_is_no_memory(self) -> None:
         with pytest.raises(ConfigError, match="has no field 'memory'.*only picture: name it with memory=, or give con"):

@@ -62,11 +62,10 @@ def case_of(name: str) -> Any:
     return {**CASES, **HOSTS}[name]()
 
 
-# The decoder does not generate, what is pooled is not attended to, and slots of chunks have no names.
+# The decoder does not generate, and what is pooled is not attended to.
 DOES_NOT_APPLY = {
     "check_generation": ("film on the decoder", "gated on the decoder", "chunked on the decoder"),
     "check_record": ("pooled on llama",),
-    "check_attribution": ("pooled on llama", "chunked on the decoder"),
 }
 
 

@@ -60,26 +60,17 @@ def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
     settings = {"null_slot": True, "length_norm": 7.0, "gate": "head", "qk_norm": True}
     scored = mmattn.Memory(tiny.memory(ROWS, SLOTS).tokens, scores=torch.rand(ROWS, SLOTS))
     return {
-        "llama": lambda: (tiny.attach(tiny.make("llama")), batch(lengths=[5, 2, 4])),
         "one row empty": lambda: (tiny.attach(tiny.make("llama")), batch(lengths=[5, 0, 4])),
         "gpt2, padded": lambda: (tiny.attach(tiny.make("gpt2"), **settings), prompt | {"memory": batch()["memory"]}),
         "tuples": lambda: (tiny.attach(tiny.make("gpt_neo")), batch()),
-        "mixtral": lambda: (tiny.attach(tiny.make("mixtral")), batch()),
         "bfloat16": lambda: (tiny.attach(tiny.make("llama")).to(torch.bfloat16), batch(lengths=[5, 2, 4])),
         "scores": lambda: (tiny.attach(tiny.make("llama"), score_bias=True), batch() | {"memory": scored}),
         "latest": latest,
-        "previous": lambda: latest("previous"),
-        "before": lambda: (tiny.attach(tiny.make("llama"), position="before"), batch(lengths=[5, 0, 4])),
         "resampled": lambda: latest(resampler=mmattn.Resampler(num_latents=2, num_heads=2, head_dim=4)),
-        "chunked": lambda: (
-            chunks.attach(tiny.make("llama")),
-            {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.neighbours()},
-        ),
         "chunked, a function": lambda: (
             chunks.attach(tiny.make("gpt2")),
             {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.Library()},
         ),
-        "unet": lambda: (tiny_unets.attach(tiny_unets.make()), pictures(lengths=[5, 2, 3])),
         "unet, tokens": lambda: (tiny_unets.attach(tiny_unets.make(), tokens=2), pictures(lengths=[5, 0, 3])),
         "unet, core": lambda: (tiny_unets.attach(tiny_unets.make()).use_core(), pictures()),
         "unet, in 4d": lambda: (tiny_unets.attach(tiny_unets.make("simple")), pictures()),
@@ -102,7 +93,7 @@ def test_a_healthy_model_passes(name: str) -> None:
     }
     must |= {"empty memory", "disabled", "attention on padding"}
     assert all(asked[question] is True for question in must), report
-    waits = name in ("latest", "previous", "resampled") or name.startswith("chunked")
+    waits = name in ("latest", "resampled") or name.startswith("chunked")
     assert asked["slots for later tokens"] is (True if waits else None)
 
 

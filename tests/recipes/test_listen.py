@@ -20,7 +20,7 @@ import torch
 import mmattn
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
-from mmattn.recipes import check_settings
+from mmattn.recipes.settings import check_settings
 from tests.recipes.comparing import check_compared
 
 STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}

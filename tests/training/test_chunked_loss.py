@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn import training
-from mmattn.errors import ConditionError, ConfigError
+from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.output_head import OutputHead, output_head
 from mmattn.training import TextBatch
 from mmattn.training.chunked_loss import ChunkedCrossEntropy
@@ -154,31 +154,6 @@ def test_texts_without_a_memory_or_anything_to_learn() -> None:
     )
 
 
-def test_with_cached_hidden_states(tmp_path: Path) -> None:
-    model = attach()
-    want = step(model, None)
-    output_head(model)  # its check reads texts, too
-    with training.cached_hidden_states(model, tmp_path) as cache:
-        for _ in range(2):
-            assert_equal(step(model, 4), want, 2e-4)
-        assert (cache.computed, cache.found) == (3, 3)
-
-
-# peft 0.21 asks transformers 5.23 by the old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_a_lora() -> None:
-    """The text-only control, whose model is one of peft."""
-    model = training.matched_lora(tiny.make("llama"), 3000)
-    text = batch(memory=False)
-    found = []
-    for chunk_size in (None, 4):
-        model.zero_grad()
-        loss, count = training.sum_nats(model, text, chunk_size)
-        loss.backward()
-        found.append((loss.detach(), count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    assert_equal(found[1], found[0], 2e-4)
-
-
 class TestRefused:
     def test_a_trained_head(self) -> None:
         model = attach()
@@ -204,10 +179,6 @@ class TestRefused:
         model.host.forward = forward
         with pytest.raises(ConditionError, match="config of LlamaForCausalLM does not say how logits follow"):
             step(model, 4)
-
-    def test_no_chunk(self) -> None:
-        with pytest.raises(ConfigError, match="chunk_size must be at least 1"):
-            step(attach(), 0)
 
 
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:

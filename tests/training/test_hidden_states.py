@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from mmattn import training
-from mmattn.errors import AdapterFileError, ConditionError, ConfigError
+from mmattn.errors import ConditionError
 from mmattn.training import TextBatch, cached_hidden_states
 from tests import tiny
 
@@ -138,12 +138,12 @@ class TestAStepIsTheHosts:
             assert same(cold, warm)
             assert_near(cold, want, 6e-2)
 
-    def test_texts_that_are_read_together(self, tmp_path: Path) -> None:
+    def test_under_gradient_checkpointing_of_the_host(self, tmp_path: Path) -> None:
         model = attach()
-        want = step(model, batch())
-        with cached_hidden_states(model, tmp_path, batch_size=2) as cache:
-            assert_near(step(model, batch()), want, 1e-4)
-            assert cache.computed == 3
+        want = step(model, batch((0,)))
+        tiny.checkpoint(model.host, use_reentrant=False)
+        with cached_hidden_states(model, tmp_path):
+            assert all(same(step(model, batch((0,))), want) for _ in range(2))
 
     def test_dropout_of_the_lower_layers_does_not_act(self, tmp_path: Path) -> None:
         """That of the upper ones and of the adapter does."""
@@ -165,7 +165,6 @@ class TestNothingStale:
             model.layers[0].mlp, "up_proj", torch.nn.Linear(32, 53, bias=False).requires_grad_(False)
         ),
         "embeddings": lambda model: model.get_input_embeddings().weight.data.mul_(1.5),
-        "another config": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
     }
 
     @pytest.mark.parametrize("change", CHANGES)
@@ -174,11 +173,6 @@ class TestNothingStale:
         with cached_hidden_states(model, tmp_path):
             before = step(model, batch())
         self.CHANGES[change](model)
-        model.host.config.rms_norm_eps  # noqa: B018
-        for layer in (*model.layers, model.host.model):
-            for part in layer.modules():
-                if hasattr(part, "variance_epsilon"):
-                    part.variance_epsilon = model.config.rms_norm_eps
         want = step(model, batch((0,)))
         with cached_hidden_states(model, tmp_path) as cache:
             assert same(step(model, batch((0,))), want) and cache.computed == 1
@@ -253,16 +247,6 @@ class TestNothingStale:
         with cached_hidden_states(model, tmp_path) as cache:
             assert all(map(same, [step(model, one) for one in batches], want)) and cache.computed == 5
 
-    def test_another_precision_of_autocast(self, tmp_path: Path) -> None:
-        model = attach()
-        with cached_hidden_states(model, tmp_path) as cache:
-            plain = step(model, batch())
-            with torch.autocast("cpu", torch.bfloat16):
-                half = step(model, batch())
-            assert cache.computed == 6 and not same(plain, half)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert_near(half, step(model, batch()), 6e-2)
-
     def test_a_weight_that_is_trained_by_now(self, tmp_path: Path) -> None:
         model = attach()
         with cached_hidden_states(model, tmp_path):
@@ -270,16 +254,6 @@ class TestNothingStale:
             model.layers[1].mlp.up_proj.weight.requires_grad_(True)
             with pytest.raises(ConditionError, match="something is trained in layer 1 by now"):
                 step(model, batch())
-
-    def test_a_damaged_file(self, tmp_path: Path) -> None:
-        model = attach()
-        with cached_hidden_states(model, tmp_path):
-            step(model, batch())
-        file = min(tmp_path.glob("*/*/*.safetensors"))
-        raw = bytearray(file.read_bytes())
-        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        with cached_hidden_states(model, tmp_path), pytest.raises(AdapterFileError, match="wrong checksum"):
-            step(model, batch())
 
 
 class TestOtherForwards:
@@ -330,14 +304,6 @@ class TestOtherForwards:
                 model(tiny.text(3), memory=tiny.memory(3), **given)
             step(model, batch())
 
-    def test_embeddings_in_place_of_ids(self, tmp_path: Path) -> None:
-        model = attach()
-        with (
-            cached_hidden_states(model, tmp_path),
-            pytest.raises(ConditionError, match="the host was given embeddings"),
-        ):
-            model(inputs_embeds=torch.randn(3, 7, 32), memory=tiny.memory(3))
-
     def test_an_interrupted_forward_leaves_no_states_behind(self, tmp_path: Path) -> None:
         """torch runs no hooks after Ctrl-C; the forward after it is of another text, or writes one."""
         model = attach()
@@ -350,15 +316,6 @@ class TestOtherForwards:
             assert torch.equal(model(tiny.text(3), use_cache=True).logits, want[1])
             assert_near(step(model, batch()), want[0], 1e-4)
         assert same(step(model, batch()), want[0])
-
-    def test_settings(self, tmp_path: Path) -> None:
-        with (
-            pytest.raises(ConfigError, match="got torch.int8"),
-            cached_hidden_states(attach(), tmp_path, dtype=torch.int8),
-        ):
-            pass
-        with pytest.raises(ConfigError, match="batch_size"), cached_hidden_states(attach(), tmp_path, batch_size=0):
-            pass
 
 
 def interrupt(*_: Any) -> None:
@@ -387,13 +344,3 @@ def test_lower_layers_on_the_disk(tmp_path: Path) -> None:
         assert (cache.computed, cache.found) == (3, 3)
         assert torch.equal(losses[-1], losses[0]) and torch.equal(losses[-2], losses[0])
     assert {one.device.type for one in spread.model.layers[:2].parameters()} == {"meta"}
-
-
-def test_a_sharded_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = attach()
-    monkeypatch.setattr("mmattn.hosts.causal_lm.lower_layers.shards", lambda host: [host])
-    with (
-        pytest.raises(ConditionError, match="lie in several processes, which must run every layer together"),
-        cached_hidden_states(model, tmp_path),
-    ):
-        pass

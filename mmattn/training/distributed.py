@@ -7,15 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, check_choice, import_extra
 from mmattn.hosts.interop.sharded import shard, tensor_parallel_size
 from mmattn.hosts.layers import find_layers
 from mmattn.training.run_folder import flattened
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,13 @@ class Processes:
         copies: processes that learn one share together.
     """
 
-    accelerator: Any
+    accelerator: Accelerator
     index: int
     count: int
     copies: int
 
     @classmethod
-    def of(cls, model: Any, accelerator: Any) -> Processes:
+    def of(cls, model: nn.Module, accelerator: Accelerator) -> Processes:
         """Return the layout of the processes that train a model."""
         copies, processes = tensor_parallel_size(model), accelerator.num_processes
         if processes % copies:
@@ -73,7 +76,7 @@ class Processes:
         return tensor
 
 
-def shard_host(host: Any, accelerator: Any) -> Any:
+def shard_host(host: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard the weights of a language model over the processes of a run by FSDP2, before adapters are put on it.
 
     Args:
@@ -91,6 +94,7 @@ def shard_host(host: Any, accelerator: Any) -> Any:
         )
     path, _ = find_layers(host, None)
     layers = host.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
     shard(host, layers, accelerator.device)
     return host
 
@@ -101,9 +105,9 @@ def make_accelerator(
     mixed_precision: str = "no",
     device: str = "auto",
     trackers: tuple[str, ...] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     resumed_step: int = 0,
-) -> Any:
+) -> Accelerator:
     """The `accelerate.Accelerator` of this process: one of many under torchrun, alone otherwise.
 
     Args:
@@ -154,7 +158,7 @@ def make_accelerator(
     return run_accelerator
 
 
-def end_training(accelerator: Any) -> None:
+def end_training(accelerator: Accelerator) -> None:
     """Wait for the other processes, flush what was printed, close the trackers, leave the process group."""
     accelerator.wait_for_everyone()
     sys.stdout.flush()
@@ -163,7 +167,7 @@ def end_training(accelerator: Any) -> None:
 
 
 def _start_trackers(
-    accelerator: Any, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any] | None, step: int
+    accelerator: Accelerator, folder: str | os.PathLike[str] | None, settings: Mapping[str, object] | None, step: int
 ) -> None:
     """Begin a run in each tracker of an accelerator, named after its folder."""
     place = {} if folder is None else {"dir": str(folder), "name": Path(folder).resolve().name}

@@ -7,10 +7,13 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 #: Steps that are measured; one more comes first, in which memory is allocated and kernels are chosen.
 MEASURED = 10
@@ -36,7 +39,9 @@ def is_dry_run() -> bool:
     return _ASKED.get()
 
 
-def cost(model: nn.Module, label: str, rows: int, steps: int, seconds: float, waiting: float, accelerator: Any) -> str:
+def cost(
+    model: nn.Module, label: str, rows: int, steps: int, seconds: float, waiting: float, accelerator: Accelerator
+) -> str:
     """Return the cost of a training run as text, from the seconds of a step and the share that waits for rows."""
     parameters, processes = list(model.parameters()), accelerator.num_processes
     trained = [one for one in parameters if one.requires_grad]

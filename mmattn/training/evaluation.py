@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.data.rows import Row
 from mmattn.data.sampling import derive_seed, split_between_processes
@@ -16,16 +16,19 @@ from mmattn.hosts.interop.sharded import shards
 from mmattn.training.config import Collate, Loss
 from mmattn.training.distributed import Processes
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 GROUPS = 8
 """Batches that held-out rows make at least where there are so many: the spread between them is the noise of a loss."""
 
 
 def mean_loss(
-    model: Any,
+    model: nn.Module,
     loss: Loss,
     rows: Sequence[Row],
     batch_size: int,
-    accelerator: Any,
+    accelerator: Accelerator,
     gradient_accumulation_steps: int = 1,
     seed: int = 0,
     *,
@@ -49,12 +52,12 @@ def mean_loss(
 
 
 def evaluate(
-    model: Any,
+    model: nn.Module,
     loss: Loss,
     rows: Sequence[Row],
     shuffled_rows: Sequence[Row],
     batch_size: int,
-    accelerator: Any,
+    accelerator: Accelerator,
     gradient_accumulation_steps: int = 1,
     seed: int = 0,
     *,
@@ -78,7 +81,7 @@ def evaluate(
 
 
 def loss_of(
-    loss: Loss, batch: Any, seeds: Sequence[int], collate: Collate | None, accelerator: Any
+    loss: Loss, batch: Any, seeds: Sequence[int], collate: Collate | None, accelerator: Accelerator
 ) -> tuple[Tensor, int]:
     """Return the loss of a batch under autocast, on the accelerator's device where the batch was collated."""
     from accelerate.utils import send_to_device
@@ -91,7 +94,13 @@ def loss_of(
 
 @torch.no_grad()
 def _batch_losses(
-    model: Any, loss: Loss, rows: Sequence[Row], size: int, processes: Processes, seed: int, collate: Collate | None
+    model: nn.Module,
+    loss: Loss,
+    rows: Sequence[Row],
+    size: int,
+    processes: Processes,
+    seed: int,
+    collate: Collate | None,
 ) -> Tensor:
     """Sum of the losses and number of the targets (batches, 2) of each batch of all processes."""
     was_training = model.training

@@ -20,10 +20,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.data.rows import Row
 from mmattn.data.sampling import Batches, derive_seed
@@ -41,6 +41,9 @@ from mmattn.training.metrics import StepClock
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
 from mmattn.training.run_state import RunState
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 # Settings that may differ when a run is resumed: what is learned depends on none of them, but for rounding.
 _FREE = (
     "save_steps",
@@ -54,17 +57,17 @@ _FREE = (
 
 
 def train(
-    model: Any,
+    model: nn.Module,
     loss: Loss,
     batches: Batches,
     config: TrainingConfig,
-    accelerator: Any,
+    accelerator: Accelerator,
     *,
     collate: Collate | None = None,
     eval_rows: Sequence[Row] = (),
     shuffled_rows: Sequence[Row] = (),
     folder: Path | None = None,
-    identity: Mapping[str, Any] | None = None,
+    identity: Mapping[str, object] | None = None,
     resume: bool = True,
     log: Callable[..., None] | None = None,
     measure: Callable[[int, float], Mapping[str, float]] | None = None,
@@ -129,16 +132,16 @@ def train(
 
 @dataclass
 class _Run:
-    model: Any
+    model: nn.Module
     loss: Loss
     batches: Batches
     config: TrainingConfig
-    accelerator: Any
+    accelerator: Accelerator
     collate: Collate | None
     eval_rows: Sequence[Row]
     shuffled_rows: Sequence[Row]
     folder: Path | None
-    identity: Mapping[str, Any]
+    identity: Mapping[str, object]
     measure: Callable[[int, float], Mapping[str, float]] | None
     save_more: Callable[[Path], None] | None
 

@@ -9,9 +9,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmattn.storage.files import write_text
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 T = TypeVar("T")
 PATIENCE = 3
@@ -35,7 +38,7 @@ class MetricsLog:
 
     def __init__(
         self,
-        accelerator: Any,
+        accelerator: Accelerator,
         folder: str | os.PathLike[str],
         step: int = 0,
         *,
@@ -70,7 +73,7 @@ class MetricsLog:
             self.accelerator.print(f"{self.prefix}: {warning}")
 
 
-def _track(accelerator: Any, prefix: str, figures: Mapping[str, Any]) -> None:
+def _track(accelerator: Accelerator, prefix: str, figures: Mapping[str, Any]) -> None:
     """Give the numbers of a step to every tracker, as "prefix/name"."""
     step = figures["step"]
     values = {

@@ -108,7 +108,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
 
 
-def flattened(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flattened(settings: Mapping[str, object], before: str = "") -> dict[str, Any]:
     """Return settings without sections, each a number, a text, True, False or None.
 
     >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})

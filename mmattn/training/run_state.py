@@ -30,7 +30,7 @@ class RunState:
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, object],
         *,
         averaged: bool,
         scaler: torch.amp.GradScaler | None,

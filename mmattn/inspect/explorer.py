@@ -89,15 +89,9 @@ def mean_of_heads(trace: Trace) -> Trace:
 def described(trace: Trace) -> dict[str, Any]:
     """The trace as JSON values, as the page's script reads it."""
     return {
-        "title": trace.title,
-        "words": list(trace.words),
-        "sources": list(trace.sources),
-        "layers": list(trace.layers),
+        **trace.labels(),
         "heads": trace.weights.shape[1],
-        "queries": trace.queries,
-        "grid": trace.grid,
         "picture": _data_url(trace.picture),
-        "word_grid": trace.word_grid,
         "word_picture": _data_url(trace.word_picture),
         "weights": _packed(trace.weights),
         "rollout": _packed(trace.rollout),

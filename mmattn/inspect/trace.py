@@ -114,6 +114,12 @@ class Trace:
         """The weights (l, s) as the mean over layers and heads."""
         return self.weights.mean((0, 1))
 
+    def labels(self) -> dict[str, Any]:
+        """The texts and grids, as JSON values."""
+        names = ("title", "words", "sources", "layers", "queries", "grid", "word_grid")
+        values = {name: getattr(self, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
     def draw(self, top: int = 3, width: int = 20) -> str:
         """The trace as text: under each word a bar for the weight of each of its largest sources.
 
@@ -163,17 +169,7 @@ def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
         for name in _PICTURES:
             if getattr(trace, name) is not None:
                 tensors[f"{number}.{name}"] = torch.frombuffer(bytearray(getattr(trace, name)), dtype=torch.uint8)
-        described.append(
-            {
-                "title": trace.title,
-                "words": list(trace.words),
-                "sources": list(trace.sources),
-                "layers": list(trace.layers),
-                "queries": trace.queries,
-                "grid": None if trace.grid is None else list(trace.grid),
-                "word_grid": None if trace.word_grid is None else list(trace.word_grid),
-            }
-        )
+        described.append(trace.labels())
     file = Path(run) / FILE
     write_tensors(file, tensors, {"format": FORMAT, "traces": described})
     return file

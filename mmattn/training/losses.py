@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
+from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, output_head
 from mmattn.memory import Memory
-from mmattn.training.chunked_loss import chunked_token_nats
 
 
 def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> T
         ConfigError: a chunk size below 1.
     """
     if chunk_size is not None:
-        return chunked_token_nats(model, batch.kwargs(), batch.labels, chunk_size)
+        return _chunked_nats(model, batch.kwargs(), batch.labels, chunk_size)
     logits = model(**batch.kwargs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
@@ -93,3 +93,54 @@ def perplexity(nats: Sequence[float]) -> float:
     12.0
     """
     return math.exp(sum(nats) / len(nats)) if nats else math.nan
+
+
+def _chunked_nats(model: nn.Module, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
+    """`token_nats` with the logits of so many tokens at once."""
+    check_int("chunk_size", chunk_size)
+    head = output_head(model)
+    states = last_hidden_states(model, kwargs)[:, :-1]
+    labels = labels[:, 1:].to(states.device)
+    learned = labels != IGNORED
+    nats: Tensor = ChunkedCrossEntropy.apply(states[learned], labels[learned], head, chunk_size)
+    return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned.to(nats.device), nats)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """-log p (t,) of tokens by the hidden states that predict them, with gradients for these alone.
+
+    For z = s tanh(c (W h + b) / s) the logits of a hidden state h (d,), p = softmax(z) and y the next token,
+
+        -log p_y = logsumexp(z) - z_y,    its gradient by h = c Wᵀ ((p - 1_y) (1 - (z / s)²)).
+
+    Both are computed at once, chunk by chunk, so that the backward pass multiplies what is cached, d numbers a token,
+    and computes no logits again. As in Liger (arXiv 2410.10989, section 3.2), with a frozen head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, labels: Tensor, head: OutputHead, chunk_size: int) -> Tensor:
+        """The loss of each token, and what the backward pass needs."""
+        weight, learns = head.linear.weight, ctx.needs_input_grad[0]
+        nats = torch.empty(len(states), device=weight.device)
+        gradients = torch.empty_like(states) if learns else None
+        for start in range(0, len(states), chunk_size):
+            part = slice(start, start + chunk_size)
+            logits, target = head.logits(states[part]), labels[part, None].to(weight.device)
+            total = logits.logsumexp(-1, keepdim=True)
+            nats[part] = (total - logits.gather(1, target))[:, 0]
+            if gradients is None:
+                continue
+            slope = None if head.softcap is None else 1 - (logits / head.softcap).square_()
+            # Of the logits, in the memory of the logits.
+            logits.sub_(total).exp_().scatter_add_(1, target, torch.full_like(total, -1.0))
+            if slope is not None:
+                logits.mul_(slope)
+            gradients[part] = (logits.to(weight.dtype) @ weight).mul_(head.scale)
+        ctx.save_for_backward(gradients)
+        return nats
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """The gradient by the hidden states (t, d)."""
+        (gradients,) = ctx.saved_tensors
+        return (gradient.to(gradients.device)[:, None] * gradients.float()).to(gradients.dtype), None, None, None

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from mmattn.data.sampling import LengthGroupedSampler, text_lengths
-from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
+from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
-from mmattn.training.chunked_loss import ChunkedLoss
 from mmattn.training.optimization import parameter_groups
 
 FORMAT = "mmattn-trained"
@@ -40,12 +39,10 @@ def adapter_trainer() -> type:
             args: positional arguments of the Trainer.
             gate_learning_rate: of the gates; None for `TrainingArguments.learning_rate`.
             encoder: fingerprint of the encoder, written with the adapters.
-            loss_chunk_size: tokens whose logits are computed at once, as in `token_nats`; None for all.
             kwargs: keyword arguments of the Trainer.
 
         Raises:
-            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True, or a loss in chunks in several
-                processes.
+            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
         """
 
         optimizer: Any
@@ -55,11 +52,9 @@ def adapter_trainer() -> type:
             *args: Any,
             gate_learning_rate: float | None = None,
             encoder: str | None = None,
-            loss_chunk_size: int | None = None,
             **kwargs: Any,
         ) -> None:
             self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
-            self.loss_chunk_size = None if loss_chunk_size is None else check_int("loss_chunk_size", loss_chunk_size)
             model = args[0] if args else kwargs.get("model")
             arguments = args[1] if len(args) > 1 else kwargs.get("args")
             if getattr(arguments, "ddp_find_unused_parameters", False):
@@ -73,12 +68,6 @@ def adapter_trainer() -> type:
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 model.__dict__["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
-            if self.loss_chunk_size is not None and self.args.world_size > 1:
-                raise ConfigError(
-                    f"loss_chunk_size={loss_chunk_size} calls the host without its head, and in {self.args.world_size} "
-                    "processes DistributedDataParallel would not sum the gradients: leave it out, or use "
-                    "mmattn.training.train with sum_nats(model, batch, chunk_size)"
-                )
 
         def create_optimizer(self, model: Any = None) -> Any:
             """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
@@ -95,8 +84,6 @@ def adapter_trainer() -> type:
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
             """The Trainer's loss; where no row has a memory, and no adapter is reached, with gradients of zero."""
-            if self.loss_chunk_size is not None and not return_outputs:
-                model = ChunkedLoss(model, self.loss_chunk_size)
             computed = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
             loss, *outputs = computed if return_outputs else (computed,)
             if torch.is_grad_enabled():
@@ -104,18 +91,6 @@ def adapter_trainer() -> type:
                 # Of every parameter: DistributedDataParallel waits for all of them in each process.
                 loss = loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
             return (loss, *outputs) if return_outputs else loss
-
-        def prediction_step(
-            self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
-        ) -> tuple[Any, Any, Any]:
-            """The Trainer's; in chunks where the loss alone is asked for."""
-            if self.loss_chunk_size is None or not prediction_loss_only:
-                predicted: tuple[Any, Any, Any] = super().prediction_step(
-                    model, inputs, prediction_loss_only, *args, **kwargs
-                )
-                return predicted
-            with torch.no_grad(), self.compute_loss_context_manager():
-                return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""

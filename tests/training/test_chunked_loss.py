@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from mmattn import training
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.output_head import OutputHead, output_head
 from mmattn.training import TextBatch
-from mmattn.training.chunked_loss import ChunkedCrossEntropy
+from mmattn.training.losses import ChunkedCrossEntropy
 from tests import tiny
-from tests.training import small_run, test_trainer
 
 LENGTHS = (11, 7, 5)
 #: What families do to their logits: a cap, scales of logits and of what the head is given, a bias.
@@ -179,17 +177,3 @@ class TestRefused:
         model.host.forward = forward
         with pytest.raises(ConditionError, match="config of LlamaForCausalLM does not say how logits follow"):
             step(model, 4)
-
-
-def test_the_trainer_of_transformers(tmp_path: Path) -> None:
-    """The same losses in training and in evaluation, and the same weights but for rounding."""
-    found = []
-    for name, chunk_size in (("whole", None), ("chunks", 4)):
-        made = test_trainer.trainer(tmp_path / name, small_run.attach(), max_steps=4, save_strategy="no")
-        made.loss_chunk_size = chunk_size
-        made.train()
-        found.append(
-            (made.evaluate()["eval_loss"], [line["loss"] for line in made.state.log_history if "loss" in line])
-        )
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4) and len(found[0][1]) == 4

@@ -208,11 +208,7 @@ def without_checkpoints(lm: PreTrainedModel) -> None:
 
 
 def cache_settings(families: list[str], settings: dict[str, dict[str, Any]]) -> list[Any]:
-    """Pairs of a family and one of some settings of `generate`, for a parametrisation: those that transformers has.
-
-    A prompt in chunks and drafts need a key/value cache, which families with a running state have not; a static cache
-    is for those that say `_can_compile_fullgraph`.
-    """
+    """Pairs of a family and one of some settings of `generate`, for a parametrisation: those that transformers has."""
     pairs = []
     for family in families:
         can_be_static = MODEL_FOR_CAUSAL_LM_MAPPING[type(CONFIG_MAPPING[family]())]._can_compile_fullgraph

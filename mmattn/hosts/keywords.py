@@ -43,12 +43,7 @@ def named_by_parts(host: nn.Module) -> set[str]:
 
 
 class Signature(NamedTuple):
-    """The arguments of a host's forward.
-
-    Attributes:
-        places: the names of those that may be given by their place, in order.
-        renamed: deprecated names that decorators of transformers still take, with those of today.
-    """
+    """Names of arguments of a host's forward by place, and deprecated names with those of today."""
 
     places: tuple[str, ...]
     renamed: Mapping[str, str]

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Replaced(NamedTuple):
-    """One method that is replaced.
-
-    Attributes:
-        owner: module and class, as "module:Class".
-        name: of the method.
-        arguments: those that are relied on.
-        why: the effect that no hook has.
-    """
+    """One method of "module:Class" that is replaced, the arguments that are relied on, and the reason."""
 
     owner: str
     name: str

@@ -97,12 +97,7 @@ _PARTS = ("text", "decoder", "encoder", "vision", "audio", "vq", "llm", "thinker
 
 
 def tiny_config(family: str, writes: bool = True) -> Any:
-    """The config of a tiny model.
-
-    Args:
-        family: as transformers spells `model_type`.
-        writes: it shall predict the next token, where it can be told to.
-    """
+    """The config of a tiny model."""
     kind, exceptions = CONFIG_MAPPING[family], EXCEPTIONS.get(family, {})
     try:
         made = _tiny(kind, exceptions, lists=False)
@@ -139,15 +134,7 @@ def _as_usual(value: Any, usual: Any, lists: bool) -> Any:
 
 
 def tiny_model(family: str, auto: Any) -> PreTrainedModel:
-    """A tiny random model of a family, in evaluation mode, the same each time.
-
-    Args:
-        family: as transformers spells `model_type`.
-        auto: the class that makes it, AutoModelForCausalLM and its like.
-
-    Raises:
-        MemoryError: it cannot be made small by the names of its settings.
-    """
+    """A tiny random model of a family, in evaluation mode, the same each time."""
     made = tiny_config(family, auto is AutoModelForCausalLM)
     with torch.device("meta"):
         try:

@@ -42,14 +42,7 @@ class HostCannot(Exception):
 
 
 class Family:
-    """A tiny host of a family, an adapter with open gates, and memories of two rows.
-
-    Args:
-        name: as transformers spells `model_type`.
-        auto: the class that makes it.
-        where: the adapter is in the "encoder" or the "decoder" of a host with both.
-        writes: it generates.
-    """
+    """A tiny host of a family, an adapter with open gates, and memories of two rows."""
 
     def __init__(self, name: str, auto: Any, where: str | None = None, writes: bool = True) -> None:
         self.name, self.auto, self.where, self.writes = name, auto, where, writes
@@ -138,11 +131,7 @@ class Family:
         return logits[:, -1].float()
 
     def host_must(self, check: Callable[[], None], why: str) -> None:
-        """Leave out what the host cannot do by itself.
-
-        Raises:
-            HostCannot: it fails, or gives other answers.
-        """
+        """Leave out what the host cannot do by itself."""
         try:
             check()
         except Exception as error:
@@ -403,10 +392,7 @@ WORKS, HOST = "works", "host"
 
 
 def outcomes(name: str, auto: Any, where: str | None = None, writes: bool = True) -> dict[str, str]:
-    """For each check what became of it: "works"; "host: …", where the host itself cannot; "refused: …"; "wrong: …".
-
-    A family that cannot be built tiny, called, or adapted has one outcome, "family".
-    """
+    """For each check what became of it: "works"; "host: …", where the host itself cannot; "refused: …"; "wrong: …"."""
     try:
         case = Family(name, auto, where, writes)
     except Exception as error:

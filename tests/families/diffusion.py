@@ -53,11 +53,7 @@ class DiffusionFamily(Family):
         return tiny_transformers.make(self.name)
 
     def find(self) -> None:
-        """Attach an adapter, and ask the untouched host.
-
-        Raises:
-            MmattnError: it is refused.
-        """
+        """Attach an adapter, and ask the untouched host."""
         torch.manual_seed(3)
         self.__dict__["model"] = model = mmattn.attach(self.host, mmattn.DecoupledAdapter(memory_dim=MEMORY_DIM))
         self.batch = tiny_transformers.given(model, 2, seed=5)

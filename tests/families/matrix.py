@@ -34,15 +34,7 @@ MEMORY, SECONDS = 7 << 30, 480  # of one family
 
 @dataclass(frozen=True)
 class Group:
-    """Families of one kind of host.
-
-    Args:
-        title: of the table.
-        auto: name of the class that makes them.
-        names: by `model_type`.
-        where: the adapter is in this part.
-        writes: they generate.
-    """
+    """Families of one kind of host."""
 
     title: str
     auto: str
@@ -129,11 +121,7 @@ def row(name: str, found: dict[str, str], checks: list[str]) -> str:
 
 
 def tables(found: dict[str, dict[str, dict[str, str]]]) -> Iterator[str]:
-    """The page, line by line.
-
-    Args:
-        found: by title of a group and family.
-    """
+    """The page, line by line."""
     versions = {"version": transformers.__version__, "diffusers": diffusers.__version__}
     yield HEAD.format(**versions, torch=torch.__version__.split("+")[0])
     for group in GROUPS:

@@ -11,12 +11,7 @@ from tests import tiny
 
 
 class MemoryOfCall:
-    """A host with two memories, "A" and "B", and its outputs with each and with "none".
-
-    Args:
-        model: the adapted model.
-        ids: (b, l) that it is asked with.
-    """
+    """A host with two memories, "A" and "B", and its outputs with each and with "none"."""
 
     def __init__(self, model, ids: Tensor) -> None:
         self.model, self.ids = model, ids

@@ -15,12 +15,7 @@ ROWS = 2
 
 
 class Asking(LogitsProcessor):
-    """Calls the host on a text of its own in the middle of `generate`.
-
-    Args:
-        host: the language model.
-        rows: of that text; 0 asks nothing.
-    """
+    """Calls the host on a text of its own in the middle of `generate`."""
 
     def __init__(self, host, rows: int) -> None:
         self.host, self.rows, self.asked = host, rows, []
@@ -108,11 +103,7 @@ def test_ways_to_generate_that_call_the_host_with_other_rows(way):
 @pytest.mark.parametrize("kept", [(2, 5), (5, 2), (0, 5), (3, 3)])
 @torch.no_grad()
 def test_rows_of_the_next_turn_diverge_at_different_tokens(kept):
-    """Only what ALL rows share with the text before is gone on from: a row that diverges earlier is read anew.
-
-    Args:
-        kept: how many of the words written in the first turn each row of the second begins with.
-    """
+    """Only what ALL rows share with the text before is gone on from: a row that diverges earlier is read anew."""
     s = composing.scene("llama")
     ids = s.ids[:ROWS]
     how = {"max_new_tokens": 6, "do_sample": False}

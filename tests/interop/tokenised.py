@@ -22,12 +22,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rows(count: int = 11, lengths: bool = True) -> list[dict[str, Any]]:
-    """Texts as ids, with labels and a memory of their own.
-
-    Args:
-        count: of rows.
-        lengths: texts and memories of unequal length.
-    """
+    """Texts as ids, with labels and a memory of their own."""
     made = []
     for number in range(count):
         ids = tiny.text(1, 5 + number % 3 if lengths else 7, seed=number)[0].tolist()

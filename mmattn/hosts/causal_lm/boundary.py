@@ -27,13 +27,7 @@ KEY = "memory"
 
 
 class RequestMemory:
-    """The memory of one request, bound to the adapters.
-
-    Args:
-        sources: the memory by adapter.
-        shared: the object that other requests with this memory share.
-        error: the error with which the request ends, or None.
-    """
+    """The memory of one request, bound to the adapters."""
 
     def __init__(self, sources: Mapping[str, BoundMemory], shared: object, error: str | None = None) -> None:
         self.sources, self.shared, self.error = sources, shared, error
@@ -81,10 +75,7 @@ class RequestBoundary:
             self._own[name] = replace_method(owner, name, getattr(self, name))
 
     def admit(self, state: Any) -> Mapping[str, BoundMemory]:
-        """Return the memory of a request in a step by adapter; one that is not finite ends the request.
-
-        Keys and values are computed here where that has not been done since the memory last changed.
-        """
+        """Return the memory of a request in a step by adapter; one that is not finite ends the request."""
         memory: RequestMemory | None = state.logit_processor_kwargs.get(KEY)
         if memory is None or state.error is not None:
             return {}

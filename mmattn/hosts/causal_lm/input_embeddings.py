@@ -25,12 +25,7 @@ MEASURED = 4096
 
 
 class HostEmbeddingReader:
-    """Has a host read embeddings, in a forward of its own that no adapter takes part in.
-
-    Args:
-        model: the adapted model.
-        turns_keys: whether positions turn keys, and may lie before 0.
-    """
+    """Run a host on embeddings, in a forward without adapters; `turns_keys` if keys follow positions."""
 
     def __init__(self, model: Any, turns_keys: bool) -> None:
         self.model, self.turns_keys = model, turns_keys

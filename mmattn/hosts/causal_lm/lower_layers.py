@@ -37,12 +37,7 @@ _SKIPPED: ContextVar[tuple[LowerLayers, Tensor | None] | None] = ContextVar("mma
 
 
 class LowerLayers:
-    """The layers of a language model below everything that is trained.
-
-    Args:
-        model: the adapted model.
-        count: number of these layers.
-    """
+    """The layers of a language model below everything that is trained."""
 
     def __init__(self, model: AdaptedCausalLM, count: int) -> None:
         self.model, self.count = model, count

@@ -39,11 +39,7 @@ def let_change(layers: Sequence[nn.Module]) -> None:
 
 
 def size_of(parameter: nn.Parameter) -> int:
-    """Number of weights in a parameter; two 4-bit weights are packed in a byte.
-
-    >>> size_of(nn.Linear(5, 3).weight)
-    15
-    """
+    """Return the number of weights in a parameter; two 4-bit weights are packed in a byte."""
     quantised = getattr(parameter, "quant_state", None)
     return parameter.numel() if quantised is None else math.prod(quantised.shape)
 

@@ -21,11 +21,7 @@ from mmattn.errors import ConfigError
 
 
 def shards(host: nn.Module) -> list[Any]:
-    """The modules of a host whose weights are sharded over several processes; none where it is not sharded.
-
-    >>> shards(nn.Linear(5, 3))
-    []
-    """
+    """The modules of a host whose weights are sharded over several processes; none where it is not sharded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
     return [] if fsdp is None else [part for part in host.modules() if isinstance(part, fsdp.FSDPModule)]
 
@@ -47,11 +43,7 @@ def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
 
 
 def tensor_parallel_size(host: Any) -> int:
-    """Return the number of processes that compute the layers of a host together; 1 where each has all of it.
-
-    >>> tensor_parallel_size(nn.Linear(5, 3))
-    1
-    """
+    """Return the number of processes that compute the layers of a host together; 1 where each has all of it."""
     sizes = (getattr(part, "tp_size", None) for part in host.modules())
     return next((size for size in sizes if isinstance(size, int)), 1)
 

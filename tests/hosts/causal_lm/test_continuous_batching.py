@@ -154,23 +154,6 @@ def test_streams_cancelled_requests_and_what_is_left() -> None:
         assert result.generated_tokens == wanted[0]
 
 
-def test_one_of_several_answers_is_cancelled() -> None:
-    """The others go on with the memory that they share; the last one takes it with it."""
-    model, (ids,), memory = tiny.attach(tiny.make("llama")), prompts((4,)), tiny.memory(1)
-    given = settings()
-    given["generation_config"].num_return_sequences = 2
-    (wanted,) = one_by_one(model, [ids], [memory])
-    with model.host.continuous_batching_context_manager(**given) as manager:
-        name = manager.add_request(ids, memory=memory)
-        manager.cancel_request(f"{name}__child#0")
-        found = manager.get_result(timeout=60)
-        while found.request_id != name:  # the other one, where it was too late to cancel it
-            assert found.generated_tokens == wanted
-            found = manager.get_result(timeout=60)
-        assert found.generated_tokens == wanted
-        assert all_freed(manager)
-
-
 def test_what_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         logging.root.manager, "disable", logging.CRITICAL

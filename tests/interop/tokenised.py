@@ -39,3 +39,8 @@ def dataset(count: int = 11, lengths: bool = True) -> datasets.Dataset:
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """Copies of the adapters' weights."""
     return {name: value.detach().clone() for name, value in model.adapters.named_parameters()}
+
+
+def unmoved(model: Any, before: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the adapters' weights that are still what they were."""
+    return [name for name, value in model.adapters.named_parameters() if torch.equal(value, before[name])]

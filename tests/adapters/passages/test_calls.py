@@ -188,7 +188,7 @@ def test_layers_that_lost_their_hook_are_noticed() -> None:
     """A layer whose config was replaced raises instead of answering without its passages."""
     model, passages = reader("llama")
     model.host.model.layers[1].self_attn.config = model.host.config
-    with pytest.raises(ConditionError, match="not run, or lost"):
+    with pytest.raises(ConditionError, match="did not run or lost"):
         model(text(), memory=passages.select([[0]]))
 
 

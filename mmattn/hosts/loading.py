@@ -156,8 +156,8 @@ def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Any,
     # A host that is stored in half precision may have been trained on in full.
     if saved is not None and all(digest not in (None, saved) for digest in _fingerprints(model)):
         warnings.warn(
-            f"the weights of this {type(model.host).__name__} are not those that the adapter in {str(folder)!r} was "
-            "trained on (another revision, copy or dtype): results may be worse than measured",
+            f"the weights of this {type(model.host).__name__} are not those the adapter in {str(folder)!r} was trained "
+            "on: another revision, a fine-tuned copy, or another dtype",
             stacklevel=4,
         )
     return settings, tensors

@@ -61,7 +61,6 @@ HOMES = {
     "PIL": ("encoders.images",),
     "faiss": ("retrieval.stores",),
     "qdrant_client": ("retrieval.stores",),
-    "qdrant_edge": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
     "fsspec": ("data.file_folders",),

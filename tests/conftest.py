@@ -38,7 +38,7 @@ settings.load_profile("mmattn")
 
 
 # Checks of stores that start processes or write many files, and the stores on which they take seconds.
-LONG_CHECKS, LONG_STORES = {"saved", "threads"}, {"qdrant", "pgvector", "lancedb", "edge"}
+LONG_CHECKS, LONG_STORES = {"saved", "threads"}, {"qdrant", "pgvector", "lancedb"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,6 @@ HEAVY = (
         "timm",
         "faiss",
         "qdrant_client",
-        "qdrant_edge",
         "psycopg",
         "lancedb",
         "lance",

@@ -27,13 +27,12 @@ EXTRAS: dict[str, dict[str, str]] = {
     "serve": {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"},
     "postgres": {"psycopg": "psycopg"},
     "lance": {"lancedb": "lancedb", "lance": "pylance", "pyarrow": "pyarrow"},
-    "qdrant-edge": {"qdrant_edge": "qdrant-edge-py"},
     "scale": {"qdrant_client": "qdrant-client", "pyarrow": "pyarrow", "ray": "ray"},
 }
 #: The extra that brings a module.
 MODULES = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 #: Extras that nobody is told to install: each is for who wants that service or database.
-_BY_CHOICE = ("serve", "postgres", "lance", "qdrant-edge", "scale")
+_BY_CHOICE = ("serve", "postgres", "lance", "scale")
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic", "tokenizers", "numpy")
 
 

@@ -45,8 +45,7 @@ class Index:
     the full vectors, whatever the store. Entries of equal score come in the order of adding.
 
     Stores: "exact" misses nothing. "hnsw", "ivf" and "ivfpq" (faiss) are approximate: they may miss some of the best k,
-    with a filter more of them, and the last two may then give fewer than k. "pgvector", "qdrant", "qdrant-edge" and
-    "lancedb" hold entries in a database, where `Index.open` finds them again. `register_store` registers others.
+    with a filter more of them, and the last two may then give fewer than k. "pgvector", "qdrant" and "lancedb" hold entries in a database, where `Index.open` finds them again. `register_store` registers others.
 
     Args:
         store: the store of the entries.
@@ -99,7 +98,7 @@ class Index:
             metadata: a JSON value for each entry, which filters read.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
-            store: "exact" (the default), "hnsw", "ivf", "ivfpq", "qdrant", "qdrant-edge", "pgvector", "lancedb", a
+            store: "exact" (the default), "hnsw", "ivf", "ivfpq", "qdrant", "pgvector", "lancedb", a
                 registered one, or an address, as for `open`.
             **settings: those of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
@@ -364,7 +363,7 @@ class Index:
 
         Args:
             address: a folder; "postgresql://user@host/database#table"; "qdrant:http://host:6333/collection" or
-                "qdrant:FOLDER"; "qdrant-edge:FOLDER"; "lance:FOLDER" or "lance:s3://bucket/path#table"; or an address
+                "qdrant:FOLDER"; "lance:FOLDER" or "lance:s3://bucket/path#table"; or an address
                 of a registered store. `Index.build(…, store=address)` makes one there.
             encoder: encodes texts; the one that encoded the entries.
 

@@ -259,7 +259,7 @@ class TestFolder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["postgresql", "lance", "qdrant-edge", "qdrant"])
+@pytest.mark.parametrize("scheme", ["postgresql", "lance", "qdrant"])
 def test_an_index_in_a_database(
     scheme: str,
     index: Path,
@@ -277,7 +277,7 @@ def test_an_index_in_a_database(
     question = facts[asked[0]].question
     code, out, err = call(capsys, "ask", question, "--index", place, "--sources", 2)
     assert code == 0 and out.splitlines()[0] == facts[asked[0]].value and len(out.splitlines()) == 3, err
-    if scheme not in ("qdrant-edge", "qdrant"):  # which one index at a time can open
+    if scheme != "qdrant":  # which one index at a time can open
         answers = mmattn.pipeline(ADAPTER, device="cpu", index=place)([facts[row].question for row in asked])
         assert [answer.text for answer in answers] == [
             answer.text for answer in pipe([facts[row].question for row in asked], index=index)

@@ -14,11 +14,13 @@ from typing import Any
 import psycopg
 import pytest
 import torch
+from qdrant_client import QdrantClient, models
 
 from mmattn import Index
-from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
-from mmattn.retrieval import LanceStore, PgvectorStore, QdrantEdgeStore, QdrantStore, VectorStore, register_store
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError, NonFiniteError
+from mmattn.retrieval import LanceStore, PgvectorStore, QdrantStore, register_store
 from mmattn.retrieval.stores import base
+from mmattn.retrieval.stores.qdrant import ABOUT
 from mmattn.testing import store_checks
 from tests.retrieval.searching import Letters, held
 
@@ -28,7 +30,6 @@ TEXTS = ["sun and moon", "a grey cat", "the moon"]
 SCHEMES = {
     "postgresql": ("psycopg", "postgres"),
     "lance": ("lancedb", "lance"),
-    "qdrant-edge": ("qdrant_edge", "qdrant-edge"),
     "qdrant": ("qdrant_client", "scale"),
 }
 _numbers = itertools.count()
@@ -59,9 +60,8 @@ every_scheme = pytest.mark.parametrize("address", SCHEMES, indirect=True)
 
 
 @pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("kind", ["pgvector", "lancedb", "qdrant-edge"])
+@pytest.mark.parametrize("kind", ["pgvector", "lancedb"])
 def test_the_contract(kind: str, check: Callable[[Any], None], request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    makes: dict[str, Callable[[int, str], VectorStore]] = {"lancedb": LanceStore, "qdrant-edge": QdrantEdgeStore}
     if kind == "pgvector":
         dsn, schema = request.getfixturevalue("postgres"), request.getfixturevalue("schema")
         made: list[PgvectorStore] = []
@@ -74,7 +74,7 @@ def test_the_contract(kind: str, check: Callable[[Any], None], request: pytest.F
         for store in made:
             store.close()
     else:
-        check(makes[kind])
+        check(LanceStore)
 
 
 def test_the_contract_on_a_server_of_qdrant() -> None:
@@ -95,15 +95,11 @@ def test_the_contract_on_a_server_of_qdrant() -> None:
             store.client.delete_collection(store.collection)
 
 
-@pytest.mark.parametrize("kind", ["lancedb", "qdrant-edge"])
-def test_in_a_folder(kind: str, tmp_path: Path) -> None:
+def test_a_table_in_a_folder(tmp_path: Path) -> None:
     count = itertools.count()
     for check in store_checks():
         if check.__name__ in ("check_filter_values", "check_entries", "check_order", "check_updates", "check_tokens"):
-            if kind == "lancedb":
-                check(lambda dim, metric: LanceStore(dim, metric, uri=tmp_path, table=f"t{next(count)}"))
-            else:
-                check(lambda dim, metric: QdrantEdgeStore(dim, metric, path=tmp_path / f"{next(count)}"))
+            check(lambda dim, metric: LanceStore(dim, metric, uri=tmp_path, table=f"t{next(count)}"))
 
 
 def test_an_index_of_pgvector_is_used_and_left_out(postgres: str) -> None:
@@ -185,7 +181,6 @@ def test_a_build_that_fails_leaves_nothing(address: str, monkeypatch: pytest.Mon
         ("qdrant:http://host:6333/facts", ("location", "collection")),
         ("qdrant:https://host:6333/", ("location",)),
         ("qdrant:runs/facts", ("location",)),
-        ("qdrant-edge:runs/facts", ("path",)),
     ],
 )
 def test_addresses(address: str, settings: tuple[str, ...]) -> None:
@@ -266,19 +261,6 @@ def test_two_processes_write_and_numbers_are_given_once(address: str) -> None:
     assert texts[::2] == texts[1::2], "the entries of one change lie together"
 
 
-@pytest.mark.slow
-def test_one_process_has_a_shard(tmp_path: Path) -> None:
-    index = Index.build(torch.eye(3), store=f"qdrant-edge:{tmp_path}/a")
-    code = f"from mmattn import Index; Index.open('qdrant-edge:{tmp_path}/a')"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert "IndexFileError: another process, or another store of this one, has the shard in" in done.stderr
-    with pytest.raises(IndexFileError, match="another process, or another store of this one"):
-        Index.open(f"qdrant-edge:{tmp_path}/a")
-    index.close()
-    assert Index.open(f"qdrant-edge:{tmp_path}/a").ids == (0, 1, 2)
-
-
 # ---- refusals
 
 
@@ -347,11 +329,6 @@ def test_settings_of_pgvector(postgres: str) -> None:
 
 
 def test_folders_of_others(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a")
-    with pytest.raises(IndexFileError, match="is not a shard of Qdrant"):
-        Index.open(f"qdrant-edge:{tmp_path}")
-    with pytest.raises(ConfigError, match="is not empty"):
-        Index.build(torch.eye(3), store=f"qdrant-edge:{tmp_path}")
     with pytest.raises(IndexFileError, match="there is no table 'mmattn' that mmattn made in .*; its tables: none"):
         Index.open(f"lance:{tmp_path}")
     with pytest.raises(IndexFileError, match="there is no folder"):
@@ -361,3 +338,52 @@ def test_folders_of_others(tmp_path: Path) -> None:
     store._write_state({**store._read_state(), "format_version": 2})
     with pytest.raises(IndexFileError, match="is not of this version of mmattn, which reads format 1"):
         Index.open(f"lance:{tmp_path}")
+
+
+def test_collections_of_others_are_left_alone() -> None:
+    client = QdrantClient(":memory:")
+    client.create_collection("other", vectors_config=models.VectorParams(size=3, distance=models.Distance.DOT))
+    with pytest.raises(IndexFileError, match=r"no collection 'mmattn', only \['other'\]"):
+        Index(QdrantStore.connect(client=client))
+    with pytest.raises(IndexFileError, match="collection 'other' is not of this version of mmattn"):
+        Index(QdrantStore.connect(client=client, collection="other"))
+    with pytest.raises(ConfigError, match="a collection 'other' already"):
+        Index.build(torch.eye(3), store="qdrant", client=client, collection="other")
+    assert client.count("other").count == 0
+
+
+def test_a_collection_that_was_changed_is_refused() -> None:
+    client = QdrantClient(":memory:")
+    Index.build(torch.eye(3), store="qdrant", client=client)
+    good = client.retrieve("mmattn", [ABOUT])[0].payload
+    changes: list[dict[str, Any]] = [{**good, name: value} for name in good for value in ([], -1.5)]
+    changes += [{key: value for key, value in good.items() if key != name} for name in good]
+    for payload in changes:
+        client.upsert("mmattn", [models.PointStruct(id=ABOUT, vector={}, payload=payload)])
+        with pytest.raises(IndexFileError):
+            Index(QdrantStore.connect(client=client))
+
+
+def test_a_build_that_fails_leaves_no_collection() -> None:
+    client = QdrantClient(":memory:")
+    with pytest.raises(ConfigError, match="64 bits"):
+        Index.build(torch.eye(3), ids=[1, 2, 1 << 63], store="qdrant", client=client)
+    assert not client.collection_exists("mmattn")
+    with pytest.raises(NonFiniteError, match="row 1"):
+        Index.build([[1.0], [float("nan")]], store="qdrant", client=client)
+    assert not client.collection_exists("mmattn")
+    assert len(Index.build([[1.0]], store="qdrant", client=client)) == 1
+
+
+def test_ints_that_qdrant_would_round() -> None:
+    index = Index.build(torch.eye(3), ids=[-(1 << 63), (1 << 63) - 1, 2], store="qdrant")
+    assert (1 << 63) - 1 in index and index[-(1 << 63)].id == -(1 << 63)
+    index = Index.build(torch.eye(3), store="qdrant")
+    for change in (
+        lambda: index.add(torch.ones(1, 3), ids=[1 << 63]),
+        lambda: index.add(torch.ones(1, 3), metadata=[{"n": [1 << 64]}]),
+        lambda: index.update([0], metadata=[-(1 << 64)]),
+    ):
+        with pytest.raises(ConfigError, match="64 bits, got -?[0-9]+; write it as text"):
+            change()
+    assert len(index) == 3 and index[0].metadata is None

@@ -1,6 +1,6 @@
 """Kill a process in the middle of 1,000 writes to a store, open it again, and look for what was acknowledged.
 
-    python -m tests.stress.kills_in_stores [--store folder|pgvector|lancedb|qdrant-edge] [--kills 5] [--writes 1000]
+    python -m tests.stress.kills_in_stores [--store folder|pgvector|lancedb] [--kills 5] [--writes 1000]
 
 Another process adds entries one change at a time and prints each id once the change is done; the kill (signal 9) comes
 at a random moment between the first and the last. Then every acknowledged entry must be there with its own vector, text

@@ -1,11 +1,11 @@
 """Two processes write to a store while four search it: every hit must be an entry as it was written.
 
-    python -m tests.stress.store_processes [--store pgvector|lancedb|qdrant-edge] [--seconds 60]
+    python -m tests.stress.store_processes [--store pgvector|lancedb] [--seconds 60]
 
 The writers add, update and delete their own entries; text, metadata and vector of each say the same number, in which
 the writer and its change stand. The searchers ask with filters and without: a hit whose parts say different numbers,
 whose score is not that of its vector, or that the filter does not allow, is wrong. So is an acknowledged entry that is
-missing at the end. A shard of "qdrant-edge" is open in one process, where threads do the same. Exits with 1 if anything
+missing at the end. Exits with 1 if anything
 is wrong.
 """
 
@@ -131,8 +131,7 @@ def run(store: str, seconds: float) -> tuple[str, int]:
     """What happened, in a line, and how much of it was wrong."""
     with empty_place(store) as address:
         Index.build(torch.empty(0, WIDTH), store=address).close()
-        jobs = _in_threads if store == "qdrant-edge" else _in_processes
-        results = list(jobs(address, seconds))
+        results = list(_in_processes(address, seconds))
         writes = [result for role, result in results if role == "write"]
         searches = [result for role, result in results if role == "search"]
         index = Index.open(address)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.retrieval import databases
 
-STORES = ("folder", "pgvector", "lancedb", "qdrant-edge")
+STORES = ("folder", "pgvector", "lancedb")
 WIDTH = 31
 
 
@@ -24,7 +24,7 @@ def empty_place(store: str) -> Iterator[str]:
             yield address
         return
     with tempfile.TemporaryDirectory() as place:
-        schemes = {"folder": "", "lancedb": "lance:", "qdrant-edge": "qdrant-edge:"}
+        schemes = {"folder": "", "lancedb": "lance:"}
         yield f"{schemes[store]}{Path(place) / 'index'}"
 
 

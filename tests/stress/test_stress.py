@@ -100,7 +100,7 @@ def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:
     assert kills_in_stores.main(kills_in_stores.STORES, 1, 40) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("store", ["pgvector", "lancedb", "qdrant-edge"])
+@pytest.mark.parametrize("store", ["pgvector", "lancedb"])
 def test_processes_share_a_store(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Invariant 92."""
     assert store_processes.main((store,), 3) == 0, capsys.readouterr().out

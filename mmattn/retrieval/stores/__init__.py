@@ -9,7 +9,6 @@ from mmattn.retrieval.stores.faiss import HNSWStore, IVFPQStore, IVFStore
 from mmattn.retrieval.stores.lancedb import LanceStore
 from mmattn.retrieval.stores.pgvector import PgvectorStore
 from mmattn.retrieval.stores.qdrant import QdrantStore
-from mmattn.retrieval.stores.qdrant_edge import QdrantEdgeStore
 
 __all__ = [
     "Candidates",
@@ -20,7 +19,6 @@ __all__ = [
     "InMemoryStore",
     "LanceStore",
     "PgvectorStore",
-    "QdrantEdgeStore",
     "QdrantStore",
     "VectorStore",
     "register_store",

@@ -8,13 +8,14 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mmattn.data.encode import encode_rows
 from mmattn.data.encoded_dataset import EncodedDataset
 from mmattn.data.rows import Row
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
+from mmattn.retrieval.embedding_space import Encoder
 from mmattn.storage.json_files import parse_json
 
 MAX_LINE = 16 << 20
@@ -22,25 +23,10 @@ _JSON_LINES = (".jsonl", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
 
 
-class PoolingEncoder(Protocol):
-    """An encoder with one vector for each text."""
-
-    @property
-    def dim(self) -> int:
-        """Width e of the vectors."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A fingerprint of the weights."""
-
-    def encode(self, texts: Sequence[str], *, batch_size: int) -> Memory:
-        """Return a memory (n, 1, e) of n texts."""
-
-
 def embed_corpus(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    encoder: PoolingEncoder,
+    encoder: Encoder,
     *,
     field: str = "text",
     id_field: str | None = None,
@@ -106,7 +92,7 @@ def embed_corpus(
 class _Passages:
     """A pooling encoder as an encoder of passages, whose vectors are checked."""
 
-    def __init__(self, encoder: PoolingEncoder) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.dim, self.fingerprint = encoder, encoder.dim, encoder.fingerprint
         self.device = getattr(encoder, "device", None)
 

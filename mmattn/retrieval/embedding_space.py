@@ -33,7 +33,7 @@ class Encoder(Protocol):
     def fingerprint(self) -> str:
         """Identifies the encoder and its weights."""
 
-    def encode(self, texts: list[str]) -> Memory:
+    def encode(self, texts: list[str], *, batch_size: int = ...) -> Memory:
         """Return a memory of one row per text, with one slot (or several, for a `MultiVectorIndex`)."""
 
 

@@ -45,7 +45,8 @@ class Index:
     the full vectors, whatever the store. Entries of equal score come in the order of adding.
 
     Stores: "exact" misses nothing. "hnsw", "ivf" and "ivfpq" (faiss) are approximate: they may miss some of the best k,
-    with a filter more of them, and the last two may then give fewer than k. "pgvector", "qdrant" and "lancedb" hold entries in a database, where `Index.open` finds them again. `register_store` registers others.
+    with a filter more of them, and the last two may then give fewer than k. "pgvector", "qdrant" and "lancedb" hold
+    entries in a database, where `Index.open` finds them again. `register_store` registers others.
 
     Args:
         store: the store of the entries.

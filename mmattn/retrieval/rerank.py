@@ -94,13 +94,10 @@ class Reranker(nn.Module):
         check_int("batch_size", batch_size)
         queries_list = check_text(queries)
         rows: list[Any] = [texts] if isinstance(queries, str) else list(texts)
-        lengths = [len(row) if isinstance(row, (list, tuple)) else None for row in rows]
-        if len(rows) != len(queries_list) or len(set(lengths)) > 1 or None in lengths:
-            raise ShapeError(
-                f"{len(queries_list)} queries need as many lists of texts, all of one length; got "
-                f"{len(rows)} of lengths {lengths[:8]}"
-            )
-        shape = (len(rows), (lengths[0] or 0) if lengths else 0)
+        lengths = {len(row) if isinstance(row, (list, tuple)) else -1 for row in rows}
+        if len(rows) != len(queries_list) or len(lengths) > 1 or -1 in lengths:
+            raise ShapeError(f"{len(queries_list)} queries need as many lists of texts, all of one length")
+        shape = (len(rows), max(lengths, default=0))
         present = torch.tensor([[text is not None for text in row] for row in rows], dtype=torch.bool).view(shape)
         if mask is not None:
             check_bool_mask("mask", mask)

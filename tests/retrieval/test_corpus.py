@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ import torch
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import (
     AdapterFileError,
-    ConditionError,
     ConfigError,
     NonFiniteError,
     TextError,
@@ -27,25 +22,6 @@ from mmattn.training import EncodedDataset
 from tests.tiny_texts import WIDTH, save_encoder
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-JOB = """
-import os, signal, sys
-from mmattn.encoders.text import TextEncoder
-from mmattn.retrieval.corpus import embed_corpus
-
-class Killed(TextEncoder):
-    '''Dies like a killed process at its third shard.'''
-    shards = 0
-    def encode(self, texts, **options):
-        self.shards += 1
-        if self.shards == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(texts, **options)
-
-files, out, encoder, kill = sys.argv[1:4] + [len(sys.argv) > 4]
-embed_corpus(files.split(","), out, (Killed if kill else TextEncoder)(encoder), texts_per_shard=7)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +46,6 @@ def files(tmp_path: Path) -> list[Path]:
 
 def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-
-def run(command: list[str], files: list[Path], out: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """The job in a process of its own."""
-    arguments = [",".join(map(str, files)), str(out), str(folder), *more]
-    surroundings = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=surroundings, timeout=280)
 
 
 def test_rows_and_vectors_come_back(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
@@ -115,41 +84,6 @@ def test_blank_lines_an_empty_file_and_equal_texts(encoder: TextEncoder, tmp_pat
     ((ids, texts, _, vectors),) = dataset.entries()
     assert (ids, texts) == (["a.txt:1", "a.txt:4", "a.txt:5"], ["a", "b", "a"])
     assert torch.equal(vectors[0], vectors[2]) and dataset.manifest.contents == 2
-
-
-@pytest.mark.slow
-def test_a_killed_job_resumes_to_the_same_bytes(
-    files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path
-) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    embed_corpus(files, whole, encoder, texts_per_shard=7)
-    done = run([sys.executable, "-c", JOB], files, killed, folder, "kill")
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    half = contents(killed)
-    assert [name for name in half if "vectors" in name] == ["vectors-000000.arrow", "vectors-000001.arrow"]
-    with pytest.raises(ConditionError, match="not complete yet"):
-        EncodedDataset(killed)
-    (killed / "vectors-000001.arrow").write_bytes(half["vectors-000001.arrow"][:-9])
-    embed_corpus(files, killed, encoder, texts_per_shard=7)
-    assert contents(killed) == contents(whole)
-
-
-def test_a_finished_job_does_nothing(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
-    embed_corpus(files, tmp_path / "out", encoder, texts_per_shard=7)
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    dataset = embed_corpus(files, tmp_path / "out", encoder, texts_per_shard=7, batch_size=3)
-    assert len(dataset) == 35
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
-
-
-@pytest.mark.slow
-def test_torchrun(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:
-    embed_corpus(files, tmp_path / "whole", encoder, texts_per_shard=7)
-    (tmp_path / "job.py").write_text(JOB)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = run([*launcher, str(tmp_path / "job.py")], files, tmp_path / "out", folder)
-    assert done.returncode == 0, done.stderr
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_broken_lines_are_named_and_skipped_only_when_asked(encoder: TextEncoder, tmp_path: Path) -> None:
@@ -252,17 +186,6 @@ def test_long_lines_are_read_and_longer_ones_named(
             embed_corpus(tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder)
         dataset = embed_corpus(tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder, skip_broken=True)
         assert [row.text for row in dataset] == ["one", *(text.strip() for text in line.split("\n")[1:]), "two"]
-
-
-def test_a_line_of_sixteen_mebibytes_is_read_and_a_byte_more_named(encoder: TextEncoder, tmp_path: Path) -> None:
-    path, row = tmp_path / "a.jsonl", b'{"text": "one", "more": "%s"}\n'
-    rest = (16 << 20) - len(row % b"")
-    path.write_bytes(row % (b"x" * rest))
-    ((ids, texts, metadata, _),) = embed_corpus(path, tmp_path / "out", encoder).entries()
-    assert (ids, texts, len(metadata[0]["more"])) == (["a.jsonl:1"], ["one"], rest)
-    path.write_bytes(row % (b"x" * (rest + 1)))
-    with pytest.raises(ConfigError, match="a.jsonl:1 has more than 16,777,216 bytes"):
-        embed_corpus(path, tmp_path / "other", encoder)
 
 
 def test_another_encoder_or_corpus_is_refused(

@@ -188,6 +188,37 @@ def test_a_wrong_line_is_named(tmp_path: Path, case: str) -> None:
         Index.load(tmp_path)
 
 
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_other_line_is_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """A line of entries.jsonl, well signed, with another value of any shape in it."""
+    folder = tmp_path / "index"
+    shutil.rmtree(folder, ignore_errors=True)
+    Index.build(torch.eye(3), ids=["a", "b", 2], texts=["one", None, "two"]).save(folder)
+    lines = [json.loads(line) for line in (folder / "v1/entries.jsonl").read_text().splitlines()]
+    line, key = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(["id", "text", "metadata", "more"]))
+    value = data.draw(VALUES | st.sampled_from(["a", "b", 2, 3, True, 2.0, None]))
+    allowed = {
+        "id": type(value) is int and value <= 2 or isinstance(value, str),
+        "text": value is None or isinstance(value, str),
+        "metadata": True,
+        "more": False,
+    }[key]
+    lines[line][key] = value
+    clash = len({json.dumps(one["id"]) for one in lines}) < 3
+    raw = "".join(json.dumps(one) + "\n" for one in lines).encode()
+    (folder / "v1/entries.jsonl").write_bytes(raw)
+    resign(folder)
+    try:
+        index = Index.load(folder)
+    except IndexFileError:
+        assert clash or not allowed or "\\ud" in raw.decode(), raw
+        return
+    assert allowed and not clash
+    entry = index[lines[line]["id"]]
+    assert (entry.id, entry.text, entry.metadata) == tuple(lines[line].values())
+
+
 def change_tensors(folder: Path, **change: Any) -> None:
     from safetensors.torch import load_file
 

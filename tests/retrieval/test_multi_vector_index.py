@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +9,11 @@ import pytest
 import torch
 
 from mmattn import Index, Memory
-from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, NonFiniteError, ShapeError, TextError
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, NonFiniteError, ShapeError
 from mmattn.retrieval import InMemoryStore, MultiVectorIndex
 from tests.foreign.store import SqliteStore
-from tests.retrieval.late_interaction import METRICS, WIDTH, LetterStates, agree, asked, held, ragged
+from tests.retrieval.late_interaction import WIDTH, LetterStates, agree, asked, ragged
 from tests.retrieval.searching import STORES, files
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_any_order_of_changes_agrees_with_a_dict(metric: str, seeded: int) -> None:
-    chance = random.Random(seeded)
-    index = MultiVectorIndex.build(ragged(29), metric=metric)
-    model: dict[Any, torch.Tensor] = held(index)
-    steps = [(verb, size) for verb in ("add", "delete", "update") for size in (1, 7)]
-    for step, (verb, size) in enumerate(chance.sample(steps, len(steps))):
-        names = chance.sample(list(model), size)
-        if verb == "add":
-            entries = ragged(size)
-            model |= dict(zip(index.add(entries, ids=[f"{step} {row}" for row in range(size)]), entries, strict=True))
-        elif verb == "delete":
-            index.delete(names)
-            model = {name: part for name, part in model.items() if name not in names}
-        else:
-            entries = ragged(size + 3)[3:]
-            index.update(names, entries)
-            model |= dict(zip(names, entries, strict=True))
-        assert index.ids == tuple(model) and all(torch.equal(part, model[name]) for name, part in held(index).items())
-        agree(index, asked(), 5)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -83,50 +59,6 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     assert MultiVectorIndex.load(tmp_path / "empty").add(ragged(2)) == (3, 4)
 
 
-def test_searchers_and_a_writer_see_one_version() -> None:
-    """Version v holds entries whose vectors and metadata say v; more or fewer of them each time."""
-
-    def contents(version: int) -> dict[str, Any]:
-        count = 11 + version % 3
-        return {
-            "items": [torch.eye(WIDTH)[: 1 + row % 5] * (version + 1) for row in range(count)],
-            "metadata": [version] * count,
-        }
-
-    index = MultiVectorIndex.build(metric="ip", **contents(0))
-    wrong: list[Exception] = []
-    seen, done = set(), threading.Event()
-
-    def search() -> None:
-        while not done.is_set():
-            try:
-                hits = index.search(torch.eye(WIDTH)[:1], 5)
-                (version,) = {value for row in hits.metadata or [] for value in row}
-                assert hits.mask.all() and (hits.scores == version + 1).all()
-                assert (hits.memory().tokens.amax(-1)[hits.memory().real_slots()] == version + 1).all()
-                seen.add(version)
-            except Exception as error:
-                wrong.append(error)
-
-    searchers = [threading.Thread(target=search) for _ in range(3)]
-    for searcher in searchers:
-        searcher.start()
-    version = 0
-    while (len(seen) < 5 or version < 50) and version < 100_000 and not wrong:
-        version += 1
-        new, count = contents(version), len(index)
-        kept = min(count, len(new["items"]))
-        index.delete(index.ids[kept:])
-        index.update(index.ids, **{name: values[:kept] for name, values in new.items()})
-        if len(new["items"]) > kept:
-            index.add(**{name: values[kept:] for name, values in new.items()})
-    done.set()
-    for searcher in searchers:
-        searcher.join()
-    assert not wrong, wrong[:3]
-    assert len(seen) >= 5
-
-
 @pytest.mark.parametrize(
     ("queries", "error", "match"),
     [
@@ -154,8 +86,6 @@ def test_queries_that_are_refused(queries: Any, error: type[Exception], match: s
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"items": ["a", "b"]}, ConfigError, "texts need an encoder"),
-        ({"items": ["a", None], "encoder": LetterStates()}, TextError, "text 1.*None"),
         ({"items": [torch.ones(2, 7)], "encoder": LetterStates()}, IndexMismatchError, "width 7.*width 13"),
         ({"items": []}, ShapeError, r"torch.empty\(0, m, e\)"),
         ({"items": torch.ones(2, 3)}, ShapeError, r"number 0 is \(3,\). Entries of one vector are what Index holds"),
@@ -163,8 +93,6 @@ def test_queries_that_are_refused(queries: Any, error: type[Exception], match: s
         ({"items": [torch.ones(2, 3), torch.zeros(1, 3)]}, ShapeError, "vectors, number 1: row 0 is all zeros"),
         ({"items": torch.ones(2, 3, 5), "metric": "l2"}, ConfigError, "'cosine', 'ip'; got 'l2'"),
         ({"items": torch.ones(2, 3, 5), "tokens": Memory(torch.ones(2, 3, 5))}, ConfigError, "leave it out"),
-        ({"items": torch.ones(2, 3, 5), "store": "annoy"}, ConfigError, "store must be one of 'exact'.*'annoy'"),
-        ({"items": torch.ones(2, 3, 5), "texts": ["a"]}, TextError, "1 texts for 2"),
     ],
 )
 def test_building_that_is_refused(arguments: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -22,11 +22,6 @@ Store = TypeVar("Store", bound="type[VectorStore]")
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 #: A scheme has at least two letters: C: is a disk.
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
-_NEEDED = (
-    *("recall", "holds_tokens", "ids", "__len__", "get"),
-    *("add", "update", "delete", "search", "save", "open", "close"),
-)
-_NEEDED_BY_ADDRESSES = ("settings_of", "connect", "writing", "drop")
 _stores: dict[str, type[VectorStore]] = {}
 
 
@@ -147,16 +142,12 @@ def register_store(kind: str) -> Callable[[Store], Store]:
         kind: the name, in small letters.
 
     Raises:
-        ConfigError: the name is malformed or taken, or the class lacks a part of the protocol.
+        ConfigError: the name is malformed or taken.
     """
 
     def register(store: Store) -> Store:
         if not isinstance(kind, str) or not _NAME.fullmatch(kind):
             raise ConfigError(f"a store has a name of small letters, digits, '_' and '-', got {kind!r:.80}")
-        needed = (*_NEEDED, *_NEEDED_BY_ADDRESSES) if hasattr(store, "schemes") else _NEEDED
-        missing = [name for name in needed if not hasattr(store, name)]
-        if missing:
-            raise ConfigError(f"a vector store has {', '.join(needed)}; {store.__name__} lacks {', '.join(missing)}")
         other = _stores.get(kind)
         # A module that is loaded a second time, as in a notebook, registers the same class again.
         if other is not None and _location(other) != _location(store):

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -16,7 +16,8 @@ from mmattn.errors import ConfigError, IndexFileError
 from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id
 from mmattn.retrieval.scoring import METRICS
 from mmattn.retrieval.stores.base import Candidates
-from mmattn.retrieval.stores.entry_files import read_entries, write_entries
+from mmattn.retrieval.stores.entry_files import write_entries
+from mmattn.retrieval.stores.exact import InMemoryStore
 from mmattn.storage.json_files import dump_json
 
 FORMAT_VERSION = 1
@@ -104,7 +105,7 @@ class DatabaseStore(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return no settings: `open` puts a saved copy into this process."""
+        """Return no settings: a saved copy is opened in this process."""
         return {}
 
     @property
@@ -152,13 +153,9 @@ class DatabaseStore(ABC):
         write_entries(folder, as_entries(self._fetch(None), self.dim))
 
     @classmethod
-    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> Self:
-        """Return a temporary store with the saved copy."""
-        entries, _ = read_entries(folder, dim, metric, mapped)
-        store = cls(dim, metric, **settings)
-        if len(entries):
-            store.add(entries)
-        return store
+    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False) -> InMemoryStore:
+        """Return the saved copy in the memory of this process."""
+        return InMemoryStore.open(folder, dim, metric, mapped=mapped)
 
     def _begin(self, dim: int, metric: str, **more: Any) -> None:
         """Describe a new store."""

@@ -41,7 +41,7 @@ _MAKING = 0x6D6D6174746E
 
 @register_store("pgvector")
 class PgvectorStore(DatabaseStore):
-    """A table of PostgreSQL.
+    """A table of PostgreSQL with pgvector 0.8 or later.
 
     Each change is one transaction; processes that change the same table wait for each other, and a search sees the
     table at one moment. Below 1,000 entries, and where a filter leaves at most 10,000, every entry is compared;
@@ -52,20 +52,18 @@ class PgvectorStore(DatabaseStore):
         metric: "cosine", "ip" or "l2".
         dsn: the database for libpq: "postgresql://user@host/database", "host=… dbname=…", or "" for the environment
             (PGHOST, PGDATABASE, PGPASSWORD, …).
-        table: its name, or SCHEMA.NAME; None is a temporary table.
+        table: its name, or SCHEMA.NAME.
         index: build an HNSW index at 1,000 entries; False compares every entry.
 
     Raises:
-        ConfigError: the table exists, pgvector is older than 0.8 or missing, or indexed vectors are wider than 2,000.
+        ConfigError: the table exists, or indexed vectors are wider than 2,000.
         IndexFileError: no server answers.
         MissingExtraError: psycopg is not installed.
     """
 
     schemes = ("postgresql", "postgres")
 
-    def __init__(
-        self, dim: int, metric: str, *, dsn: str = "", table: str | None = "mmattn", index: bool = True
-    ) -> None:
+    def __init__(self, dim: int, metric: str, *, dsn: str = "", table: str = "mmattn", index: bool = True) -> None:
         if index and dim > _WIDEST:
             raise ConfigError(f"indexes of pgvector take vectors up to {_WIDEST} wide, got {dim}: give index=False")
         self._use(dsn, table)
@@ -101,12 +99,12 @@ class PgvectorStore(DatabaseStore):
             raise
         return store
 
-    def _use(self, dsn: str, table: str | None) -> None:
-        self.name, temporary = "mmattn_copy" if table is None else table, table is None
-        parts = self.name.split(".") if isinstance(self.name, str) else []
+    def _use(self, dsn: str, table: str) -> None:
+        self.name = table
+        parts = table.split(".") if isinstance(table, str) else []
         if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in self.name:
             raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {table!r:.120}")
-        self._parts, self._kind = parts, "TEMPORARY TABLE" if temporary else "TABLE"
+        self._parts = parts
         try:
             psycopg().conninfo.conninfo_to_dict(dsn)
         except psycopg().ProgrammingError:  # the message repeats a part of it, which may be a password
@@ -117,37 +115,21 @@ class PgvectorStore(DatabaseStore):
         self._dsn = dsn
         self._free: deque[Connection[Any]] = deque()
         weakref.finalize(self, _close_all, self._free)
-        # A temporary table belongs to one connection, for which threads wait.
-        self._single: contextlib.AbstractContextManager[Any] = (
-            threading.RLock() if temporary else contextlib.nullcontext()
-        )
         self._thread = threading.local()
 
     def _create(self, connection: Connection[Any], dim: int) -> None:
         errors = psycopg().errors
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MAKING])
-        try:
-            connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
-        except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
-            raise ConfigError(
-                f"the extension pgvector cannot be created: {error}. Install it on the server, or have its owner run: "
-                "CREATE EXTENSION vector"
-            ) from error
-        row = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
-        if row is None or tuple(map(int, row[0].split(".")[:2])) < (0, 8):
-            raise ConfigError(
-                f"this store needs pgvector 0.8 or later, and the database has {row[0] if row else 'none'}: install a "
-                "newer one, and run: ALTER EXTENSION vector UPDATE"
-            )
+        connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
         try:
             connection.execute(
                 self._sql(
-                    f"CREATE {self._kind} {{table}} (place bigint PRIMARY KEY, id text NOT NULL UNIQUE, "
+                    f"CREATE TABLE {{table}} (place bigint PRIMARY KEY, id text NOT NULL UNIQUE, "
                     f"text json NOT NULL, metadata json NOT NULL, facts text[] NOT NULL, vector vector({dim:d}) "
                     "NOT NULL, tokens bytea)"
                 )
             )
-            connection.execute(self._sql(f"CREATE {self._kind} {{about}} (state json NOT NULL)"))
+            connection.execute(self._sql("CREATE TABLE {about} (state json NOT NULL)"))
         except errors.DuplicateTable as error:
             raise ConfigError(
                 f"there is a table {self.name!r} (or {self.name + '_about'!r}) already: open it with Index.open("
@@ -155,18 +137,6 @@ class PgvectorStore(DatabaseStore):
             ) from error
         connection.execute(self._sql("CREATE INDEX ON {table} USING gin (facts)"))
         connection.execute(self._sql("INSERT INTO {about} VALUES ('{{}}')"))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the database without its password, and the index: where `open` puts a saved copy."""
-        info = psycopg().conninfo
-        public = {name: value for name, value in info.conninfo_to_dict(self._dsn).items() if "password" not in name}
-        return {"dsn": info.make_conninfo(**public), "index": self.index}
-
-    @classmethod
-    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> PgvectorStore:
-        """Return the saved copy in a temporary table of the same database."""
-        return super().open(folder, dim, metric, mapped=mapped, table=None, **settings)
 
     @property
     def ids(self) -> tuple[Id, ...]:
@@ -203,21 +173,20 @@ class PgvectorStore(DatabaseStore):
             yield current
             return
         levels = psycopg().IsolationLevel
-        with self._single:
-            connection = self._free.pop() if self._free else _open_connection(self._dsn)
-            try:
-                connection.isolation_level = levels.READ_COMMITTED if write else levels.REPEATABLE_READ
-                with connection.transaction():
-                    if write:
-                        connection.execute(self._sql("SELECT 1 FROM {about} FOR UPDATE"))
-                    self._thread.connection = connection
-                    yield connection
-            finally:
-                self._thread.connection = None
-                if connection.closed:
-                    self.close()  # a server that is gone has left all of them
-                else:
-                    self._free.append(connection)
+        connection = self._free.pop() if self._free else _open_connection(self._dsn)
+        try:
+            connection.isolation_level = levels.READ_COMMITTED if write else levels.REPEATABLE_READ
+            with connection.transaction():
+                if write:
+                    connection.execute(self._sql("SELECT 1 FROM {about} FOR UPDATE"))
+                self._thread.connection = connection
+                yield connection
+        finally:
+            self._thread.connection = None
+            if connection.closed:
+                self.close()  # a server that is gone has left all of them
+            else:
+                self._free.append(connection)
 
     def _sql(self, statement: str) -> Any:
         """Return a statement with the quoted names of {table} and {about}."""

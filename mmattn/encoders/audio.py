@@ -232,17 +232,18 @@ class AudioEncoder(SoundEncoder):
                 # The rest of a longer sound.
                 states, real = torch.zeros(len(batch), 0, 1, self.dim, dtype=self.dtype, device=self.device), 0
             step = self._step(states.shape[1], length)
-            for i, state in zip(batch, states, strict=True):
-                starts = [(windows[i].start + number * step) / self.sampling_rate for number in range(real)]
-                sources = [
-                    {"audio": windows[i].sound, "start": round(start, 4)}
-                    | {"end": round(start + step / self.sampling_rate, 4)}
-                    | ({} if states.shape[2] == 1 else {"band": band})
-                    for start in starts
-                    for band in range(states.shape[2])
-                ]
-                encoded[i] = (state[:real].flatten(0, 1), sources)
+            for i, state in zip(batch, states[:, :real], strict=True):
+                encoded[i] = (state.flatten(0, 1), self._sources(windows[i], *state.shape[:2], step))
         return [encoded[i] for i in range(len(windows))]
+
+    def _sources(self, window: _Window, times: int, bands: int, step: float) -> list[dict[str, float]]:
+        starts = [(window.start + number * step) / self.sampling_rate for number in range(times)]
+        return [
+            {"audio": window.sound, "start": round(start, 4), "end": round(start + step / self.sampling_rate, 4)}
+            | ({} if bands == 1 else {"band": band})
+            for start in starts
+            for band in range(bands)
+        ]
 
     def _states(self, waves: list[Tensor]) -> tuple[Tensor, int]:
         """Return states (n, times, bands, e) of waveforms of one length, and the number of times without padding."""

@@ -276,16 +276,7 @@ def _levels(source: Any, name: str) -> Any:
         array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     else:
         array = numpy.asarray(source)
-    if array.ndim == 3:
-        first, last = (array.shape[axis] in (1, 3, 4) for axis in (0, 2))
-        # Where both ends could be channels, tensors come as (3, h, w) and arrays as (h, w, 3).
-        if first and (not last or isinstance(source, Tensor)):
-            array = array.transpose(1, 2, 0)
-        elif not last:
-            raise ImageError(f"{name} has no axis of 1, 3 or 4 channels; give (h, w, 3) or (3, h, w)")
-        array = array[..., 0] if array.shape[2] == 1 else array
-    elif array.ndim != 2:
-        raise ImageError(f"{name} is not one picture; give (h, w, 3) or (3, h, w), several as a list")
+    array = _channels_last(array, name, isinstance(source, Tensor))
     if not array.size:
         raise ImageError(f"{name} has no pixels")
     if array.dtype.kind == "f":
@@ -303,3 +294,18 @@ def _levels(source: Any, name: str) -> Any:
     elif array.dtype != numpy.uint8:
         raise ImageError(f"{name} is {array.dtype}; give uint8 (0..255), uint16, bool or float (0..1)")
     return numpy.ascontiguousarray(array.astype(numpy.uint8))
+
+
+def _channels_last(array: Any, name: str, is_tensor: bool) -> Any:
+    """Return an array (h, w), (h, w, 3) or (h, w, 4)."""
+    if array.ndim == 3:
+        first, last = (array.shape[axis] in (1, 3, 4) for axis in (0, 2))
+        # Where both ends could be channels, tensors come as (3, h, w) and arrays as (h, w, 3).
+        if first and (not last or is_tensor):
+            array = array.transpose(1, 2, 0)
+        elif not last:
+            raise ImageError(f"{name} has no axis of 1, 3 or 4 channels; give (h, w, 3) or (3, h, w)")
+        array = array[..., 0] if array.shape[2] == 1 else array
+    elif array.ndim != 2:
+        raise ImageError(f"{name} is not one picture; give (h, w, 3) or (3, h, w), several as a list")
+    return array

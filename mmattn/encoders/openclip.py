@@ -188,16 +188,9 @@ class OpenCLIPTextEncoder(TextEncoderBase):
 def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, nn.Module, dict[str, Any]]:
     """Return the name without a tag, the model of open_clip with its weights, and its config."""
     open_clip = import_extra("open_clip", "vision")
-    weights = None if pretrained is None else os.fspath(pretrained)
+    name, weights = _split(name, None if pretrained is None else os.fspath(pretrained))
     options: dict[str, Any] = {"require_pretrained": True}
-    if name.startswith(_SCHEMAS):
-        if weights is not None:
-            raise ConfigError(f"{name!r} brings its own weights; leave out pretrained={weights!r}")
-    else:
-        head, colon, tag = name.partition(":")
-        if colon and (weights is not None or not tag):
-            raise ConfigError(f"give the weights once, as 'name:tag' or as pretrained=; got {name!r} and {weights!r}")
-        name, weights = head.replace("/", "-"), tag or weights
+    if not name.startswith(_SCHEMAS):
         if name not in open_clip.list_models():
             near = difflib.get_close_matches(name, open_clip.list_models(), 3) or open_clip.list_models()[:5]
             raise ConfigError(f"open_clip has no model {name!r}; did you mean {', '.join(near)}?")
@@ -218,6 +211,18 @@ def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, nn
         ) from error
     config["quick_gelu"] = config.get("quick_gelu") or options.get("force_quick_gelu")
     return name, model, config
+
+
+def _split(name: str, weights: str | None) -> tuple[str, str | None]:
+    """Return the name of a model of open_clip, and the tag or path of its weights."""
+    if name.startswith(_SCHEMAS):
+        if weights is not None:
+            raise ConfigError(f"{name!r} brings its own weights; leave out pretrained={weights!r}")
+        return name, None
+    name, colon, tag = name.partition(":")
+    if colon and (weights is not None or not tag):
+        raise ConfigError(f"give the weights once, as 'name:tag' or as pretrained=; got '{name}:{tag}' and {weights!r}")
+    return name.replace("/", "-"), tag or weights
 
 
 @contextmanager

@@ -194,17 +194,12 @@ def _is_head(name: str) -> bool:
 
 
 def _load(model: nn.Module, path: str | os.PathLike[str], name: str) -> None:
-    state, expected = read_weights(path), model.state_dict()
-    # The head never runs, and files older than torch 0.4.1 do not count batches.
-    needed = [key for key in expected if not _is_head(key) and not key.endswith("num_batches_tracked")]
-    missing = [key for key in needed if key not in state]
-    unexpected = [key for key in state if key not in expected and not _is_head(key)]
+    # The head never runs, and may be missing or of another size.
+    state = {key: tensor for key, tensor in read_weights(path).items() if not _is_head(key)}
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise AdapterFileError(f"{os.fspath(path)!r} does not fit torchvision's {name}: {error}") from error
+    # Files older than torch 0.4.1 do not count batches.
+    missing = [key for key in missing if not _is_head(key) and not key.endswith("num_batches_tracked")]
     refuse_keys(path, f"torchvision's {name}", missing, unexpected)
-    other = [key for key in expected if key in state and state[key].shape != expected[key].shape and not _is_head(key)]
-    if other:
-        raise AdapterFileError(
-            f"{other[0]} in {os.fspath(path)!r} is {tuple(state[other[0]].shape)}, torchvision's {name} has "
-            f"{tuple(expected[other[0]].shape)}; give the name of the network the file was made for"
-        )
-    fitting = {key: state[key] for key in expected if key in state and state[key].shape == expected[key].shape}
-    model.load_state_dict(fitting, strict=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmattn.errors import ConfigError, ShapeError, check_choice, check_int
+from mmattn.errors import ConfigError, ShapeError, check_int
 from mmattn.tokenization import check_text
 
 # Scripts that put no spaces between words: Thai, Lao, Tibetan, Myanmar, Khmer; Chinese and Japanese with their marks.
@@ -21,12 +21,6 @@ _MARKS = "".join(mark for mark in map(chr, range(0x300, 0x3100)) if unicodedata.
 _MARKS += "\ufe00-\ufe0f\uff9e\uff9f\U000e0100-\U000e01ef"
 # A word, or in such a script a character with what is written on it.
 _WORD = re.compile(rf"[{_SPACELESS}][{_MARKS}]*|[^\s{_SPACELESS}]+")
-# An end is a full stop and the like before a gap, one of the full-width ones, or an empty line.
-_SENTENCE_END = re.compile(
-    r"""(?P<stop>[.!?…]+["'”’»)\]]*)(?=\s)|[。！？]+[”’」』）]*|\n[^\S\n]*\n""",
-)
-_ABBREVIATIONS = frozenset(("dr", "mr", "mrs", "ms", "prof", "st", "vs", "fig", "eq", "cf"))
-
 Span = tuple[int, int]
 
 
@@ -52,22 +46,18 @@ def chunk(
     size: int,
     overlap: int = 0,
     *,
-    by: str = "tokens",
     tokenizer: Any = None,
     sources: Sequence[Any] | None = None,
     unique: bool = True,
 ) -> list[Chunk]:
-    """Cut documents into chunks of at most `size` tokens or sentences, of which neighbours share `overlap`.
+    """Cut documents into chunks of at most `size` tokens, of which neighbours share `overlap`.
 
-    A chunk lies in one document, and the end of a document is not repeated in a chunk of its own. Sentences end at full
-    stops before a gap and a letter that is not small, but not after an initial or a title such as "Dr."; at full-width
-    stops; and at empty lines.
+    A chunk lies in one document, and the end of a document is not repeated in a chunk of its own.
 
     Args:
         texts: one document or several. Those without a word give no chunk.
-        size: tokens or sentences of a chunk.
+        size: tokens of a chunk.
         overlap: how many of these a chunk shares with the one before it.
-        by: "tokens" or "sentences".
         tokenizer: a fast Hugging Face tokenizer; None counts words, and characters in scripts without spaces between
             words, such as Chinese, Japanese and Thai. A character of several tokens is not cut, so its chunk may exceed
             `size`.
@@ -81,24 +71,21 @@ def chunk(
 
     >>> [piece.text for piece in chunk("one two three four five", size=3, overlap=1)]
     ['one two three', 'three four five']
-    >>> chunk(["Rain fell. It was cold.", "Rain fell."], size=1, by="sentences", sources=["a.txt", "b.txt"])[1]
-    Chunk(text='It was cold.', source='a.txt', start=11, end=23)
+    >>> chunk(["Rain fell.", "It was cold."], size=2, sources=["a.txt", "b.txt"])[1]
+    Chunk(text='It was', source='b.txt', start=0, end=6)
     """
     documents = check_text(texts)
     check_int("size", size)
     check_int("overlap", overlap, at_least=0)
     if overlap >= size:
         raise ConfigError(f"overlap must be below size; got {overlap} of {size}")
-    check_choice("by", by, ("tokens", "sentences"))
-    if by == "sentences" and tokenizer is not None:
-        raise ConfigError("a tokenizer counts tokens, and by='sentences' was asked; leave out one of them")
     names: Sequence[Any] = range(len(documents)) if sources is None else sources
     if len(names) != len(documents):
         raise ShapeError(f"sources need one entry per text, {len(documents)}; got {len(names)}")
     chunks: list[Chunk] = []
     texts_so_far: set[str] = set()
     for document, source in zip(documents, names, strict=True):
-        units = _sentences(document) if by == "sentences" else _tokens(document, tokenizer)
+        units = _tokens(document, tokenizer)
         for first, last in _windows([count for _, count in units], size, overlap):
             start, end = units[first][0][0], units[last][0][1]
             text = document[start:end]
@@ -148,24 +135,6 @@ def _tokens(document: str, tokenizer: Any) -> list[tuple[Span, int]]:
         elif not blank:
             units.append(((start, end), 1))
     return units
-
-
-def _sentences(document: str) -> list[tuple[Span, int]]:
-    ends = [match.end() for match in _SENTENCE_END.finditer(document) if _ends(document, match)]
-    spans = [_trimmed(document, *span) for span in zip([0, *ends], [*ends, len(document)], strict=True)]
-    return [(span, 1) for span in spans if span[0] < span[1]]
-
-
-def _ends(document: str, match: re.Match[str]) -> bool:
-    """Tell a full stop that ends a sentence from one of an abbreviation."""
-    if match["stop"] is None:
-        return True
-    following = document[match.end() : match.end() + 99].lstrip()[:1]
-    before = document[max(0, match.start() - 9) : match.start()]
-    word = re.split(r"\W", before)[-1]
-    initial = len(word) == 1 and word.isupper() and word != "I"
-    short = match["stop"] == "." and (initial or word.lower() in _ABBREVIATIONS)
-    return not following.islower() and not short
 
 
 def _trimmed(document: str, start: int, end: int) -> Span:

@@ -36,33 +36,16 @@ def test_words_by_hand() -> None:
     assert [piece.text for piece in chunk("a b", size=2, overlap=1)] == ["a b"]
 
 
-def test_sentences_by_hand() -> None:
-    assert [piece.text for piece in chunk(DOCUMENT, size=1, by="sentences")] == [
-        "Dr. Ash met J. Doe at 3.14 p.m. today.",
-        "He said: “No!”",
-        "Then (he left.)",
-        "Was it e.g. fine... ok?",
-        "好。",
-        "是！",
-        "An end",
-    ]
-    assert [piece.text for piece in chunk(DOCUMENT, size=3, overlap=1, by="sentences")][1] == (
-        "Then (he left.) Was it e.g. fine... ok? 好。"
-    )
-
-
 @given(
     texts=st.lists(st.text(alphabet=st.sampled_from("ab .!?\n\té🌼好。<s>"), max_size=60), max_size=3),
     size=st.integers(1, 7),
     overlap=st.integers(0, 6),
-    by=st.sampled_from(["words", "tokens", "sentences"]),
+    by=st.sampled_from(["words", "tokens"]),
 )
 def test_nothing_is_lost_and_everything_has_its_place(texts: list[str], size: int, overlap: int, by: str) -> None:
     overlap = min(overlap, size - 1)
     tokenizer = TOKENIZER if by == "tokens" else None
-    found = chunk(
-        texts, size, overlap, by="sentences" if by == "sentences" else "tokens", tokenizer=tokenizer, unique=False
-    )
+    found = chunk(texts, size, overlap, tokenizer=tokenizer, unique=False)
     for number, document in enumerate(texts):
         own = [piece for piece in found if piece.source == number]
         covered: set[int] = set()
@@ -112,7 +95,7 @@ def test_blanks_that_a_tokenizer_counts_to_its_tokens_are_left_out() -> None:
 
 def test_sources_and_doubles() -> None:
     texts = ["X y. Z a.", "", "  \n", "Z a. X y."]
-    found = chunk(texts, size=1, by="sentences", sources=["one", "two", "three", {"file": 4}])
+    found = chunk(texts, size=2, sources=["one", "two", "three", {"file": 4}])
     assert [(piece.text, piece.source, piece.start) for piece in found] == [("X y.", "one", 0), ("Z a.", "one", 5)]
     every = chunk(texts, size=2, unique=False)
     assert [(piece.text, piece.source) for piece in every] == [("X y.", 0), ("Z a.", 0), ("Z a.", 3), ("X y.", 3)]
@@ -126,8 +109,6 @@ def test_sources_and_doubles() -> None:
         ({"size": 2.0}, ConfigError, "size must be an int"),
         ({"size": 3, "overlap": -1}, ConfigError, "overlap must be at least 0"),
         ({"size": 3, "overlap": 3}, ConfigError, "overlap must be below size.*got 3 of 3"),
-        ({"size": 3, "by": "letters"}, ConfigError, "by must be one of 'tokens', 'sentences'"),
-        ({"size": 3, "by": "sentences", "tokenizer": TOKENIZER}, ConfigError, "leave out one"),
         ({"size": 3, "tokenizer": str.split}, ConfigError, "must be a fast one"),
         ({"size": 3, "sources": ["a", "b"]}, ShapeError, "one entry per text, 1; got 2"),
     ],

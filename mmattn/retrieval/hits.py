@@ -228,8 +228,6 @@ def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> 
         raise ShapeError(
             f"{name} need one value per hit, {mask.shape[0]} rows of {mask.shape[1]}; got rows of {lengths}"
         )
-    if bool(mask.all()):
-        return [row if isinstance(row, list) else list(row) for row in values]
     return [
         [value if real else None for value, real in zip(row, line, strict=True)]
         for row, line in zip(values, mask.tolist(), strict=True)

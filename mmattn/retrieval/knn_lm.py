@@ -56,7 +56,8 @@ def knn_log_probs(
     >>> mixed.exp()
     tensor([[[0.1250, 0.1250, 0.6250, 0.1250]]])
     """
-    _check_sizes(keys, values)
+    if keys.dim() != 2 or values.shape != keys.shape[:1]:
+        raise ShapeError(f"keys must be (n, d) and values (n,), got {tuple(keys.shape)} and {tuple(values.shape)}")
     check_int("top_k", top_k)
     if check_float("temperature", temperature, at_least=0) == 0:
         raise ConfigError("temperature must be above 0, got 0; with top_k=1 only the nearest key votes")
@@ -152,10 +153,3 @@ def next_token_states(host: nn.Module, batches: Iterable[Mapping[str, Tensor]]) 
     if not keys:
         raise ConfigError("a datastore needs at least one batch of texts, got none")
     return torch.cat(keys), torch.cat(values)
-
-
-def _check_sizes(keys: Tensor, values: Tensor) -> None:
-    if keys.dim() != 2 or values.shape != keys.shape[:1]:
-        raise ShapeError(f"keys must be (n, d) and values (n,), got {tuple(keys.shape)} and {tuple(values.shape)}")
-    if not keys.is_floating_point() or values.is_floating_point() or values.dtype == torch.bool:
-        raise ShapeError(f"keys must be floating point and values ints, got {keys.dtype} and {values.dtype}")

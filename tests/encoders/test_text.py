@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import mmattn
-from mmattn.encoders import text
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, NonFiniteError, TextError
 from tests.tiny_texts import POSITIONS, WIDTH, save_encoder
@@ -233,15 +232,3 @@ def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) ->
         TextEncoder("nobody/nothing")
     save_file({key: value for key, value in good.items() if not key.startswith("pooler")}, path, {"format": "pt"})
     assert TextEncoder(other).fingerprint == TextEncoder(folder).fingerprint
-
-
-def test_the_tower_runs_in_its_own_dtype(folder: Path) -> None:
-    encoder = TextEncoder(folder)
-    wanted = encoder.encode(TEXTS).tokens
-    got = encoder.to(torch.bfloat16).encode(TEXTS).tokens
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), wanted, atol=0.1, rtol=0.1)
-
-
-def test_the_front_door_has_it() -> None:
-    assert mmattn.TextEncoder is text.TextEncoder

@@ -150,18 +150,6 @@ def test_queries_of_every_kind_find_the_same() -> None:
         torch.testing.assert_close(hits.scores, expected.scores, rtol=1e-6, atol=0)
 
 
-def test_autocast_and_inference_mode_change_nothing() -> None:
-    entries, queries = ragged(), asked()
-    expected = MultiVectorIndex.build(entries).search(queries, 5)
-    with torch.inference_mode():
-        index = MultiVectorIndex.build([part.clone() for part in entries])
-    with torch.autocast("cpu", torch.bfloat16):
-        hits = index.search(queries, 5)
-    assert hits.ids == expected.ids and torch.equal(hits.scores, expected.scores)
-    index.search(queries[0].requires_grad_(), 5).scores.sum().backward()
-    assert queries[0].grad is not None and queries[0].grad.any()
-
-
 def test_texts_and_queries_are_encoded_each_in_their_way() -> None:
     encoder = LetterStates()
     texts = ["sun and moon", "a grey cat", "the moon"]

@@ -39,7 +39,7 @@ class SoundEncoder(FrozenEncoder):
 
     def forward(
         self,
-        sounds: Any,
+        sounds: object,
         *,
         sampling_rate: int | None = None,
         batch_size: int = 8,
@@ -75,7 +75,7 @@ class SoundEncoder(FrozenEncoder):
 
     encode = forward
 
-    def stream(self, pieces: Any, *, sampling_rate: int | None = None) -> Iterator[Memory]:
+    def stream(self, pieces: object, *, sampling_rate: int | None = None) -> Iterator[Memory]:
         """Yield the memory of one sound piece by piece, as it arrives; the tokens are those of the whole sound.
 
         Args:
@@ -233,7 +233,7 @@ class AudioEncoder(SoundEncoder):
                 states, real = torch.zeros(len(batch), 0, 1, self.dim, dtype=self.dtype, device=self.device), 0
             step = self._step(states.shape[1], length)
             for i, state in zip(batch, states[:, :real], strict=True):
-                encoded[i] = (state.flatten(0, 1), self._sources(windows[i], *state.shape[:2], step))
+                encoded[i] = (state.flatten(0, 1), self._sources(windows[i], len(state), state.shape[1], step))
         return [encoded[i] for i in range(len(windows))]
 
     def _sources(self, window: _Window, times: int, bands: int, step: float) -> list[dict[str, float]]:

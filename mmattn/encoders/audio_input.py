@@ -31,7 +31,7 @@ _SLACK = 64
 
 
 def load_audio(
-    source: Any,
+    source: object,
     sampling_rate: int = SAMPLING_RATE,
     *,
     source_rate: int | None = None,
@@ -60,7 +60,7 @@ def load_audio(
 
 
 def stream_audio(
-    source: Any,
+    source: object,
     sampling_rate: int = SAMPLING_RATE,
     *,
     source_rate: int | None = None,
@@ -90,7 +90,7 @@ def stream_audio(
 
 
 def _resampled(
-    source: Any, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float
+    source: object, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float
 ) -> Iterator[Tensor]:
     check_int("sampling_rate", sampling_rate)
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def _resampled(
             yield torch.from_numpy(change.resample_chunk(torch.zeros(0).numpy(), last=True))
 
 
-def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: Any) -> list[Tensor]:
+def load_sounds(sounds: list[object], sampling_rate: int, *, first: int = 0, **options: Any) -> list[Tensor]:
     """Return waveforms of several sounds by `load_audio`; errors name the sound, counted from `first`."""
     waves = []
     for number, sound in enumerate(sounds, start=first):
@@ -125,12 +125,12 @@ def load_sounds(sounds: Any, sampling_rate: int, *, first: int = 0, **options: A
     return waves
 
 
-def sound_list(sounds: Any) -> list[Any]:
+def sound_list(sounds: object) -> list[object]:
     """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
     return as_list(sounds, "sound", AudioError, batch_dims=3, single=(Mapping,))
 
 
-def _opened(source: Any, source_rate: int, block: float, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
+def _opened(source: object, source_rate: int, block: float, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
     """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
     if isinstance(source, Mapping):
         rate = source.get("sampling_rate")
@@ -149,7 +149,7 @@ def _opened(source: Any, source_rate: int, block: float, stack: ExitStack) -> tu
     return name, sound.samplerate, _file_pieces(sound, name, max(1, round(block * sound.samplerate)))
 
 
-def _of_array(source: Any) -> tuple[str, Tensor]:
+def _of_array(source: object) -> tuple[str, Tensor]:
     """Return the name of an array in messages, and its samples (samples, channels)."""
     if not is_array(source):
         raise AudioError(f"a piece of a sound was expected, got {type(source).__name__}; give an array or a tensor")

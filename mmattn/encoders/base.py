@@ -37,13 +37,13 @@ class FrozenEncoder(nn.Module, ABC):
     def __init__(
         self,
         model: nn.Module,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
         self.model = model.requires_grad_(False).to(device or "cpu")
         self.settings = dict(settings or {})
-        self._hashed: tuple[Any, str] | None = None
+        self._hashed: tuple[object, str] | None = None
         self.eval()
 
     def train(self, mode: bool = True) -> FrozenEncoder:
@@ -80,7 +80,7 @@ class FrozenEncoder(nn.Module, ABC):
         # Encoders without weights have a buffer.
         return next(chain(self.parameters(), self.buffers()))
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, object]:
         return self.settings
 
     def _weights(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class ImageEncoder(FrozenEncoder):
         image_processor: ImageProcessor,
         *,
         pooled: bool = False,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__(model, settings, device)
@@ -173,7 +173,7 @@ class ImageEncoder(FrozenEncoder):
         return features
 
     def forward(
-        self, images: Any, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
+        self, images: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
     ) -> Memory:
         """Return the memory (b, m, e) of b images, computed without gradients.
 
@@ -204,7 +204,7 @@ class ImageEncoder(FrozenEncoder):
         """Return pixels of one image, from which the shape of the features is read."""
         return self.image_processor([torch.zeros(3, 1, 1)])
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, object]:
         return {**self.settings, "preparation": self.image_processor.as_dict(), "pooled": self.pooled}
 
     def _tokens(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
@@ -221,7 +221,7 @@ class ImageEncoder(FrozenEncoder):
             return tokens.mean(1, keepdim=True), (1, 1)
         return tokens.contiguous(), grid
 
-    def _origin(self, image: int) -> list[dict[str, Any]]:
+    def _origin(self, image: int) -> list[dict[str, object]]:
         if self.pooled:
             return [{"image": image}]
         if self.grid is None:

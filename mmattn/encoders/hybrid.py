@@ -194,7 +194,7 @@ class HybridEncoder(TextEncoderBase):
             return torch.zeros(0, self.ngrams)
         return torch.from_numpy(self._hashing.transform(texts).toarray())
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, object]:
         return {**self.settings, "dense": self.dense.fingerprint}
 
     def _weights(self) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ MAX_SIDE = 1 << 18
 """Pixels of the longest side that is decoded: Pillow takes seconds for the rows of 1 x 80,000,000."""
 
 
-def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
+def load_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image:
     """Read one image of any kind as an upright RGB image of Pillow.
 
     Of an animation frame 0 is read; transparent parts are laid on white; 16-bit grey is scaled to 8 bits, integer and
@@ -57,7 +57,7 @@ def load_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image:
         return _decoded(_opened(file, name, max_pixels), name, max_pixels)
 
 
-def image_list(images: Any) -> list[Any]:
+def image_list(images: object) -> list[object]:
     """Return one image, an iterable of images, or an array (b, ...) of them as a list."""
     return as_list(images, "picture", ImageError, batch_dims=4, single=(import_extra("PIL.Image", "vision").Image,))
 
@@ -119,7 +119,7 @@ class ImageProcessor:
         check_choice("interpolation", self.interpolation, ("bicubic", "bilinear"))
         check_int("fill", self.fill, at_least=0, at_most=255)
 
-    def __call__(self, images: Iterable[Any], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
+    def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
         """Return normalised pixels (b, 3, height, width) of b images, float32.
 
         Args:
@@ -162,7 +162,7 @@ class ImageProcessor:
 
 
 def each_image(
-    prepare: Callable[[Image], Tensor], images: Iterable[Any], first: int = 0, max_pixels: int = MAX_PIXELS
+    prepare: Callable[[Image], Tensor], images: Iterable[object], first: int = 0, max_pixels: int = MAX_PIXELS
 ) -> list[Tensor]:
     """Return `prepare(image)` of each image; errors name the image, counted from `first`."""
     rows = []

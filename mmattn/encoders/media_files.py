@@ -58,8 +58,8 @@ def is_array(source: object) -> TypeGuard[Any]:
 
 
 def as_list(
-    values: Any, kind: str, error: type[MmattnError], *, batch_dims: int, single: tuple[type, ...] = ()
-) -> list[Any]:
+    values: object, kind: str, error: type[MmattnError], *, batch_dims: int, single: tuple[type, ...] = ()
+) -> list[object]:
     """Return one medium, an iterable of several, or an array of `batch_dims` dimensions of them, as a list."""
     if isinstance(values, (str, bytes, bytearray, memoryview, os.PathLike, *single)) or hasattr(values, "read"):
         return [values]

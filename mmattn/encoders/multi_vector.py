@@ -93,7 +93,7 @@ class MultiVectorEncoder(TextEncoderBase):
         return f"dim={self.dim}"
 
 
-def _described(model: Any) -> dict[str, Any]:
+def _described(model: Any) -> dict[str, object]:
     """Return the settings that the vectors depend on, besides the weights."""
     modules: list[Any] = [[type(module).__name__, getattr(module, "get_config_dict", dict)()] for module in model]
     vocabulary = json.dumps(sorted(model.tokenizer.get_vocab().items()))

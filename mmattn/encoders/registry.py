@@ -13,8 +13,6 @@ from mmattn.errors import ConfigError
 from mmattn.lazy import Registry
 
 EncoderClass = TypeVar("EncoderClass", bound=type)
-#: An encoder of the texts of an index.
-AnyTextEncoder = TextEncoderBase
 
 _ENCODERS = Registry(
     "the encoder",
@@ -71,7 +69,7 @@ def load_image_encoder(name: str, device: str | torch.device | None = None, *, p
 
 def load_text_encoder(
     name: str, pooling: str | None = None, device: str | torch.device | None = None
-) -> AnyTextEncoder:
+) -> TextEncoderBase:
     """Load an encoder of texts by its name.
 
     Args:

@@ -72,7 +72,7 @@ class SeriesEncoder(FrozenEncoder):
 
     def forward(
         self,
-        series: Any,
+        series: object,
         *,
         batch_size: int = 32,
         progress: bool = False,
@@ -110,7 +110,7 @@ class SeriesEncoder(FrozenEncoder):
 
     encode = forward
 
-    def stream(self, pieces: Iterable[Any]) -> Iterator[Memory]:
+    def stream(self, pieces: Iterable[object]) -> Iterator[Memory]:
         """Yield the memory of one series piece by piece, as it arrives.
 
         The tokens are those of the whole series, without patches in which nothing was observed: a stream has no masked
@@ -151,7 +151,7 @@ class SeriesEncoder(FrozenEncoder):
         if observed.any():
             yield Memory(tokens[observed][None], sources=[[sources[i] for i in observed.nonzero()[:, 0].tolist()]])
 
-    def _checked(self, series: Any, name: str, empty: bool = False) -> Tensor:
+    def _checked(self, series: object, name: str, empty: bool = False) -> Tensor:
         """Return values (length, channels) in float64, NaN where nothing was observed."""
         try:
             values = series.detach().cpu() if isinstance(series, Tensor) else torch.as_tensor(series)

@@ -61,7 +61,7 @@ class InkProcessor:
 
     size: int
 
-    def __call__(self, images: Iterable[Any], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
+    def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
         """Return ink (b, 1, size, size), 1 on paper of -1; arguments as for `ImageProcessor`."""
         rows = each_image(self._ink, images, first, max_pixels)
         return torch.cat(rows) if rows else torch.zeros(0, 1, self.size, self.size)

@@ -62,7 +62,7 @@ class VideoEncoder(FrozenEncoder):
         return self.model  # type: ignore[return-value]
 
     def forward(
-        self, videos: Any, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
+        self, videos: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
     ) -> Memory:
         """Return the memory (b, m, e) of b videos, padded, computed without gradients; `encode` is the same.
 
@@ -93,7 +93,7 @@ class VideoEncoder(FrozenEncoder):
 
     encode = forward
 
-    def stream(self, video: Any, *, max_pixels: int = MAX_PIXELS) -> Iterator[Memory]:
+    def stream(self, video: object, *, max_pixels: int = MAX_PIXELS) -> Iterator[Memory]:
         """Yield the memory of one video frame by frame, as it arrives; the tokens are those of the whole video.
 
         Args:
@@ -128,7 +128,7 @@ class VideoEncoder(FrozenEncoder):
         ]
         return torch.tensor(places, dtype=torch.float32, device=memory.device).view(memory.batch, memory.length, 3)
 
-    def _frames(self, video: Any, max_pixels: int) -> Iterator[Frame]:
+    def _frames(self, video: object, max_pixels: int) -> Iterator[Frame]:
         for number, frame in enumerate(stream_frames(video, fps=self.fps, max_pixels=max_pixels)):
             if number >= self.max_frames:
                 raise VideoError(
@@ -136,7 +136,7 @@ class VideoEncoder(FrozenEncoder):
                 )
             yield frame
 
-    def _whole(self, video: Any, number: int, batch_size: int, max_pixels: int) -> Memory:
+    def _whole(self, video: object, number: int, batch_size: int, max_pixels: int) -> Memory:
         frames = self._frames(video, max_pixels)
         parts: list[Memory] = []
         while chunk := list(itertools.islice(frames, batch_size)):
@@ -156,7 +156,7 @@ class VideoEncoder(FrozenEncoder):
         ]
         return Memory(memory.tokens.flatten(0, 1)[None], sources=[sources])
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, object]:
         return {**self.settings, "images": self.images._described()}
 
     def _weights(self) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class Frame:
     image: Any
 
 
-def stream_frames(source: Any, *, fps: float | None = None, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
+def stream_frames(source: object, *, fps: float | None = None, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
     """Yield frames of one video in their order, upright, each as soon as it is decoded.
 
     With `fps` these are the frames on display at the requested times, each once: a video with fewer frames gives all of
@@ -221,7 +221,7 @@ def stream_frames(source: Any, *, fps: float | None = None, max_pixels: int = MA
         yield shown
 
 
-def _frames(source: Any, max_pixels: int) -> Iterator[Frame]:
+def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
     """Yield all frames of a video."""
     with contextlib.ExitStack() as stack:
         is_file = isinstance(source, (str, bytes, bytearray, memoryview)) or hasattr(source, "read")

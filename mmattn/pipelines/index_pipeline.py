@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders import registry
-from mmattn.encoders.registry import AnyTextEncoder
+from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
@@ -74,7 +74,7 @@ class IndexPipeline(Pipeline):
 
 def load_text_encoder(
     config: PipelineConfig, folder: Path, fingerprint: str | None, device: torch.device | str | None = None
-) -> AnyTextEncoder:
+) -> TextEncoderBase:
     """Load the encoder of the texts of an index.
 
     Args:
@@ -122,7 +122,7 @@ def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
 def build_index(
     rows: Iterable[Mapping[str, Any]],
     config: PipelineConfig,
-    encoder: AnyTextEncoder,
+    encoder: TextEncoderBase,
     *,
     store: str | None = None,
     progress: bool = False,
@@ -163,7 +163,7 @@ def build_index(
     )
 
 
-def build_text_index(rows: Iterable[Mapping[str, Any]], encoder: AnyTextEncoder) -> Index:
+def build_text_index(rows: Iterable[Mapping[str, Any]], encoder: TextEncoderBase) -> Index:
     """Build an index of JSON objects with "text" and optionally "id", for an adapter whose host reads the texts."""
     entries = list(rows)
     for number, row in enumerate(entries):
@@ -180,7 +180,7 @@ def _ids(rows: list[Mapping[str, Any]]) -> list[Any] | None:
     return [row["id"] for row in rows] if rows and all("id" in row for row in rows) else None
 
 
-def _encode_unique(encoder: AnyTextEncoder, texts: list[str], progress: bool) -> Tensor:
+def _encode_unique(encoder: TextEncoderBase, texts: list[str], progress: bool) -> Tensor:
     """Return vectors (n, e) of n texts; equal texts are encoded once."""
     unique = list(dict.fromkeys(texts))
     number = {text: row for row, text in enumerate(unique)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,9 @@ class IndexMemory(SearchedMemory):
         IndexMismatchError: queries of another width or encoder.
     """
 
-    def __init__(self, index: Any, per_query: int = 64, *, queries: Any = None, encoder: Encoder | None = None) -> None:
+    def __init__(
+        self, index: Any, per_query: int = 64, *, queries: object = None, encoder: Encoder | None = None
+    ) -> None:
         self.per_query = check_int("per_query", per_query)
         if not isinstance(index.store, InMemoryStore):
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class EmbeddingSpace:
     metrics: ClassVar[tuple[str, ...]] = METRICS
 
     @classmethod
-    def of_items(cls, items: Any, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, Any]:
+    def of_items(cls, items: object, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, Any]:
         """Return the space of a new index, and its items: unchanged with an encoder, otherwise as vectors."""
         check_choice("metric", metric, cls.metrics)
         if encoder is not None:
@@ -67,7 +67,7 @@ class EmbeddingSpace:
         return cls.of_vectors(items, metric)
 
     @classmethod
-    def of_vectors(cls, items: Any, metric: str) -> tuple[EmbeddingSpace, Any]:
+    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, Any]:
         """Return the space of vectors, and these converted to a tensor."""
         vectors = as_vectors("vectors", items)
         return cls(vectors.shape[1], metric), vectors
@@ -91,9 +91,9 @@ class EmbeddingSpace:
 
     def columns(
         self,
-        items: Any,
+        items: object,
         texts: Iterable[str | None] | None,
-        metadata: Iterable[Any] | None,
+        metadata: Iterable[object] | None,
         tokens: Memory | None,
         count: int | None = None,
     ) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class EmbeddingSpace:
             columns["tokens"] = self.check_tokens(tokens, count)
         return columns
 
-    def vector_columns(self, items: Any) -> dict[str, Any]:
+    def vector_columns(self, items: object) -> dict[str, Any]:
         """Return the columns that are computed from items which are no texts: "vectors" (n, e)."""
         if isinstance(items, (list, tuple)) and not items:
             items = torch.empty(0, self.dim)
@@ -131,14 +131,14 @@ class EmbeddingSpace:
         """Return the encoded tokens of `count` entries."""
         return check_tokens(tokens, count)
 
-    def queries(self, queries: Any, encoder: Encoder | None, device: torch.device) -> Tensor:
+    def queries(self, queries: object, encoder: Encoder | None, device: torch.device) -> Tensor:
         """Return the vectors (b, e) of queries, checked; gradients reach vectors that are given."""
         encoded = self.encoded_queries(queries, encoder)
         vectors = as_vectors("queries", encoded, dim=self.dim, single=True).to(device)
         check_vectors("queries", vectors, self.metric)
         return vectors
 
-    def encoded_queries(self, queries: Any, encoder: Encoder | None) -> Any:
+    def encoded_queries(self, queries: object, encoder: Encoder | None) -> Any:
         """Return queries, encoded where they are texts."""
         if encoder is not None:
             self.check(encoder)
@@ -162,7 +162,7 @@ class EmbeddingSpace:
         return memory
 
 
-def are_texts(items: object) -> bool:
+def are_texts(items: object) -> TypeGuard[str | list[object]]:
     """Tell texts from vectors."""
     return isinstance(items, str) or (
         isinstance(items, (list, tuple)) and any(isinstance(item, (str, bytes)) for item in items)
@@ -178,7 +178,7 @@ def _check_encoder(encoder: Encoder) -> None:
         )
 
 
-def as_vectors(what: str, values: Any, *, dim: int | None = None, single: bool = False) -> Tensor:
+def as_vectors(what: str, values: object, *, dim: int | None = None, single: bool = False) -> Tensor:
     """Return float32 vectors (b, e) of a tensor, array, lists of numbers, or memory with one slot per row.
 
     `what` names them in messages; `dim` is the width they must have; with `single`, (e,) is a batch of one.
@@ -206,7 +206,7 @@ def as_vectors(what: str, values: Any, *, dim: int | None = None, single: bool =
     return vectors.float()
 
 
-def as_numbers(what: str, values: Any) -> Tensor:
+def as_numbers(what: str, values: object) -> Tensor:
     """Return a tensor of a tensor, an array of any layout and byte order, a table, or lists of these."""
     try:
         if isinstance(values, (list, tuple)) and any(hasattr(one, "shape") and len(one.shape) for one in values):

@@ -155,7 +155,7 @@ def is_id(name: object) -> bool:
     return isinstance(name, (str, int)) and not isinstance(name, bool)
 
 
-def check_ids(ids: Iterable[Any], count: int) -> tuple[Id, ...]:
+def check_ids(ids: Iterable[object], count: int) -> tuple[Id, ...]:
     """Return the ids of new entries as a tuple of unique texts and ints."""
     names = tuple(_as_list("ids", ids))
     for row, name in enumerate(names):
@@ -188,7 +188,7 @@ def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
         )
 
 
-def check_texts(texts: Iterable[Any], count: int | None = None, *, optional: bool = False) -> tuple[str | None, ...]:
+def check_texts(texts: Iterable[object], count: int | None = None, *, optional: bool = False) -> tuple[str | None, ...]:
     """Return texts as a tuple; with `optional`, None is an entry without a text."""
     values = tuple(_as_list("texts", texts))
     for row, text in enumerate(values):
@@ -199,7 +199,7 @@ def check_texts(texts: Iterable[Any], count: int | None = None, *, optional: boo
     return values
 
 
-def check_metadata(metadata: Iterable[Any], count: int) -> tuple[Any, ...]:
+def check_metadata(metadata: Iterable[object], count: int) -> tuple[Any, ...]:
     """Return metadata as a tuple of plain JSON values, copied."""
     values = tuple(_as_list("metadata", metadata))
     if len(values) != count:
@@ -223,7 +223,7 @@ def check_filter(filter: Filter | None) -> Filter | None:
     return plain
 
 
-def check_tokens(tokens: Any, count: int) -> tuple[Tensor, ...]:
+def check_tokens(tokens: object, count: int) -> tuple[Tensor, ...]:
     """Return the real slots (m, e') of each row of a memory, copied to the CPU."""
     if not isinstance(tokens, Memory):
         raise ShapeError(f"tokens must be a Memory with one row per entry, got {type(tokens).__name__}")
@@ -247,7 +247,7 @@ def check_lines(entries: Entries) -> None:
             ) from error
 
 
-def _as_list(what: str, values: Iterable[Any]) -> Iterable[Any]:
+def _as_list(what: str, values: object) -> Iterable[Any]:
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ConfigError(f"{what} must be a list with one value per entry, got {type(values).__name__}")
     return values

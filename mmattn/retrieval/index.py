@@ -77,12 +77,12 @@ class Index:
     @classmethod
     def build(
         cls,
-        items: Any,
+        items: object,
         *,
         encoder: Encoder | None = None,
         ids: Iterable[Id] | None = None,
         texts: Iterable[str | None] | None = None,
-        metadata: Iterable[Any] | None = None,
+        metadata: Iterable[object] | None = None,
         tokens: Memory | None = None,
         metric: str = "cosine",
         store: str | None = None,
@@ -167,11 +167,11 @@ class Index:
 
     def add(
         self,
-        items: Any,
+        items: object,
         *,
         ids: Iterable[Id] | None = None,
         texts: Iterable[str | None] | None = None,
-        metadata: Iterable[Any] | None = None,
+        metadata: Iterable[object] | None = None,
         tokens: Memory | None = None,
     ) -> tuple[Id, ...]:
         """Add entries, all or none, and return their ids. Arguments and errors as for `build`."""
@@ -228,10 +228,10 @@ class Index:
     def update(
         self,
         ids: Iterable[Id],
-        items: Any = None,
+        items: object = None,
         *,
         texts: Iterable[str | None] | None = None,
-        metadata: Iterable[Any] | None = None,
+        metadata: Iterable[object] | None = None,
         tokens: Memory | None = None,
     ) -> None:
         """Replace the given columns of entries, all or none; ids and places stay. Arguments as for `build`.
@@ -253,7 +253,7 @@ class Index:
 
     def search(
         self,
-        queries: Any,
+        queries: object,
         top_k: int,
         *,
         score_threshold: float | None = None,
@@ -292,7 +292,7 @@ class Index:
             hits = hits_of_rows(candidates.entries, rows, near, score(values, near, self.metric))
         return hits if score_threshold is None else hits.above(score_threshold)
 
-    def as_memory(self, per_query: int = 64, *, queries: Any = None, encoder: Encoder | None = None) -> IndexMemory:
+    def as_memory(self, per_query: int = 64, *, queries: object = None, encoder: Encoder | None = None) -> IndexMemory:
         """Return all entries as a memory that attention searches in each layer.
 
         Args:

@@ -35,12 +35,12 @@ class MultiVectorSpace(EmbeddingSpace):
     metrics: ClassVar[tuple[str, ...]] = ("cosine", "ip")
 
     @classmethod
-    def of_vectors(cls, items: Any, metric: str) -> tuple[EmbeddingSpace, Any]:
+    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, Any]:
         """Return the space of the vectors of each entry, and these as tensors."""
         parts = as_parts("vectors", items)
         return cls(parts[0].shape[1] if parts else _width_of_empty(items), metric), parts
 
-    def vector_columns(self, items: Any) -> dict[str, Any]:
+    def vector_columns(self, items: object) -> dict[str, Any]:
         """Return "tokens", the vectors (m, e) of each entry, and "vectors" (n, e), their means."""
         parts = [part.detach().to("cpu", copy=True) for part in self._checked("vectors", items)]
         means = mean_vectors(parts, self.metric) if parts else torch.empty(0, self.dim)
@@ -52,12 +52,12 @@ class MultiVectorSpace(EmbeddingSpace):
             "tokens= is for entries of one vector; here the vectors of an entry are its encoded tokens: leave it out"
         )
 
-    def query_parts(self, queries: Any, encoder: Encoder | None, device: torch.device) -> list[Tensor]:
+    def query_parts(self, queries: object, encoder: Encoder | None, device: torch.device) -> list[Tensor]:
         """Return the vectors (l, e) of each query, checked; gradients reach vectors that are given."""
         parts = self._checked("queries", self.encoded_queries(queries, encoder), single=True)
         return [part.to(device) for part in parts]
 
-    def _checked(self, what: str, values: Any, single: bool = False) -> list[Tensor]:
+    def _checked(self, what: str, values: object, single: bool = False) -> list[Tensor]:
         parts = [as_vectors(what, part, dim=self.dim) for part in as_parts(what, values, single=single)]
         for number, part in enumerate(parts):
             check_vectors(f"{what}, number {number}", part, self.metric)
@@ -104,7 +104,7 @@ class MultiVectorIndex(Index):
             )
 
     @classmethod
-    def build(cls, items: Any, *, store: str | None = None, **arguments: Any) -> Self:
+    def build(cls, items: object, *, store: str | None = None, **arguments: Any) -> Self:
         """Make an index.
 
         Args:
@@ -125,7 +125,7 @@ class MultiVectorIndex(Index):
 
     def search(
         self,
-        queries: Any,
+        queries: object,
         top_k: int,
         *,
         score_threshold: float | None = None,

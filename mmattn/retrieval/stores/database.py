@@ -153,7 +153,7 @@ class DatabaseStore(ABC):
         write_entries(folder, as_entries(self._fetch(None), self.dim))
 
     @classmethod
-    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False) -> InMemoryStore:
+    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> InMemoryStore:
         """Return the saved copy in the memory of this process."""
         return InMemoryStore.open(folder, dim, metric, mapped=mapped)
 

@@ -99,7 +99,7 @@ class SoundEncoder(FrozenEncoder):
 
     @abstractmethod
     def _encode_waves(self, waves: list[Tensor], first: int, batch_size: int) -> list[Encoded]:
-        """Encode waveforms, the first of which has the number `first`."""
+        """Encode waveforms, numbered from `first`."""
 
     @abstractmethod
     def _stream(self, pieces: Iterator[Tensor]) -> Iterator[Encoded]:
@@ -213,7 +213,7 @@ class AudioEncoder(SoundEncoder):
 
     @torch.no_grad()
     def _encode_windows(self, windows: list[_Window], batch_size: int) -> list[Encoded]:
-        """Encode windows, of which those of one length pass the network together."""
+        """Encode windows; those of one length pass the network together."""
         order = sorted(range(len(windows)), key=lambda i: len(windows[i].samples))
         encoded: dict[int, Encoded] = {}
         while order:

@@ -85,9 +85,9 @@ class TorchvisionEncoder(ImageEncoder):
         device: str | torch.device | None = None,
     ) -> None:
         models = import_extra("torchvision.models", "vision")
-        known = models.list_models(module=models)
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 3) or known
+        names = models.list_models(module=models)
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 3) or names
             raise ConfigError(f"torchvision has no classification network {name!r}; did you mean {', '.join(near)}?")
         default: dict[str, Any]
         released, default = None, {"size": 224, "mean": 0.5, "std": 0.5}
@@ -100,8 +100,8 @@ class TorchvisionEncoder(ImageEncoder):
             released = choices[weights]
             transforms = released.transforms()
             default = {"size": transforms.crop_size[0], "mean": transforms.mean, "std": transforms.std}
-        given = {"size": size, "mean": mean, "std": std}
-        default |= {key: value for key, value in given.items() if value is not None}
+        settings = {"size": size, "mean": mean, "std": std}
+        default |= {key: value for key, value in settings.items() if value is not None}
         image_processor = ImageProcessor(**default, interpolation="bilinear")
         model = _built(models, name, released, image_processor.size[0])  # type: ignore[index]
         if weights is not None and released is None:

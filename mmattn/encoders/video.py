@@ -205,20 +205,22 @@ def stream_frames(source: object, *, fps: float | None = None, max_pixels: int =
     if fps is not None:
         check_float("fps", fps, at_least=1e-6)
     # A little late, so that the rounding of times does not choose the frame before.
-    count, late, shown, apart = 0, 1e-6, None, 0.0
+    count, late, previous, apart = 0, 1e-6, None, 0.0
     for frame in _frames(source, max_pixels):
         if fps is None:
             yield frame
-        elif shown is not None:
-            apart = frame.time - shown.time
+        elif previous is not None:
+            apart = frame.time - previous.time
             # The previous frame was on display up to here.
             if count / fps + late < frame.time:
-                yield shown
+                yield previous
             while count / fps + late < frame.time:
                 count += 1
-        shown = frame
-    if fps is not None and shown is not None and count / fps < max(shown.time + apart - 2 * late, shown.time + late):
-        yield shown
+        previous = frame
+    if fps is not None and previous is not None:
+        end = max(previous.time + apart - 2 * late, previous.time + late)
+        if count / fps < end:
+            yield previous
 
 
 def _frames(source: object, max_pixels: int) -> Iterator[Frame]:

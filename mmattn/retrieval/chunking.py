@@ -50,7 +50,7 @@ def chunk(
     sources: Sequence[Any] | None = None,
     unique: bool = True,
 ) -> list[Chunk]:
-    """Cut documents into chunks of at most `size` tokens, of which neighbours share `overlap`.
+    """Cut documents into chunks of at most `size` tokens; neighbours share `overlap` tokens.
 
     A chunk lies in one document, and the end of a document is not repeated in a chunk of its own.
 

@@ -189,7 +189,7 @@ def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
 
 
 def check_texts(texts: Iterable[object], count: int | None = None, *, optional: bool = False) -> tuple[str | None, ...]:
-    """Return texts as a tuple; with `optional`, None is an entry without a text."""
+    """Return texts as a tuple; `optional` allows None for an entry without a text."""
     values = tuple(_as_list("texts", texts))
     for row, text in enumerate(values):
         if not isinstance(text, str) and not (optional and text is None):
@@ -242,8 +242,8 @@ def check_lines(entries: Entries) -> None:
             "".join(str(part) for part in line if part is not None).encode()
         except UnicodeEncodeError as error:
             raise TextError(
-                f"entry {row} has half a surrogate pair in its id or text, which no file can hold; read it with the "
-                "right encoding, or repair it: text.encode('utf-8', 'replace').decode()"
+                f"entry {row} has half a surrogate pair in its id or text; repair it: "
+                "text.encode('utf-8', 'replace').decode()"
             ) from error
 
 

@@ -424,7 +424,7 @@ class Index:
             yield
 
     def _get_known(self, names: list[Id]) -> Entries:
-        """Return the entries of ids, all of which must be in the index."""
+        """Return the entries of ids; raise IndexMismatchError for unknown ids."""
         entries = self.store.get([name for name in names if is_id(name)])
         check_known(names, entries.rows if len(entries) == len(names) else dict.fromkeys(self.ids))
         return entries

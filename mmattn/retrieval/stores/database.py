@@ -213,7 +213,7 @@ def _facts_of_filter(filter: Filter | None) -> list[str]:
     if not isinstance(filter, Mapping):
         raise ConfigError(
             f"filter must be a dict of metadata that must be equal, got {type(filter).__name__}: a database cannot "
-            "call a function. Put what it computes into the metadata, or use a store in memory, such as 'exact'"
+            "call a function; use a store in memory, such as 'exact'"
         )
     return facts_of(dict(filter))
 

@@ -159,7 +159,7 @@ class HNSWStore(FaissStore):
 
 @register_store("ivf")
 class IVFStore(FaissStore):
-    """Lists of entries around centres, of which a search compares those with the nearest centres (Jégou et al. 2011).
+    """Lists of entries around centres; a search compares the lists of the nearest centres (Jégou et al. 2011).
 
     It finds more than "hnsw" for queries that are distributed unlike the entries, such as those of attention (arXiv
     2409.10516). Up to 1,024 entries are all compared.

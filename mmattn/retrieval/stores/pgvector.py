@@ -102,15 +102,15 @@ class PgvectorStore(DatabaseStore):
     def _use(self, dsn: str, table: str) -> None:
         self.name = table
         parts = table.split(".") if isinstance(table, str) else []
-        if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in self.name:
+        if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in table:
             raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {table!r:.120}")
         self._parts = parts
         try:
             psycopg().conninfo.conninfo_to_dict(dsn)
         except psycopg().ProgrammingError:  # the message repeats a part of it, which may be a password
             raise ConfigError(
-                "libpq cannot read dsn: write it as 'postgresql://user:password@host:port/database', with %-escapes "
-                "for what is not a letter or digit, or as 'host=… port=… dbname=… user=…'"
+                "libpq cannot read dsn: write it as 'postgresql://user:password@host:port/database', with %-escapes, "
+                "or as 'host=… dbname=… user=…'"
             ) from None
         self._dsn = dsn
         self._free: deque[Connection[Any]] = deque()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn import inspect
+from mmattn.adapters.gated.adapter import GatedLayout
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.top_k_attention import SearchedSlots
 from mmattn.errors import ConditionError, ConfigError, IndexMismatchError, ShapeError
@@ -17,7 +18,7 @@ from mmattn.retrieval import Index, IndexMemory
 from tests import tiny
 
 E, N, ROWS = tiny.MEMORY_DIM, 43, 3
-PLAIN = mmattn.adapters.gated.adapter.GatedLayout(memory_norm=False)
+PLAIN = GatedLayout(memory_norm=False)
 SETTINGS: dict[str, dict[str, Any]] = {
     "normalised": {},
     "as they are": {"layout": PLAIN},

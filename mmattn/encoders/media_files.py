@@ -38,7 +38,10 @@ def open_binary(source: object, kind: str, error: type[MmattnError]) -> Iterator
     elif isinstance(source, io.TextIOBase):
         raise error(f"{type(source).__name__} reads as text; open it with mode 'rb'")
     elif hasattr(source, "read"):
-        file = source if hasattr(source, "seek") else io.BytesIO(source.read())  # type: ignore[assignment]
+        try:
+            file = source if source.seekable() else io.BytesIO(source.read())  # type: ignore[attr-defined]
+        except (OSError, ValueError, AttributeError) as cause:
+            raise error(f"the file cannot be read: {cause}") from cause
         yield _not_empty(file, "the file", kind, error), "the file"
     else:
         raise error(f"a {kind} was expected, got {type(source).__name__}; give a path, bytes or an open binary file")

@@ -64,6 +64,16 @@ def with_hidden_colours(image: Image.Image) -> Image.Image:
     return Image.fromarray(rgba)
 
 
+class Pipe(io.BytesIO):
+    """A file that is read once."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *place: int) -> int:
+        raise io.UnsupportedOperation
+
+
 ENCODINGS = {
     "png": lambda image: written(image, "PNG"),
     "jpeg": lambda image: written(image, "JPEG", quality=95, subsampling=0),
@@ -80,6 +90,7 @@ ENCODINGS = {
     "array": lambda image: np.asarray(image),
     "tensor chw 0..1": lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255,
     "file": lambda image: io.BytesIO(written(image, "PNG")),
+    "pipe": lambda image: Pipe(written(image, "PNG")),
 }
 
 
@@ -208,6 +219,12 @@ def test_the_pixel_limit_is_the_callers() -> None:
         load_image(np.zeros((47, 61), np.uint8), max_pixels=2866)
 
 
+def closed() -> io.BytesIO:
+    file = io.BytesIO(b"x")
+    file.close()
+    return file
+
+
 BROKEN = {
     "zero bytes": (b"", "empty"),
     "svg": (b"\n <svg/>", "begins with b.*<svg/>"),
@@ -225,6 +242,7 @@ BROKEN = {
     "folder": (".", "folder"),
     "address": ("https://example.org/a.jpg", "nothing is downloaded"),
     "text file": (io.StringIO("abc"), "mode 'rb'"),
+    "closed file": (closed(), "the file cannot be read"),
     "NUL in a path": ("a\0b.png", "cannot be read"),
     "floats 0..255": (np.full((5, 7, 3), 200.0), "divide 0..255"),
     "normalised": (torch.linspace(-2, 2, 105).view(3, 5, 7), "mean and std"),

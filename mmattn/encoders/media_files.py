@@ -39,7 +39,7 @@ def open_binary(source: object, kind: str, error: type[MmattnError]) -> Iterator
         raise error(f"{type(source).__name__} reads as text; open it with mode 'rb'")
     elif hasattr(source, "read"):
         try:
-            file = source if source.seekable() else io.BytesIO(source.read())  # type: ignore[assignment]
+            file = source if source.seekable() else io.BytesIO(source.read())  # type: ignore[assignment, attr-defined]
         except (OSError, ValueError, AttributeError) as cause:
             raise error(f"the file cannot be read: {cause}") from cause
         yield _not_empty(file, "the file", kind, error), "the file"

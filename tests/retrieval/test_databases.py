@@ -260,7 +260,7 @@ def test_two_processes_write_and_numbers_are_given_once(address: str) -> None:
         subprocess.Popen([sys.executable, "-c", WRITER, address, name, "11"], env=environment, cwd=ROOT)
         for name in ("one", "two")
     ]
-    assert [writer.wait(120) for writer in writers] == [0, 0]
+    assert [writer.wait(600) for writer in writers] == [0, 0]
     assert index.ids == tuple(range(47)), "an id is missing, twice, or out of order"
     texts = [index[name].text for name in index.ids[3:]]
     assert texts.count("one") == texts.count("two") == 22

@@ -15,7 +15,6 @@ import argparse
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,24 +106,6 @@ def _in_processes(address: str, seconds: float) -> Iterator[tuple[str, object]]:
         if child.returncode:
             raise RuntimeError(f"a process that was to {role} ended with {child.returncode}")
         yield role, eval(said, {})  # what _as_child printed
-
-
-def _in_threads(address: str, seconds: float) -> Iterator[tuple[str, object]]:
-    index, until = Index.open(address), time.time() + seconds
-    found: list[tuple[str, object]] = []
-    jobs = [(write, 0), (write, 1), *((search, number) for number in range(4))]
-    threads = [
-        threading.Thread(target=lambda job=job, number=number: found.append((job.__name__, job(index, number, until))))
-        for job, number in jobs
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    index.close()
-    if len(found) != len(jobs):
-        raise RuntimeError("a thread failed")
-    yield from found
 
 
 def run(store: str, seconds: float) -> tuple[str, int]:

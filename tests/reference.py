@@ -173,19 +173,17 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def rotary_reference(
-    x: Tensor, positions: Tensor, base: float = 10000.0, axes: int = 1, sections: Sequence[int] | None = None
-) -> Tensor:
+def rotary_reference(x: Tensor, positions: Tensor, base: float = 10000.0, axes: int = 1) -> Tensor:
     """Channels i and i + k/2 of `x` (b, h, l, k) as one complex number, turned by its position's angle.
 
-    Of the k/2 pairs the first share turns by the first of the `axes` coordinates, and so on; shares are equal, or as
-    `sections` says.
+    Of the k/2 pairs the first share turns by the first of the `axes` coordinates, and so on; shares are equal.
     """
     x = x.double()
     pairs = x.shape[-1] // 2
     places = positions.double().reshape(*positions.shape, 1) if axes == 1 else positions.double()
     turns = []
-    for axis, each in enumerate(sections or [pairs // axes] * axes):
+    each = pairs // axes
+    for axis in range(axes):
         turns += [places[..., axis] * base ** (-n / each) for n in range(each)]
     angles = torch.stack(turns, dim=-1)
     if angles.dim() == 3:
@@ -201,7 +199,6 @@ def cross_attention_reference(
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
-    values: Tensor | None = None,
     mask: Tensor | None = None,
     attention_mask: Tensor | Mask | None = None,
     bias: Tensor | None = None,
@@ -224,8 +221,7 @@ def cross_attention_reference(
             `.bias`, `q_norm.weight` and `k_norm.weight` (k,), `null_key` (g, k) and `null_value` (g, v),
             `score_scale` (one number).
         x: (b, l, d).
-        memory: (b, m, e), read for keys, and for values too unless `values` (b, m, …) is given. Its rows may be fewer
-            than those of x by a whole multiple, as in `attend_reference`.
+        memory: (b, m, e). Its rows may be fewer than those of x by a whole multiple, as in `attend_reference`.
         scores: (b, m), added to the attention scores times `score_scale`, once `score_mean` is taken off and they are
             divided by `score_std`.
         score_mean: of the scores.
@@ -247,7 +243,6 @@ def cross_attention_reference(
     used = torch.stack([seen[row * (b // memories) : (row + 1) * (b // memories)].any(0) for row in range(memories)])
     used = used.any(dim=1).any(dim=1)
     memory = torch.where(used[..., None], memory.double(), 0.0)
-    values = memory if values is None else torch.where(used[..., None], values.double(), 0.0)
 
     def project(name: str, tensor: Tensor) -> Tensor:
         projected = tensor.double() @ state[f"{name}.weight"].double().T
@@ -256,7 +251,7 @@ def cross_attention_reference(
     def heads(tensor: Tensor, number: int) -> Tensor:
         return tensor.reshape(*tensor.shape[:2], number, tensor.shape[2] // number).transpose(1, 2)
 
-    q, k, v = heads(project("q_proj", x), h), heads(project("k_proj", memory), g), heads(project("v_proj", values), g)
+    q, k, v = heads(project("q_proj", x), h), heads(project("k_proj", memory), g), heads(project("v_proj", memory), g)
     if "q_norm.weight" in state:
         q = rms_norm_reference(q, state["q_norm.weight"], norm_eps)
         k = rms_norm_reference(k, state["k_norm.weight"], norm_eps)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from mmattn.core.attention import BACKENDS, attend
 from mmattn.core.attention_inputs import combine_masks, join_causal, visible_rows
-from mmattn.core.convert_weights import FromWeights
 from mmattn.core.key_value_heads import Slots, norm_heads
 from mmattn.core.key_value_projection import AttendableMemory, Attended, KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
@@ -23,7 +22,7 @@ from mmattn.core.positions import Rotary
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 
 
-class CrossAttention(FromWeights, nn.Module):
+class CrossAttention(nn.Module):
     """Multi-head cross-attention from x (b, l, d) to a memory (b, m, e).
 
     Args:
@@ -32,7 +31,6 @@ class CrossAttention(FromWeights, nn.Module):
         num_heads: h.
         num_kv_heads: g, dividing h; g = 1 is multi-query.
         head_dim: k, d / h by default.
-        value_dim: width of `values` where they differ from the memory.
         bias: biases on the q, k, v projections.
         out_bias: a bias on the output projection, as `bias` by default.
         qk_norm: RMSNorm on each head's queries and keys (arXiv 2010.04245 with a learned scale per channel).
@@ -68,7 +66,6 @@ class CrossAttention(FromWeights, nn.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        value_dim: int | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
         qk_norm: bool = False,
@@ -86,17 +83,17 @@ class CrossAttention(FromWeights, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        d, h, g, k, e, v = _sizes(query_dim, num_heads, num_kv_heads, head_dim, memory_dim, value_dim)
+        d, h, g, k, e = _sizes(query_dim, num_heads, num_kv_heads, head_dim, memory_dim)
         if rotary is not None and rotary.head_dim != k:
             raise ShapeError(f"rotary must be built for head_dim {k}, got one for {rotary.head_dim}")
         _check_settings(norm_eps, dropout, length_norm, scale, backend)
         check_score_settings(score_bias, score_mean, score_std)
         self.query_dim, self.num_heads, self.num_kv_heads, self.head_dim = d, h, g, k
-        self.memory_dim, self.value_dim = e, v
+        self.memory_dim = e
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         # In this order, so that a seed gives the weights that it always gave.
         self.q_proj = nn.Linear(d, h * k, bias, **like)
-        k_proj, v_proj = nn.Linear(e, g * k, bias, **like), nn.Linear(v, g * k, bias, **like)
+        k_proj, v_proj = (nn.Linear(e, g * k, bias, **like) for _ in range(2))
         out_proj = nn.Linear(h * k, d, bias if out_bias is None else out_bias, **like)
         self.kv_proj = KeyValueProjection(
             k_proj,
@@ -105,7 +102,6 @@ class CrossAttention(FromWeights, nn.Module):
             num_kv_heads=g,
             head_dim=k,
             memory_dim=e,
-            value_dim=v,
             k_norm=nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None,
             rotary=rotary,
             null_slot=null_slot,
@@ -120,12 +116,54 @@ class CrossAttention(FromWeights, nn.Module):
         self.out_proj = out_proj
         self.q_norm = nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None
 
+    @staticmethod
+    def from_multihead(attention: nn.MultiheadAttention) -> CrossAttention:
+        """Return the same attention as an `nn.MultiheadAttention`, on copies of its weights; batches come first here.
+
+        Its `key_padding_mask` goes through `mmattn.masks.from_key_padding`.
+
+        Args:
+            attention: the layer whose weights are copied.
+
+        Raises:
+            ConfigError: it adds keys of its own (`add_bias_kv`, `add_zero_attn`), or keys and values differ in width.
+
+        >>> CrossAttention.from_multihead(nn.MultiheadAttention(32, 4, kdim=24, vdim=24)).memory_dim
+        24
+        """
+        if attention.bias_k is not None or attention.add_zero_attn or attention.kdim != attention.vdim:
+            raise ConfigError(
+                "nn.MultiheadAttention with add_bias_kv, add_zero_attn or kdim != vdim is none of these layers: "
+                "CrossAttention has one memory and no such keys (null_slot=True is the nearest)"
+            )
+        weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
+        if attention.in_proj_weight is not None:
+            weights = list(attention.in_proj_weight.chunk(3))
+        out, bias = attention.out_proj, attention.in_proj_bias
+        layer = CrossAttention(
+            attention.embed_dim,
+            attention.kdim,
+            attention.num_heads,
+            bias=bias is not None,
+            dropout=attention.dropout,
+            device=out.weight.device,
+            dtype=out.weight.dtype,
+        )
+        targets = [layer.q_proj, layer.kv_proj.k_proj, layer.kv_proj.v_proj, layer.out_proj]
+        biases = [] if bias is None else [*bias.chunk(3), out.bias]
+        with torch.no_grad():
+            for target, weight in zip(targets, [*weights, out.weight], strict=True):
+                target.weight.copy_(weight)
+            for target, one in zip(targets, biases, strict=False):
+                target.bias.copy_(one)
+        return layer
+
     def project(self, memory: Tensor, **settings: Any) -> KeyValue:
         """Compute keys and values of a memory once, to be given to `forward` in its place.
 
         Args:
             memory: (b, m, e).
-            settings: `values`, `mask`, `scores`, `memory_positions` and others of `KeyValueProjection.project`.
+            settings: `mask`, `scores`, `memory_positions` and others of `KeyValueProjection.project`.
 
         >>> layer, memory = CrossAttention(32, memory_dim=24, num_heads=4), torch.randn(2, 7, 24)
         >>> layer(torch.randn(2, 5, 32), layer.project(memory)).shape
@@ -138,7 +176,6 @@ class CrossAttention(FromWeights, nn.Module):
         x: Tensor,
         memory: Attended,
         *,
-        values: Tensor | None = None,
         mask: Tensor | None = None,
         attention_mask: Tensor | Mask | None = None,
         scores: Tensor | None = None,
@@ -154,7 +191,6 @@ class CrossAttention(FromWeights, nn.Module):
             x: (b, l, d).
             memory: (b, m, e), or what `project` gives for it; its rows may be a divisor of those of x (beams): row i of
                 x then reads row i // multiple.
-            values: (b, m, value_dim) where they are not the memory itself.
             mask: (b, m) bool, the padding.
             attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool.
             scores: (b, m), with `score_bias`; a slot of score -inf is hidden.
@@ -171,13 +207,11 @@ class CrossAttention(FromWeights, nn.Module):
         """
         slots: Attended | Slots
         if isinstance(memory, (KeyValue, AttendableMemory)):
-            if not (values is mask is scores is memory_positions is None):
-                raise ShapeError(
-                    "a projected memory holds its mask, scores, values and positions: give them to project"
-                )
+            if not (mask is scores is memory_positions is None):
+                raise ShapeError("a projected memory holds its mask, scores and positions: give them to project")
             slots = memory
         else:
-            slots = Slots(memory, values, mask, scores, memory_positions)
+            slots = Slots(memory, mask, scores, memory_positions)
         result = self.kv_proj.attend(
             self._queries(x, query_positions),
             slots,
@@ -230,13 +264,6 @@ class SelfAttention(CrossAttention):
         super().__init__(dim, None, num_heads, **settings)
         self.causal = causal
 
-    @classmethod
-    def _from_settings(cls, **settings: Any) -> SelfAttention:
-        widths = [settings.pop(name) for name in ("query_dim", "memory_dim", "value_dim")]
-        if len(set(widths)) != 1:
-            raise ShapeError(f"self-attention has one width for q, k and v, got {widths}: use CrossAttention")
-        return cls(widths[0], **settings)
-
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -281,7 +308,7 @@ class SelfAttention(CrossAttention):
         if positions is None:
             positions = torch.arange(l, device=x.device)
         q = self._queries(x, positions)
-        keys, values = kv_proj.keys_and_values(kv_proj.cast(x), None, positions)
+        keys, values = kv_proj.keys_and_values(kv_proj.cast(x), positions)
         if cache is not None:
             keys, values = cache(keys, values)
         m = keys.shape[2]
@@ -314,14 +341,9 @@ class SelfAttention(CrossAttention):
 
 
 def _sizes(
-    query_dim: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    memory_dim: int | None,
-    value_dim: int | None,
-) -> tuple[int, int, int, int, int, int]:
-    """Return d, h, g, k, e and the width of the values, checked and with defaults."""
+    query_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, memory_dim: int | None
+) -> tuple[int, int, int, int, int]:
+    """Return d, h, g, k and e, checked and with defaults."""
     d, h = check_int("query_dim", query_dim), check_int("num_heads", num_heads)
     g = check_int("num_kv_heads", h if num_kv_heads is None else num_kv_heads)
     e = check_int("memory_dim", d if memory_dim is None else memory_dim)
@@ -329,8 +351,7 @@ def _sizes(
         raise ShapeError(f"num_heads must divide query_dim, got {h} and {d}; or give head_dim")
     if h % g:
         raise ShapeError(f"num_kv_heads must divide num_heads, got {g} and {h}")
-    k = check_int("head_dim", d // h if head_dim is None else head_dim)
-    return d, h, g, k, e, check_int("value_dim", e if value_dim is None else value_dim)
+    return d, h, g, check_int("head_dim", d // h if head_dim is None else head_dim), e
 
 
 def _check_settings(

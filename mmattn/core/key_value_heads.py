@@ -21,14 +21,12 @@ class Slots:
 
     Args:
         memory: (b, m, e).
-        values: (b, m, value_dim) where they are not the memory itself.
         mask: (b, m) bool, the padding.
         scores: (b, m), with `score_bias`.
         positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
     """
 
     memory: Tensor
-    values: Tensor | None = None
     mask: Tensor | None = None
     scores: Tensor | None = None
     positions: Tensor | None = None
@@ -45,18 +43,16 @@ class Slots:
         if positions is not None and rotary is not None:
             positions = positions.expand(*mask.shape, *(() if rotary.axes == 1 else (rotary.axes,)))
         first = self.real_first(lengths)
-        values, scores, positions = (
-            None if one is None else pack(one, mask, lengths, first) for one in (self.values, self.scores, positions)
+        scores, positions = (
+            None if one is None else pack(one, mask, lengths, first) for one in (self.scores, positions)
         )
-        return Slots(pack(self.memory, mask, lengths, first), values, mask, scores, positions)
+        return Slots(pack(self.memory, mask, lengths, first), mask, scores, positions)
 
     def zeroed(self) -> Slots:
         """Return the slots with zeros for padding, whose values may be NaN."""
         if self.mask is None:
             return self
-        padding = ~self.mask[..., None]
-        values = None if self.values is None else self.values.masked_fill(padding, 0)
-        return Slots(self.memory.masked_fill(padding, 0), values, self.mask, self.scores, self.positions)
+        return Slots(self.memory.masked_fill(~self.mask[..., None], 0), self.mask, self.scores, self.positions)
 
 
 class KeyValueHeads(nn.Module):
@@ -64,12 +60,11 @@ class KeyValueHeads(nn.Module):
 
     Args:
         k_proj: linear layer e to g·k.
-        v_proj: linear layer from the width of the values to g·k.
+        v_proj: linear layer e to g·k.
         num_heads: h.
         num_kv_heads: g, dividing h.
         head_dim: k.
         memory_dim: e.
-        value_dim: width of `values` where they differ from the memory, e by default.
         k_norm: norm of each head's keys.
         rotary: rotary positions of the keys, at `memory_positions`.
         null_slot: a learned slot in front of every row.
@@ -87,7 +82,6 @@ class KeyValueHeads(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         memory_dim: int,
-        value_dim: int | None = None,
         k_norm: nn.RMSNorm | None = None,
         rotary: Rotary | None = None,
         null_slot: bool = False,
@@ -97,7 +91,7 @@ class KeyValueHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.memory_dim, self.value_dim = memory_dim, memory_dim if value_dim is None else value_dim
+        self.memory_dim = memory_dim
         self.score_mean, self.score_std = score_mean, score_std
         self.k_proj, self.v_proj = k_proj, v_proj
         self.k_norm = k_norm
@@ -113,7 +107,6 @@ class KeyValueHeads(nn.Module):
         self,
         memory: Tensor,
         *,
-        values: Tensor | None = None,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
         memory_positions: Tensor | None = None,
@@ -121,9 +114,9 @@ class KeyValueHeads(nn.Module):
         queries: int | None = None,
     ) -> KeyValue:
         """Compute keys and values of a memory once, to be given to `forward` in its place."""
-        if absorb and not (self.absorbable and values is None):
-            raise ConfigError("keys normalised, rotated, or with a null slot or values of their own cannot be absorbed")
-        slots = self.checked(Slots(memory, values, mask, scores, memory_positions))
+        if absorb and not self.absorbable:
+            raise ConfigError("keys that are normalised, rotated or have a null slot cannot be absorbed")
+        slots = self.checked(Slots(memory, mask, scores, memory_positions))
         kv = self.lay_out(slots, 0 if absorb else queries)
         kv = replace(kv, visible=_rows_with_slots(kv.mask))
         if queries is not None:
@@ -137,7 +130,7 @@ class KeyValueHeads(nn.Module):
         """Choose a layout for checked slots that `queries` queries per row attend to (None: very many)."""
         slots, mask = self._cast_slots(slots), slots.mask
         lengths = self.packed_lengths(mask) if packable else None
-        absorb = queries is not None and slots.values is None and self.absorbs(queries, slots.memory, lengths)
+        absorb = queries is not None and self.absorbs(queries, slots.memory, lengths)
         if lengths is None:
             slots = slots.zeroed()
         elif not (absorb and slots.real_first(lengths)):  # where each row is read up to its length, where it lies
@@ -145,30 +138,26 @@ class KeyValueHeads(nn.Module):
         if absorb:
             raw = slots.memory[:, None]
             return KeyValue(raw, raw, mask, slots.scores, lengths, absorbed=True)
-        keys, values = self.keys_and_values(slots.memory, slots.values, slots.positions)
+        keys, values = self.keys_and_values(slots.memory, slots.positions)
         return self.join(keys, values, mask, slots.scores, lengths)
 
     def _cast_slots(self, slots: Slots) -> Slots:
         """Return slots in the dtype of the weights, with the bias of their scores and all positions."""
-        values, positions = slots.values, slots.positions
-        memory = self.cast(slots.memory)
+        memory, positions = self.cast(slots.memory), slots.positions
         if self.rotary is None:
             positions = None
         elif positions is None:
             positions = torch.arange(memory.shape[1], device=memory.device)
-        bias = self.score_bias(slots.scores, slots.mask)
-        return Slots(memory, None if values is None else self.cast(values), slots.mask, bias, positions)
+        return Slots(memory, slots.mask, self.score_bias(slots.scores, slots.mask), positions)
 
-    def keys_and_values(
-        self, memory: Tensor, values: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, memory: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute keys and values (b, g, m, k) of slots in the dtype of the weights, without a null slot."""
         keys = self.heads(self.k_proj(memory))
         if self.k_norm is not None:
             keys = norm_heads(self.k_norm, keys)
         if self.rotary is not None:
             keys = self.rotary(keys, positions)
-        return keys, self.heads(self.v_proj(memory if values is None else values))
+        return keys, self.heads(self.v_proj(memory))
 
     def join(
         self, keys: Tensor, values: Tensor, mask: Tensor | None, bias: Tensor | None, lengths: tuple[int, ...] | None
@@ -208,7 +197,7 @@ class KeyValueHeads(nn.Module):
     def is_linear(self) -> bool:
         """True if keys and values of a slot are a plain matrix times the slot."""
         plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
-        return plain and self.k_norm is None and self.rotary is None and self.value_dim == self.memory_dim
+        return plain and self.k_norm is None and self.rotary is None
 
     @property
     def absorbable(self) -> bool:
@@ -253,8 +242,6 @@ class KeyValueHeads(nn.Module):
         """Refuse slots that do not fit; a mask without effect becomes None, and scores of -inf are masked."""
         memory, mask = slots.memory, slots.mask
         self._check_memory(memory, device)
-        if slots.values is not None or self.value_dim != self.memory_dim:
-            self._check_values(slots.values, memory)
         if mask is not None and check_bool_mask("mask", mask).shape != memory.shape[:2]:
             raise ShapeError(
                 f"mask must be (b, m) = {tuple(memory.shape[:2])}, got {tuple(mask.shape)}; a mask over queries (l, m) "
@@ -263,7 +250,7 @@ class KeyValueHeads(nn.Module):
         if slots.scores is not None or self.score_scale is not None:
             scored = self._scored(slots.scores, memory)
             mask = scored if mask is None else mask & scored
-        return Slots(memory, slots.values, real_mask(mask), slots.scores, slots.positions)
+        return Slots(memory, real_mask(mask), slots.scores, slots.positions)
 
     def _check_memory(self, memory: Tensor, device: torch.device | None) -> None:
         if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[2] != self.memory_dim:
@@ -271,11 +258,6 @@ class KeyValueHeads(nn.Module):
             raise ShapeError(f"memory must be a tensor (b, m, {self.memory_dim}), got {actual}")
         if device is not None and memory.device != device:
             raise ShapeError(f"x is on {device} and memory on {memory.device}: move one with .to()")
-
-    def _check_values(self, values: Tensor | None, memory: Tensor) -> None:
-        sizes, actual = (*memory.shape[:2], self.value_dim), None if values is None else tuple(values.shape)
-        if actual != sizes:
-            raise ShapeError(f"values must be (b, m, {self.value_dim}) = {sizes}, got {actual}")
 
     def _scored(self, scores: Tensor | None, memory: Tensor) -> Tensor:
         """Return the slots whose score is above -inf."""

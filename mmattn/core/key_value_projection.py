@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from mmattn.errors import ShapeError
 _OPEN = Rule(visible=True)
 
 
-class AttendableMemory:
+class AttendableMemory(ABC):
     """A memory that is no single tensor: in parts, in rows of their own, or searched."""
 
+    @abstractmethod
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
         """Return the attention of queries (b, h, l, k) over this memory."""
-        raise NotImplementedError
 
 
 #: What queries can attend to.
@@ -43,7 +44,7 @@ class KeyValueProjection(KeyValueHeads):
 
     Args:
         k_proj: linear layer e to g·k.
-        v_proj: linear layer from the width of the values to g·k.
+        v_proj: linear layer e to g·k.
         head_dim: k.
         length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
         dropout: probability of dropping a weight in training.
@@ -79,7 +80,7 @@ class KeyValueProjection(KeyValueHeads):
         self, q: Tensor, memory: Tensor | KeyValue, *, mask: Tensor | None = None, return_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the attention (b, h, l, k) of queries (b, h, l, k), in their dtype; 0 where a row sees nothing."""
-        slots = Slots(memory, mask=mask) if isinstance(memory, Tensor) else memory
+        slots = Slots(memory, mask) if isinstance(memory, Tensor) else memory
         result = self.attend(self.cast(q), slots, return_weights=return_weights)
         output = result.output if result.output.dtype is q.dtype else result.output.to(q.dtype)
         return output if result.weights is None else (output, result.weights)
@@ -115,7 +116,7 @@ class KeyValueProjection(KeyValueHeads):
         rows, m, _ = slots.memory.shape
         allowed = self._allowed(q, slots.mask, attention_mask, causal, (rows, m))
         queries = q.shape[0] * q.shape[2] // max(rows, 1)
-        plain = self.is_plain and allowed is slots.values is None and not return_weights
+        plain = self.is_plain and allowed is None and not return_weights
         if plain and not self.absorbs(queries, slots.memory):
             # The common case, nothing special asked for: as few steps as the operations themselves.
             return attend_by_rule(q, *self.keys_and_values(self.cast(slots.memory)), _OPEN, self.options())

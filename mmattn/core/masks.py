@@ -120,25 +120,16 @@ class Mask:
     def __repr__(self) -> str:
         return f"Mask{tuple(self.shape)}"
 
-    def draw(self, *, rows: int = 4, width: int = 100, height: int = 50) -> str:
+    def draw(self) -> str:
         """Draw the rule as text: one line per query, '█' may attend, '·' may not."""
-        for name, limit in (("rows", rows), ("width", width), ("height", height)):
-            check_int(name, limit)
         grid = self.tensor.reshape((1,) * (4 - self.tensor.dim()) + tuple(self.shape))
         b, h, l, m = grid.shape
         sizes = [_count(b, "row")] * (b > 1) + [_count(h, "head")] * (h > 1)
         lines = [", ".join([*sizes, f"{_count(l, 'query', 'queries')} × {_count(m, 'slot')}"])]
-        for number in range(min(rows, b * h)):
-            row, head = divmod(number, h)
-            labels = [f"row {row}"] * (b > 1) + [f"head {head}"] * (h > 1)
-            if labels:
-                lines.append(", ".join(labels))
-            for query in grid[row, head, :height, :width].tolist():
-                lines.append("".join("█" if allowed else "·" for allowed in query) + "…" * (m > width))
-            if l > height:
-                lines.append(f"… {l - height} more")
-        if b * h > rows:
-            lines.append(f"… {_count(b * h - rows, 'more picture')}")
+        for row in range(b):
+            for head in range(h):
+                lines += [", ".join([f"row {row}"] * (b > 1) + [f"head {head}"] * (h > 1))] * (b * h > 1)
+                lines += ["".join("█" if allowed else "·" for allowed in query) for query in grid[row, head].tolist()]
         return "\n".join(lines)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,17 +70,15 @@ class Rotary(nn.Module):
 
     Channel i is paired with channel i + k/2. With `axes` 2 the first half of the pairs turns by the row, the second
     half by the column, each half with its own full range of frequencies; with 3 there are a third each for the time,
-    the row and the column of videos, or as many as `sections` says.
+    the row and the column of videos.
 
     Args:
-        head_dim: k, a multiple of 2 × axes unless `sections` is given.
+        head_dim: k, a multiple of 2 × axes.
         base: wavelength of the slowest pair, over 2π.
         axes: coordinates per position, 1 for a line, 2 for a grid, 3 for a video.
-        sections: pairs of channels that turn by each axis, k/2 together; by default as many by each.
 
     Raises:
-        ConfigError: a `head_dim` that does not split into pairs per axis, `sections` that do not add up to its pairs, a
-            `base` of 0 or less.
+        ConfigError: a `head_dim` that does not split into pairs per axis, or a `base` of 0 or less.
 
     >>> turn = Rotary(4)
     >>> turn(torch.ones(1, 1, 2, 4), torch.tensor([0, 1]))[0, 0]
@@ -89,26 +86,16 @@ class Rotary(nn.Module):
             [-0.3012,  0.9900,  1.3818,  1.0099]])
     """
 
-    def __init__(
-        self, head_dim: int, base: float = 10000.0, axes: int = 1, sections: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, head_dim: int, base: float = 10000.0, axes: int = 1) -> None:
         super().__init__()
         self.head_dim = check_int("head_dim", head_dim, at_least=2)
         self.axes = check_int("axes", axes)
         self.base = check_float("base", base)
         if self.base <= 0:
             raise ConfigError(f"base must be above 0, got {base}")
-        if sections is None and head_dim % (2 * axes):
-            hint = "" if axes == 1 else ", or give sections, the pairs of each axis"
+        if head_dim % (2 * axes):
             raise ConfigError(
-                f"head_dim must be a multiple of {2 * axes} (pairs of channels for {axes} axes), got {head_dim}{hint}"
-            )
-        pairs = head_dim // 2
-        self.sections = tuple([pairs // axes] * axes if sections is None else sections)
-        if len(self.sections) != axes or 2 * sum(check_int("sections", part) for part in self.sections) != head_dim:
-            raise ConfigError(
-                f"sections must be {axes} numbers of pairs, one for each axis, that add up to {head_dim} / 2; got "
-                f"{list(self.sections)}"
+                f"head_dim must be a multiple of {2 * axes} (pairs of channels for {axes} axes), got {head_dim}"
             )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -119,8 +106,8 @@ class Rotary(nn.Module):
         if self.axes == 1:
             places = places[..., None]
         # The frequencies are made on the spot: a buffer would be rounded by .half().
-        turns = [_frequencies(pairs, self.base, positions.device, exact) for pairs in self.sections]
-        angles = torch.cat([places[..., axis, None] * turn for axis, turn in enumerate(turns)], dim=-1)
+        turn = _frequencies(self.head_dim // (2 * self.axes), self.base, positions.device, exact)
+        angles = (places[..., None] * turn).flatten(-2)
         if angles.dim() == 3:
             angles = angles[:, None]
         cos, sin = angles.cos().to(x.device), angles.sin().to(x.device)
@@ -140,7 +127,7 @@ class Rotary(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, base={self.base}, axes={self.axes}, sections={self.sections}"
+        return f"{self.head_dim}, base={self.base}, axes={self.axes}"
 
 
 def grid(height: int, width: int) -> Tensor:
@@ -151,20 +138,6 @@ def grid(height: int, width: int) -> Tensor:
     """
     rows, columns = torch.arange(check_int("height", height)), torch.arange(check_int("width", width))
     return torch.cartesian_prod(rows, columns)
-
-
-def volume(times: Sequence[float] | Tensor, height: int, width: int) -> Tensor:
-    """Time, row and column of each patch of a video, (frames × height × width, 3) float32, frame by frame.
-
-    >>> volume([0.0, 0.5], 1, 2).tolist()
-    [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.0, 0.0], [0.5, 0.0, 1.0]]
-    """
-    moments = torch.as_tensor(times, dtype=torch.float32)
-    if moments.dim() != 1:
-        raise ShapeError(f"times must be (frames,), got {tuple(moments.shape)}")
-    places = grid(height, width).to(moments)
-    repeated = moments.repeat_interleave(len(places))[:, None]
-    return torch.cat([repeated, places.repeat(len(moments), 1)], dim=1)
 
 
 def alibi_slopes(h: int) -> Tensor:

@@ -144,7 +144,7 @@ def compare_layer(
     """
     dtype = layer.q_proj.weight.dtype
     slow = {name: weight.detach().double().requires_grad_() for name, weight in named_weights(layer).items()}
-    inputs = {"x": x, "memory": memory} | ({"values": given_.pop("values")} if "values" in given_ else {})
+    inputs = {"x": x, "memory": memory}
     fast_inputs = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
     slow_inputs = {name: tensor.detach().double().requires_grad_() for name, tensor in fast_inputs.items()}
     turn = layer.kv_proj.rotary

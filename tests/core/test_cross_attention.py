@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn import CrossAttention, SelfAttention, masks
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.positions import Rotary
+from mmattn.errors import ConfigError
 from tests.core.random_inputs import (
     DTYPES,
     LAYOUTS,
@@ -194,11 +195,42 @@ def test_variants(variant, layout, rules, monkeypatch):
     compare(layer, x, memory, through=through, scale=scale, **given_)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_values_of_another_width(layout, monkeypatch):
-    force(monkeypatch, layout)
-    x, memory = data()
-    compare(make(value_dim=29), x, memory, values=torch.randn(B, M, 29), mask=MASK)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [None, 13])
+def test_multihead(bias, width):
+    """Invariant 3: `nn.MultiheadAttention`, its masks by the named converters, on copies of its weights."""
+    theirs = nn.MultiheadAttention(12, 3, bias=bias, kdim=width, vdim=width, batch_first=True, dropout=0.25).double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.4)
+    ours, theirs = CrossAttention.from_multihead(theirs).eval(), theirs.eval()
+    assert ours.kv_proj.dropout == 0.25
+    x = torch.randn(B, L, 12, dtype=torch.float64, requires_grad=True)
+    memory = torch.randn(B, M, width or 12, dtype=torch.float64, requires_grad=True)
+    keep = torch.tensor([[1, 1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 1, 0, 1]])
+    drop = torch.rand(L, M) < 0.4
+    drop[:, 1] = False
+    for given_, other in (
+        ({"mask": masks.from_key_padding(keep == 0)}, {"key_padding_mask": keep == 0}),
+        ({"mask": masks.from_huggingface(keep)}, {"key_padding_mask": keep == 0}),
+        ({"attention_mask": masks.from_key_padding(drop)}, {"attn_mask": drop}),
+    ):
+        expected, expected_weights = theirs(x, memory, memory, **other, average_attn_weights=False)
+        out, weights = ours(x, memory, **given_, return_weights=True)
+        assert_close(out, expected.detach(), torch.float64)
+        assert_close(weights, expected_weights.detach(), torch.float64)
+        upstream = torch.randn_like(out)
+        for grad, right in zip(
+            gradients(out, [x, memory], upstream), gradients(expected, [x, memory], upstream), strict=True
+        ):
+            assert_close(grad, right, torch.float64, "grad")
+    assert not {one.data_ptr() for one in ours.parameters()} & {one.data_ptr() for one in theirs.parameters()}
+
+
+@pytest.mark.parametrize("setting", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"vdim": 13}])
+def test_multihead_with_more_than_a_memory_is_refused(setting):
+    with pytest.raises(ConfigError, match="kdim != vdim"):
+        CrossAttention.from_multihead(nn.MultiheadAttention(D, 1, **setting))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -51,23 +51,18 @@ def test_empty_batches(b, l, layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 6e4])
 def test_garbage_behind_the_mask(garbage, layout, real, monkeypatch):
-    """What lies in masked slots, in their values and scores too, changes nothing: forward and backward, bit for bit."""
+    """What lies in masked slots, in their scores too, changes nothing: forward and backward, bit for bit."""
     force(monkeypatch, layout)
-    absorbed = "absorbed" in layout
-    layer = make(score_bias=True, value_dim=None if absorbed else 29)
-    x, memory = data()
-    parts = {"scores": torch.randn(B, M)} | ({} if absorbed else {"values": torch.randn(B, M, 29)})
+    layer = make(score_bias=True)
+    (x, memory), scores = data(), torch.randn(B, M)
     for rules in ({}, {"attention_mask": RULE}):
         results = []
         hidden = ~(MASKS[real] if not rules else MASKS[real] & RULE.any(0))
         for value in (0.0, garbage):
             leaf = memory.masked_fill(hidden[..., None], value).requires_grad_()
-            rest = {
-                name: tensor.masked_fill(hidden if tensor.dim() == 2 else hidden[..., None], value).requires_grad_()
-                for name, tensor in parts.items()
-            }
-            out = layer(x, leaf, mask=MASKS[real], **rules, **rest)
-            leaves = [leaf, *rest.values(), *layer.parameters()]
+            opinion = scores.masked_fill(hidden, value).requires_grad_()
+            out = layer(x, leaf, mask=MASKS[real], **rules, scores=opinion)
+            leaves = [leaf, opinion, *layer.parameters()]
             results.append([out, *gradients(out, leaves, torch.ones_like(out))])
         for mine, other in zip(*results, strict=True):
             assert torch.isfinite(other).all() and torch.equal(mine, other)

@@ -103,7 +103,6 @@ def test_mask_of_another_shape(shape):
         ({"query_dim": 0}, "query_dim must be at least 1"),
         ({"memory_dim": "8"}, "memory_dim must be an int"),
         ({"head_dim": False}, "head_dim must be an int, got False"),
-        ({"value_dim": 0}, "value_dim must be at least 1"),
         ({"dropout": 1.0}, "dropout must be in"),
         ({"dropout": float("nan")}, "dropout must be a finite number"),
         ({"length_norm": 0.5}, "length_norm must be in"),
@@ -132,10 +131,6 @@ def test_bad_calls():
         layer(torch.randn(3, L, D), memory)
     with pytest.raises(ShapeError, match="got 3 and 2"):
         layer(torch.randn(3, L, D), kept)
-    with pytest.raises(ShapeError, match=r"values must be \(b, m, 23\) = \(2, 7, 23\), got \(2, 6, 23\)"):
-        layer(x, memory, values=memory[:, 1:])
-    with pytest.raises(ShapeError, match="got None"):
-        make(value_dim=29)(x, memory)
     with pytest.raises(ShapeError, match="give them to project"):
         layer(x, kept, mask=MASK)
     with pytest.raises(ConfigError, match="has no score_bias"):
@@ -147,8 +142,6 @@ def test_bad_calls():
     for options in ({"qk_norm": True}, {"rotary": Rotary(8)}, {"null_slot": True}):
         with pytest.raises(ConfigError, match="absorbed"):
             make(**options).project(memory, absorb=True)
-    with pytest.raises(ConfigError, match="absorbed"):
-        layer.project(memory, values=memory, absorb=True)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.reference import assert_close, cross_attention_reference, rotary_refe
 
 def test_docstring_examples_run() -> None:
     result = doctest.testmod(mmattn.core.positions, extraglobs={"torch": torch})
-    assert result.attempted >= 7
+    assert result.attempted >= 6
     assert result.failed == 0
 
 
@@ -63,11 +63,6 @@ class TestLearned:
         assert float(weight.std()) == pytest.approx(0.02, rel=0.1)
         assert len(weight.unique(dim=0)) == 97
 
-    @pytest.mark.parametrize("places", [[0, 7], [-1, 3]])
-    def test_a_position_it_does_not_have(self, places: list[int]) -> None:
-        with pytest.raises(ShapeError, match="must lie in 0…6, the 7 learned ones.*larger num"):
-            positions.Learned(7, 5)(torch.tensor(places))
-
     def test_no_positions(self) -> None:
         assert positions.Learned(7, 5)(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 5)
 
@@ -102,27 +97,11 @@ class TestRotary:
         ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
         assert_close(ours, theirs, torch.float64, "grad")
 
-    @pytest.mark.parametrize("sections", [(3, 2, 6), (1, 9, 1)])
-    def test_time_row_and_column_in_sections(self, sections: tuple[int, int, int]) -> None:
-        """Of a video whose head width does not split in three."""
-        frames = torch.tensor([0.0, 0.5, 2.25])
-        places = positions.volume(frames, 2, 5)
-        x = torch.randn(2, 3, 30, 22, dtype=torch.float64, requires_grad=True)
-        turn = positions.Rotary(22, base=997.0, axes=3, sections=sections)
-        turned = turn(x, places)
-        expected = rotary_reference(x, places, base=997.0, axes=3, sections=sections)
-        assert_close(turned, expected, torch.float64)
-        upstream = torch.randn_like(turned)
-        ours, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (turned, expected))
-        assert_close(ours, theirs, torch.float64, "grad")
-        even = positions.Rotary(24, axes=3)(torch.randn(1, 1, 30, 24), places)
-        assert torch.isfinite(even).all() and positions.Rotary(24, axes=3).sections == (4, 4, 4)
-
     def test_cross_attention_over_time_row_and_column(self) -> None:
         b, l, d, e, h, k = 2, 3, 23, 19, 2, 18
         layer = mmattn.CrossAttention(d, e, h, head_dim=k, rotary=positions.Rotary(k, axes=3))
         x, memory = torch.randn(b, l, d), torch.randn(b, 20, e)
-        at = {"query_positions": torch.rand(b, l, 3) * 5, "memory_positions": positions.volume([0.0, 0.4], 2, 5)}
+        at = {"query_positions": torch.rand(b, l, 3) * 5, "memory_positions": torch.rand(20, 3) * 5}
         expected, _ = cross_attention_reference(
             named_weights(layer), x, memory, num_heads=h, rotary_base=10000.0, axes=3, **at
         )
@@ -138,18 +117,6 @@ class TestRotary:
         by_column = (turn(x, torch.tensor([[0, 3]])) != x).flatten().tolist()
         assert by_row == ([True] * 5 + [False] * 5) * 2
         assert by_column == ([False] * 5 + [True] * 5) * 2
-
-    def test_a_grid_of_one_row_turns_its_half_as_a_line_does(self) -> None:
-        line = torch.randn(1, 3, 5, 10)
-        first, second = line.chunk(2, dim=-1)
-        still = torch.randn(1, 3, 5, 5)
-        x = torch.cat((first, still, second, still), dim=-1)
-        places = torch.tensor([4, 0, 11, 2, 3])
-        turned = positions.Rotary(20, axes=2)(x, torch.stack((places, torch.zeros_like(places)), dim=-1))
-        expected = positions.Rotary(10)(line, places)
-        assert torch.equal(turned[..., :5], expected[..., :5])
-        assert torch.equal(turned[..., 10:15], expected[..., 5:])
-        assert torch.equal(turned[..., 5:10], still)
 
     @pytest.mark.parametrize("axes", [1, 2])
     def test_scores_depend_on_the_distance_only(self, axes: int) -> None:
@@ -174,9 +141,6 @@ class TestRotary:
         assert torch.equal(turned, turn(x.float(), places).to(dtype))
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(turn(x, places), turned)
-
-    def test_it_has_nothing_to_save(self) -> None:
-        assert not positions.Rotary(22).state_dict()
 
     @pytest.mark.parametrize(
         ("axes", "x", "places", "words"),
@@ -203,12 +167,6 @@ def test_grid_is_row_by_row() -> None:
     assert torch.equal(patches[:, places[:, 0], places[:, 1]], patches.flatten(1))
 
 
-def test_volume_is_frame_by_frame() -> None:
-    places = positions.volume(torch.tensor([0.5, 1.5]), 3, 5)
-    assert places.tolist() == [[time, r, c] for time in (0.5, 1.5) for r in range(3) for c in range(5)]
-    assert torch.equal(places[:15, 1:].long(), positions.grid(3, 5))
-
-
 class TestAlibi:
     @pytest.mark.parametrize("h", [1, 2, 3, 5, 7, 8, 11, 12, 16, 25, 32, 71, 128])
     def test_slopes_equal_bloom_and_mpt(self, h: int) -> None:
@@ -219,9 +177,6 @@ class TestAlibi:
         assert slopes.dtype == torch.float32
         torch.testing.assert_close(slopes, bloom, rtol=1e-5, atol=0)
         torch.testing.assert_close(slopes, mpt, rtol=1e-5, atol=0)
-
-    def test_slopes_of_eight_heads_as_the_paper_prints_them(self) -> None:
-        assert positions.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
 
     @pytest.mark.parametrize("h", [8, 11])
     def test_attention_equals_bloom_where_causal(self, h: int) -> None:
@@ -252,12 +207,10 @@ class TestAlibi:
         (lambda: positions.Learned(0, 5), "num must be at least 1"),
         (lambda: positions.Learned(7, True), "dim must be an int"),
         (lambda: positions.Learned(7, 5)(torch.tensor([1.0])), "must be ints"),
+        (lambda: positions.Learned(7, 5)(torch.tensor([0, 7])), "must lie in 0…6, the 7 learned ones.*larger num"),
+        (lambda: positions.Learned(7, 5)(torch.tensor([-1, 3])), "must lie in 0…6"),
         (lambda: positions.Rotary(7), "multiple of 2 .*got 7"),
         (lambda: positions.Rotary(22, axes=2), "multiple of 4 .*2 axes.*got 22"),
-        (lambda: positions.Rotary(22, axes=3), "multiple of 6 .*got 22, or give sections"),
-        (lambda: positions.Rotary(22, axes=3, sections=(5, 5)), r"3 numbers of pairs.*22 / 2; got \[5, 5\]"),
-        (lambda: positions.Rotary(22, axes=3, sections=(5, 5, 5)), "add up to 22 / 2"),
-        (lambda: positions.Rotary(22, axes=3, sections=(6, 5, 0)), "sections must be at least 1"),
         (lambda: positions.Rotary(8, base=0.0), "base must be above 0"),
         (lambda: positions.Rotary(8, base=float("nan")), "base must be a finite number"),
         (lambda: positions.Rotary(8, axes=0), "axes must be at least 1"),
@@ -269,5 +222,5 @@ class TestAlibi:
     ],
 )
 def test_bad_arguments_are_named(make: Callable[[], Tensor], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises((ConfigError, ShapeError), match=words):
         make()

@@ -122,19 +122,18 @@ def test_length_norm_keeps_the_null_slots_weight_when_slots_are_copied() -> None
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_layer_equals_multihead_attention(bias: bool) -> None:
     b, l, m, d, e, h = 2, 5, 7, 12, 11, 3
-    layer = nn.MultiheadAttention(d, h, bias=bias, kdim=e, vdim=13, batch_first=True, dtype=torch.float64)
-    x, memory, values = heads((b, l, d), (b, m, e), (b, m, 13))
+    layer = nn.MultiheadAttention(d, h, bias=bias, kdim=e, vdim=e, batch_first=True, dtype=torch.float64)
+    x, memory = heads((b, l, d), (b, m, e))
     mask = masks.padding([7, 3], m).tensor[:, 0, 0]
-    expected, expected_weights = layer(x, memory, values, key_padding_mask=~mask, average_attn_weights=False)
     state = {f"{n}_proj.weight": getattr(layer, f"{n}_proj_weight") for n in "qkv"}
     state["out_proj.weight"] = layer.out_proj.weight
     if bias:
         nn.init.normal_(layer.in_proj_bias)
         nn.init.normal_(layer.out_proj.bias)
-        expected, expected_weights = layer(x, memory, values, key_padding_mask=~mask, average_attn_weights=False)
         state |= {f"{n}_proj.bias": part for n, part in zip("qkv", layer.in_proj_bias.chunk(3), strict=True)}
         state["out_proj.bias"] = layer.out_proj.bias
-    out, weights = cross_attention_reference(state, x, memory, num_heads=h, values=values, mask=mask)
+    expected, expected_weights = layer(x, memory, memory, key_padding_mask=~mask, average_attn_weights=False)
+    out, weights = cross_attention_reference(state, x, memory, num_heads=h, mask=mask)
     assert_close(out, expected.detach(), torch.float64)
     assert_close(weights, expected_weights.detach(), torch.float64)
 

@@ -1,7 +1,7 @@
 """Types that `memory=` accepts: padded embeddings, a part that many rows share, a stream, a searched index."""
 
 from mmattn.memory.memory import Memory
-from mmattn.memory.searched import SearchedEntries, SearchedMemory
+from mmattn.memory.searched_entries import SearchedEntries, SearchedMemory
 from mmattn.memory.shared import ShardedMemory, SharedMemory
 from mmattn.memory.stream import MemoryStream, SlidingBuffer
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_float, check_int
+from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
 from mmattn.storage.json_files import dump_json, making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
@@ -152,18 +152,7 @@ class Memory:
         _check_widths(memories, "cat")
         if len({memory.batch for memory in memories}) != 1:
             raise ShapeError(f"Memory.cat needs as many rows in each, got {[memory.batch for memory in memories]}")
-        sources = None
-        if any(memory.sources is not None for memory in memories):
-            lines = zip(*(memory._source_rows() for memory in memories), strict=True)
-            sources = [[entry for part in line for entry in part] for line in lines]
-        return cls(
-            torch.cat([memory.tokens for memory in memories], 1),
-            _concatenated(memories, "mask", 1),
-            _numbered_segments(memories),
-            _concatenated(memories, "scores", 1),
-            sources,
-            check_finite=False,
-        )._checked_as(*memories)
+        return _joined(memories, 1, _numbered_segments(memories))
 
     @classmethod
     def stack(cls, memories: Sequence[Memory]) -> Memory:
@@ -176,16 +165,9 @@ class Memory:
         [3, 5, 5]
         """
         _check_widths(memories, "stack")
-        length, sourced = max(memory.length for memory in memories), any(one.sources is not None for one in memories)
-        memories = [memory._widened(length) for memory in memories]
-        return cls(
-            torch.cat([memory.tokens for memory in memories]),
-            _concatenated(memories, "mask", 0),
-            _concatenated(memories, "segments", 0),
-            _concatenated(memories, "scores", 0),
-            [row for memory in memories for row in memory._source_rows()] if sourced else None,
-            check_finite=False,
-        )._checked_as(*memories)
+        longest = max(memory.length for memory in memories)
+        memories = [memory._widened(longest) for memory in memories]
+        return _joined(memories, 0, _concatenated(memories, "segments", 0))
 
     def expand(self, rows: int) -> Memory:
         """Return this one row shared by `rows` rows of text, without a copy.
@@ -197,25 +179,18 @@ class Memory:
         check_int("rows", rows, at_least=0)
         if self.batch != 1:
             raise ShapeError(f"expand shares a memory of one row, got {self.batch} rows; select one with memory[i]")
-        return self._map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), sources=(self._source_rows() * rows))
+        return self._map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), sources=self._source_rows() * rows)
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Memory:
         """Return rows of this memory; an int keeps the row dimension."""
+        if isinstance(rows, Tensor):
+            rows = rows.cpu()
+        numbers = torch.arange(self.batch)[rows].reshape(-1).tolist()
         if isinstance(rows, int):
-            if not -self.batch <= rows < self.batch:
-                raise IndexError(f"row {rows} of a memory with {self.batch} rows")
-            rows = slice(rows, rows + 1 or None)
-        if isinstance(rows, slice):
-            selected = list(range(self.batch))[rows]
-            return self._map(lambda tensor: tensor[rows], [self._source_rows()[i] for i in selected])
-        index = torch.as_tensor(rows, device=self.device).reshape(-1)
-        if index.dtype == torch.bool:
-            if len(index) != self.batch:
-                raise IndexError(f"a choice of rows must have one bool per row, got {len(index)} for {self.batch} rows")
-            index = index.nonzero()[:, 0]
-        elif not len(index):
-            index = index.long()
-        return self._map(lambda tensor: tensor[index], [self._source_rows()[i] for i in index.tolist()])
+            rows = slice(numbers[0], numbers[0] + 1)
+        index = rows if isinstance(rows, slice) else torch.tensor(numbers, dtype=torch.long, device=self.device)
+        every = self._source_rows()
+        return self._map(lambda tensor: tensor[index], sources=[every[number] for number in numbers])
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """Return the memory on another device or with tokens and scores in another dtype, as `Tensor.to` does."""
@@ -223,14 +198,15 @@ class Memory:
         if tokens is self.tokens:
             return self
         beside = {"non_blocking": kwargs["non_blocking"]} if "non_blocking" in kwargs else {}
-        return self._with(
-            tokens,
-            lambda value: value.to(tokens.device, tokens.dtype if value.is_floating_point() else value.dtype, **beside),
-        )
+
+        def follow(value: Tensor) -> Tensor:
+            return value.to(tokens.device, tokens.dtype if value.is_floating_point() else value.dtype, **beside)
+
+        return self._map(follow, tokens)
 
     def pin_memory(self) -> Memory:
         """Return the memory in page-locked memory, from which a device reads it while it computes."""
-        return self._map(lambda tensor: tensor.pin_memory(), self._source_rows())
+        return self._map(Tensor.pin_memory)
 
     def replace(self, tokens: Tensor) -> Memory:
         """Return the same slots with other vectors (b, m, any width).
@@ -240,7 +216,7 @@ class Memory:
         """
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
-        return self._with(tokens, lambda value: value.to(tokens.device))
+        return self._map(lambda value: value.to(tokens.device), tokens)
 
     def real_slots(self) -> Tensor:
         """Return the slots that may be attended to, (b, m) bool: the mask, or all True where there is none."""
@@ -252,26 +228,9 @@ class Memory:
         """Return the tokens, and the mask, segments and scores that are there."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
 
-    def drop_rows(self, p: float, generator: torch.Generator | None = None) -> Memory:
-        """Mask every slot of each row with probability `p`: conditioning dropout for guidance (arXiv 2207.12598).
-
-        Args:
-            p: probability of each row, from 0 to 1.
-            generator: for the random numbers, on the CPU.
-
-        Raises:
-            ConfigError: p is no probability.
-        """
-        if check_float("p", p, at_least=0) > 1:
-            raise ConfigError(f"p is a probability from 0 to 1, got {p}")
-        remaining = torch.rand(self.batch, 1, generator=generator).to(self.device) >= p
-        return Memory(
-            self.tokens, self.real_slots() & remaining, self.segments, self.scores, self.sources, check_finite=False
-        )._checked_as(self)
-
     def detach(self) -> Memory:
         """Return the memory without its autograd graph."""
-        return self._map(lambda tensor: tensor.detach(), self._source_rows())
+        return self._map(Tensor.detach)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write tokens, mask, segments, scores and sources to one safetensors file, atomically.
@@ -318,23 +277,22 @@ class Memory:
         return self.batch
 
     def __repr__(self) -> str:
-        extras = [name for name in ("segments", "scores", "sources") if getattr(self, name) is not None]
-        filled = f", lengths={self.lengths}" if self.mask is not None and self.batch <= 8 else ""
-        return (
-            f"Memory(b={self.batch}, m={self.length}, e={self.dim}, {str(self.dtype).removeprefix('torch.')}"
-            f"{filled}{''.join(', ' + name for name in extras)})"
-        )
+        parts = [f"b={self.batch}, m={self.length}, e={self.dim}, {str(self.dtype).removeprefix('torch.')}"]
+        parts += [f"lengths={self.lengths}"] * (self.mask is not None and self.batch <= 8)
+        parts += [name for name in ("segments", "scores", "sources") if getattr(self, name) is not None]
+        return f"Memory({', '.join(parts)})"
 
-    def _map(self, change: Callable[[Tensor], Tensor], sources: list[list[Any]]) -> Memory:
-        """Return the memory with every tensor changed, and other sources where it has some."""
+    def _map(
+        self,
+        change: Callable[[Tensor], Tensor],
+        tokens: Tensor | None = None,
+        sources: list[list[Any]] | None = None,
+    ) -> Memory:
+        """Return the memory with every tensor changed, or other tokens, and with other sources where it has some."""
         mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
-        named = None if self.sources is None else sources
-        return Memory(change(self.tokens), mask, segments, scores, named, check_finite=False)._checked_as(self)
-
-    def _with(self, tokens: Tensor, change: Callable[[Tensor], Tensor]) -> Memory:
-        """Return a memory of other tokens, and mask, segments and scores changed."""
-        mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
-        return Memory(tokens, mask, segments, scores, self.sources, check_finite=False)._checked_as(self)
+        named = self.sources if sources is None or self.sources is None else sources
+        tokens = change(self.tokens) if tokens is None else tokens
+        return Memory(tokens, mask, segments, scores, named, check_finite=False)._checked_as(self)
 
     def _checked_as(self, *others: Memory) -> Memory:
         """Return this memory, checked if the memories it was made of were."""
@@ -342,13 +300,10 @@ class Memory:
         return self
 
     def _filled(self, name: str) -> Tensor:
-        value: Tensor | None = getattr(self, name)
+        value: Tensor | None = self.real_slots() if name == "mask" else getattr(self, name)
         if value is not None:
             return value
-        shape = self.tokens.shape[:2]
-        if name == "mask":
-            return self.real_slots()
-        return self.tokens.new_zeros(shape, dtype=torch.long if name == "segments" else self.dtype)
+        return self.tokens.new_zeros(self.tokens.shape[:2], dtype=torch.long if name == "segments" else self.dtype)
 
     def _source_rows(self) -> list[list[Any]]:
         return self.sources if self.sources is not None else [[None] * self.length for _ in range(self.batch)]
@@ -381,6 +336,22 @@ def _check_widths(memories: Sequence[Memory], verb: str) -> None:
     widths = [memory.dim for memory in memories]
     if len(set(widths)) != 1:
         raise ShapeError(f"Memory.{verb} needs one width e, got {widths}; project them to one width first")
+
+
+def _joined(memories: Sequence[Memory], axis: int, segments: Tensor | None) -> Memory:
+    """Concatenate rows (axis 0) or slots (axis 1)."""
+    sources = None
+    if any(memory.sources is not None for memory in memories):
+        parts = [memory._source_rows() for memory in memories]
+        sources = sum(parts, []) if axis == 0 else [sum(line, []) for line in zip(*parts, strict=True)]
+    return Memory(
+        torch.cat([memory.tokens for memory in memories], axis),
+        _concatenated(memories, "mask", axis),
+        segments,
+        _concatenated(memories, "scores", axis),
+        sources,
+        check_finite=False,
+    )._checked_as(*memories)
 
 
 def _numbered_segments(memories: Sequence[Memory]) -> Tensor | None:

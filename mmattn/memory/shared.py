@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mmattn.errors import ShapeError
 from mmattn.memory.memory import Memory
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class SharedMemory:
@@ -30,15 +33,16 @@ class SharedMemory:
     SharedMemory(shared=Memory(b=1, m=11, e=24, float32), own=Memory(b=3, m=5, e=24, float32))
     """
 
-    group: Any = None
+    group: ProcessGroup | None = None
 
-    def __init__(self, shared: Any, own: Any) -> None:
+    def __init__(self, shared: object, own: object) -> None:
         self.shared, self.own = (Memory(one) if isinstance(one, Tensor) else one for one in (shared, own))
-        if getattr(self.shared, "batch", 1) != 1:
-            raise ShapeError(f"what all rows share is one row, got {self.shared.batch}: give rows of their own as own=")
+        rows = getattr(self.shared, "batch", 1)
+        if rows != 1:
+            raise ShapeError(f"what all rows share is one row, got {rows}: give rows of their own as own=")
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[object, ...]:
         """The shared part, and that of each row."""
         return self.shared, self.own
 
@@ -61,13 +65,13 @@ class ShardedMemory:
         group: of `torch.distributed`; by default all processes.
     """
 
-    def __init__(self, own: Any, group: Any = None) -> None:
+    def __init__(self, own: object, group: ProcessGroup | None = None) -> None:
         import torch.distributed as dist
 
         self.own = Memory(own) if isinstance(own, Tensor) else own
         self.group = dist.group.WORLD if group is None else group
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[object, ...]:
         """The slots of this process."""
         return (self.own,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class MemoryStream:
         #: Held while slots are added or looked up.
         self.lock = threading.RLock()
         #: What adapters have computed of the slots, by adapter.
-        self.computed: dict[Any, Any] = {}
+        self.computed: dict[Hashable, object] = {}
         self._slots = SlidingBuffer(1, self.window)
 
     @property
@@ -46,7 +46,7 @@ class MemoryStream:
         """Number of slots that have arrived, forgotten ones included."""
         return self._slots.stop
 
-    def append(self, slots: Any) -> None:
+    def append(self, slots: Memory | Tensor) -> None:
         """Add slots after those that are there.
 
         Args:

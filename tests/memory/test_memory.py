@@ -290,19 +290,6 @@ def test_a_memory_does_not_share_its_sources():
     assert memory.sources == [["a"] * M for _ in range(B)]
 
 
-def test_rows_are_left_out_altogether_with_the_chance_given() -> None:
-    mask = torch.arange(M) < torch.tensor([[M], [2]] * 500)
-    memory = Memory(torch.randn(1000, M, E), mask)
-    left = memory.drop_rows(0.3, torch.Generator().manual_seed(0))
-    gone = ~left.mask.any(1)
-    assert 250 < gone.sum() < 350 and torch.equal(left.mask[~gone], mask[~gone])
-    assert left.tokens is memory.tokens and torch.equal(memory.mask, mask), "the memory itself is left as it was"
-    assert torch.equal(memory.drop_rows(0.3, torch.Generator().manual_seed(0)).mask, left.mask)
-    assert torch.equal(memory.drop_rows(0.0).mask, mask) and not memory.drop_rows(1.0).mask.any()
-    with pytest.raises(ConfigError, match="probability from 0 to 1, got 1.5"):
-        memory.drop_rows(1.5)
-
-
 def test_real_slots_are_the_mask_or_all():
     mask = torch.tensor([[True, False, True]])
     assert Memory(torch.zeros(1, 3, 2), mask).real_slots() is mask

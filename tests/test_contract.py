@@ -123,7 +123,7 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
         transformer("FluxTransformer2DModel"),
     ),
     "joint decoupled, sd3": lambda: Case(
-        mmattn.adapters.JointDecoupledAdapter(tiny.MEMORY_DIM, TimedResampler(3, 1, 16, 2, 8, 2, 8)),
+        mmattn.adapters.JointDecoupledAdapter(tiny.MEMORY_DIM, resampler=TimedResampler(3, 1, 16, 2, 8, 2, 8)),
         transformer("SD3Transformer2DModel"),
     ),
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.memory_types import BINDERS
 from mmattn.adapters.prepared_memory import PreparedMemory, prepared_memory
 from mmattn.adapters.projected_memory import ProjectedMemory
 from mmattn.adapters.protocols import BoundMemory, Site
@@ -18,8 +16,16 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
+#: By type, how a memory of it is bound to an adapter: from the memory, the `AdapterLayers` and the frozen host.
+BINDERS: dict[type, Callable[[Any, Any, nn.Module], BoundMemory]] = {}
 
-class AdapterLayers(nn.Module, ABC):
+
+def register_memory_type(kind: type, bind: Callable[[Any, Any, nn.Module], BoundMemory]) -> None:
+    """Make a type known besides vectors, so that any adapter that supports it takes its objects as `memory=`."""
+    BINDERS[kind] = bind
+
+
+class AdapterLayers(nn.Module):
     """The trainable part of one adapter on one host.
 
     A new kind makes `blocks`, a `ModuleDict` from `str(site.layer)` to the block that `View.apply` calls, and says how
@@ -39,6 +45,7 @@ class AdapterLayers(nn.Module, ABC):
         follows_text: the slots that a token attends to depend on the text.
         changes_all: blocks change tokens that attend to nothing, too.
         adds_to_block: "inside" attention, it adds to the output of the block around the attention.
+        separable: its slots can be attended to in parts, so that a memory may be shared, streamed or searched.
     """
 
     blocks: nn.ModuleDict
@@ -51,6 +58,7 @@ class AdapterLayers(nn.Module, ABC):
     adds_to_block = False
     follows_text = False
     changes_all = False
+    separable = False
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()
@@ -60,18 +68,25 @@ class AdapterLayers(nn.Module, ABC):
         self.position = self.sites[0].position
         self.places = [(layer, self.position) for layer in self.layers]
         self.name = "default"
+        self.memory_norm: nn.LayerNorm | None = None
         self.resampler: PerceiverResampler | None = None
 
-    def _add_resampler(self, settings: Resampler | None) -> None:
-        if settings is not None:
-            self.resampler = PerceiverResampler(settings, self.config.memory_dim)
+    def _add_reader(self, norm: bool | None, resampler: Resampler | None = None) -> None:
+        """Add the norm and the resampler of a memory, as the settings have them."""
+        if norm:
+            self.memory_norm = nn.LayerNorm(self.config.memory_dim)
+        if resampler is not None:
+            self.resampler = PerceiverResampler(resampler, self.config.memory_dim)
             # Its latents attend to each other beside the slots.
             self.counts_slots = True
 
     @property
-    @abstractmethod
     def weight(self) -> Tensor:
         """Return a weight on the device and in the dtype in which a memory is read."""
+        if self.memory_norm is not None:
+            return self.memory_norm.weight
+        # Gates, which stay in float32, are no matrices.
+        return next(parameter for parameter in self.parameters() if parameter.dim() > 1)
 
     def block(self, layer: int) -> nn.Module:
         """Return the block at host layer `layer`."""
@@ -91,9 +106,12 @@ class AdapterLayers(nn.Module, ABC):
         attention = self.attention(layer)
         return getattr(attention, "kv_proj", attention)
 
-    @abstractmethod
     def read(self, memory: Memory) -> Memory:
-        """Return the memory as every block attends to it: normalised, resampled."""
+        """Return the memory as every block attends to it: normalised and resampled, as the settings have it."""
+        read = self._cast_memory(memory)
+        if self.memory_norm is not None:
+            read = read.replace(self.memory_norm(read.tokens))
+        return read if self.resampler is None else self.resampler(read)
 
     def reading_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the weights that `read` uses: all outside the blocks."""
@@ -170,7 +188,9 @@ class AdapterLayers(nn.Module, ABC):
 
     def why_whole(self) -> str | None:
         """Return why all slots must be read together, so that a memory cannot come in parts; None if they need not."""
-        return f"kind {self.config.kind!r}"
+        if not self.separable:
+            return f"kind {self.config.kind!r}"
+        return None if self.resampler is None else "its resampler mixes all slots"
 
     def check_parts(self, kind: str, instead: str) -> None:
         """Check that the slots can be attended to in parts.
@@ -235,19 +255,3 @@ class AdapterLayers(nn.Module, ABC):
         if memory.mask is not None:
             tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
         return memory.replace(tokens)
-
-
-def random_memory(
-    generator: torch.Generator, rows: int, dim: int, segments: int = 1, scores: bool = False, slots: int = 5
-) -> Memory:
-    """Return a random memory (rows, segments · slots, dim) with padding in some rows.
-
-    >>> random_memory(torch.Generator().manual_seed(0), rows=2, dim=7).lengths
-    [5, 3]
-    """
-    m = segments * slots
-    real = torch.tensor([slots, slots - 2, slots - 1])[torch.arange(rows) % 3]
-    mask = torch.arange(m) % slots < real[:, None]
-    owner = torch.arange(segments).repeat_interleave(slots).expand(rows, m) if segments > 1 else None
-    tokens = torch.randn(rows, m, dim, generator=generator)
-    return Memory(tokens, mask, owner, torch.randn(rows, m, generator=generator) if scores else None)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
-from mmattn.adapters.default_sizes import default_heads, normalises
-from mmattn.adapters.gated.block import GATES, BlockLayout, GatedBlock, check_bool
-from mmattn.adapters.layer_choice import check_layers, chosen_sites
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.gated.block import GATES, BlockLayout, GatedBlock
 from mmattn.adapters.protocols import Host, Site
-from mmattn.adapters.resampler import Resampler
+from mmattn.adapters.resampler import Resampler, settle_resampler
+from mmattn.adapters.settings import (
+    LayeredAdapter,
+    default_heads,
+    default_norm,
+    random_memory,
+    settle,
+    settle_nested,
+)
 from mmattn.core.cross_attention import CrossAttention, check_score_settings
-from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
+from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_float, check_int
 from mmattn.memory import Memory
 
 POSITIONS = ("after", "before")
 
 
 @dataclass(frozen=True)
-class BlockAdapter:
+class BlockAdapter(LayeredAdapter):
     """Settings of gated blocks at the layers of a language model.
 
     Args:
@@ -31,7 +37,7 @@ class BlockAdapter:
         every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given
             either, or the depth of a host with fewer.
         layers: or the explicit list of host layers, counted from 0.
-        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_sizes`.
+        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_heads`.
         head_dim: k of the cross-attention; None is 64, and less beside a narrow host.
         num_kv_heads: g of the cross-attention, h by default.
         feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
@@ -45,9 +51,6 @@ class BlockAdapter:
         layout: norms and activation as in published models.
     """
 
-    memory_dim: int
-    every: int | None = None
-    layers: tuple[int, ...] | None = None
     num_heads: int | None = None
     head_dim: int | None = None
     num_kv_heads: int | None = None
@@ -63,8 +66,7 @@ class BlockAdapter:
     positions: ClassVar[tuple[str, ...]] = POSITIONS
 
     def __post_init__(self) -> None:
-        check_int("memory_dim", self.memory_dim, at_most=65536)
-        object.__setattr__(self, "layers", check_layers(self.every, self.layers))
+        super().__post_init__()
         for name in ("num_heads", "head_dim", "num_kv_heads"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_most=1024)
@@ -78,30 +80,22 @@ class BlockAdapter:
         if self.length_norm is not None:
             check_float("length_norm", self.length_norm, at_least=1)
         check_float("dropout", self.dropout, at_least=0, below=1)
-        as_settings(self, "layout", BlockLayout)
-        layout = replace(self.layout, memory_norm=normalises(self.layout.memory_norm, self.memory_dim))
-        object.__setattr__(self, "layout", layout)
-
-    def sites(self, host: Host) -> list[Site]:
-        """The layers that `layers` or `every` names."""
-        return chosen_sites(self.offered(host), self.every, self.layers)
+        settle_nested(self, "layout", BlockLayout)
+        norm = default_norm(self.layout.memory_norm, self.memory_dim)
+        settle(self, layout=replace(self.layout, memory_norm=norm))
 
     def offered(self, host: Host) -> list[Site]:
-        """The sites among which `layers` and `every` choose; of a host with an encoder and a decoder the decoder's."""
+        """Return the sites of this position; of a host with an encoder and a decoder those of the decoder."""
         return [site for site in host.sites(self.position) if site.part != "encoder"]
 
     def sized(self, host_dim: int) -> BlockAdapter:
-        """These settings with the numbers of heads that they have on a host of width d."""
+        """Return these settings with the numbers of heads that they have on a host of width d."""
         heads, width = default_heads(host_dim, self.memory_dim, self.num_heads, self.head_dim)
         return replace(self, num_heads=heads, head_dim=width)
 
     def attention_settings(self) -> dict[str, Any]:
-        """Further arguments of the cross-attention of the blocks."""
+        """Return further arguments of the cross-attention of the blocks."""
         return {}
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 @dataclass(frozen=True)
@@ -126,41 +120,23 @@ class SlotAdapter(BlockAdapter):
         super().__post_init__()
         check_bool("score_bias", self.score_bias)
         check_score_settings(self.score_bias, self.score_mean, self.score_std)
-        resampler_settings(self)
+        settle_resampler(self)
         if self.resampler is not None and self.score_bias:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
     def attention_settings(self) -> dict[str, Any]:
-        """Scores, where they are read."""
+        """Return the settings of scores."""
         return {"score_bias": self.score_bias, "score_mean": self.score_mean, "score_std": self.score_std}
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory (rows, 5, e), some slots masked, with scores where they are read."""
+        """Return a random memory (rows, 5, e), some slots masked, with scores where they are read."""
         return random_memory(generator, rows, self.memory_dim, scores=self.score_bias)
-
-
-def as_settings(config: Any, name: str, kind: type, optional: bool = False) -> None:
-    """Turn a field given as a mapping (of a YAML file) into its dataclass."""
-    value = getattr(config, name)
-    if isinstance(value, dict):
-        try:
-            value = kind(**value)
-        except TypeError as error:
-            raise ConfigError(f"{name}: {error}") from error
-        object.__setattr__(config, name, value)
-    if not isinstance(value, kind) and not (optional and value is None):
-        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
-
-
-def resampler_settings(config: Any) -> None:
-    """Turn the field `resampler`, where it is there, into a `Resampler` with the sizes that it has on this memory."""
-    as_settings(config, "resampler", Resampler, optional=True)
-    if config.resampler is not None:
-        object.__setattr__(config, "resampler", config.resampler.sized(config.memory_dim))
 
 
 class BlockLayers(AdapterLayers):
     """Gated blocks at some layers of one host, and how the memory is read for them."""
+
+    separable = True
 
     def __init__(self, config: BlockAdapter, sites: Sequence[Site]) -> None:
         config = config.sized(sites[0].width)
@@ -168,27 +144,17 @@ class BlockLayers(AdapterLayers):
         self.score_bias = getattr(config, "score_bias", False)
         # A null slot weighs as much as one of them, a length norm counts them.
         self.counts_slots = config.null_slot or config.length_norm is not None
-        self.memory_norm = nn.LayerNorm(config.memory_dim) if config.layout.memory_norm else None
-        self._add_resampler(getattr(config, "resampler", None))
+        self._add_reader(config.layout.memory_norm, getattr(config, "resampler", None))
         self.blocks = nn.ModuleDict(
             {str(site.layer): GatedBlock(config, site.width, config.attention_settings()) for site in self.sites}
         )
 
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the memory's norm, or of the first block where there is none."""
-        weight = self.block(self.layers[0]).norm.weight if self.memory_norm is None else self.memory_norm.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
     def block(self, layer: int) -> GatedBlock:
-        """The block at host layer `layer`."""
-        block = self.blocks[str(layer)]
-        assert isinstance(block, GatedBlock)
-        return block
+        """Return the block at host layer `layer`."""
+        return cast(GatedBlock, self.blocks[str(layer)])
 
     def attention(self, layer: int) -> CrossAttention:
-        """The cross-attention of the block at host layer `layer`."""
+        """Return the cross-attention of the block at host layer `layer`."""
         return self.block(layer).attention
 
     def check_memory(self, memory: Memory) -> None:
@@ -197,17 +163,6 @@ class BlockLayers(AdapterLayers):
         if self.score_bias and memory.scores is None:
             raise ShapeError(f"adapter {self.name!r} was made with score_bias=True and the memory has no scores")
 
-    def read(self, memory: Memory) -> Memory:
-        """The memory as every block sees it: normalised and resampled where the adapter has it so."""
-        read = self._cast_memory(memory)
-        if self.memory_norm is not None:
-            read = read.replace(self.memory_norm(read.tokens))
-        return read if self.resampler is None else self.resampler(read)
-
-    def why_whole(self) -> str | None:
-        """Return why all slots must be read together: a resampler mixes them."""
-        return None if self.resampler is None else "its resampler mixes all slots"
-
     def slot_norm(self) -> nn.LayerNorm | None:
-        """The norm of the memory, which is all that `read` does to a slot where nothing is resampled."""
+        """Return the norm of the memory, which is all that `read` does to a slot if nothing is resampled."""
         return self.memory_norm if self.resampler is None else super().slot_norm()

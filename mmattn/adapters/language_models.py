@@ -1,7 +1,9 @@
-"""Sizes, embeddings and device of a language model of transformers."""
+"""Sizes, embeddings, device and cache argument of a language model of transformers."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,20 +11,23 @@ from torch import nn
 
 from mmattn.errors import AttachError
 
+#: Names of transformers' cache argument: `cache` since 5.24, the others before.
+CACHE_NAMES = frozenset(("cache", "past_key_values", "cache_params"))
+
 
 def text_config(lm: nn.Module) -> Any:
-    """The part of a model's config that describes its text decoder, or None."""
+    """Return the part of a model's config that describes its text decoder, or None."""
     config: Any = getattr(lm, "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def depth_of(lm: nn.Module) -> int | None:
-    """Number of decoder layers by the config, or None."""
+    """Return the number of decoder layers by the config, or None."""
     return getattr(text_config(lm), "num_hidden_layers", None)
 
 
 def width_of(lm: nn.Module) -> int:
-    """Width d of the hidden states by the config."""
+    """Return the width d of the hidden states by the config."""
     width = getattr(text_config(lm), "hidden_size", None)
     if not isinstance(width, int):
         raise AttachError(f"the config of {type(lm).__name__} has no hidden_size: is it a language model?")
@@ -30,7 +35,7 @@ def width_of(lm: nn.Module) -> int:
 
 
 def embeddings_of(lm: nn.Module) -> nn.Module:
-    """The embeddings of a model's tokens, the model itself where it does not say."""
+    """Return the embeddings of a model's tokens, the model itself where it does not say."""
     get_embeddings: Any = getattr(lm, "get_input_embeddings", None)
     try:
         embeddings: nn.Module = lm if get_embeddings is None else get_embeddings()
@@ -40,10 +45,25 @@ def embeddings_of(lm: nn.Module) -> nn.Module:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device a module computes on: that of its first weight; of an offloaded one that to which it is brought."""
+    """Return the device that a module computes on, also of an offloaded one."""
     first = next(module.parameters(), None)
     if first is not None and first.device.type != "meta":
         return first.device
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return torch.device(next((device for device in devices if device is not None), "cpu"))
+
+
+def given_cache(values: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call, or in an output; None if there is none.
+
+    >>> given_cache({"input_ids": [1, 2], "cache": "of the text so far"})
+    'of the text so far'
+    """
+    return next((values[name] for name in CACHE_NAMES if values.get(name) is not None), None)
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name under which a model takes its cache."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known and "past_key_values" not in known else "past_key_values"

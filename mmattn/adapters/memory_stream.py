@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.memory_types import register_memory_type
+from mmattn.adapters.base import AdapterLayers, register_memory_type
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory

@@ -38,6 +38,10 @@ class HeadSizes:
     head_dim: int
     value_dim: int | None = None
 
+    def heads(self) -> dict[str, Any]:
+        """Return the arguments of a `KeyValueProjection` of these sizes."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+
 
 @dataclass(frozen=True)
 class Site:

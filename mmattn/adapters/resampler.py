@@ -11,12 +11,13 @@ Departure: the segments of a row (its images) are resampled separately, each to 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.default_sizes import default_heads, normalises
+from mmattn.adapters.settings import default_heads, default_norm, settle, settle_nested
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.errors import check_bool, check_float, check_int
 from mmattn.memory import Memory
@@ -29,7 +30,7 @@ class Resampler:
     Args:
         num_latents: n, slots of the output for each segment (image).
         depth: number of layers.
-        num_heads: h of its attention; None is 8, and fewer for a narrow memory, see `default_sizes`.
+        num_heads: h of its attention; None is 8, and fewer for a narrow memory, see `default_heads`.
         head_dim: k of its attention; None is 64, and less for a narrow memory.
         feed_forward: hidden width of its feed-forward as a multiple of e.
         norm: normalise slots and latents; None is where they are 12 wide or more, since of few numbers a norm leaves
@@ -57,9 +58,16 @@ class Resampler:
         check_float("feed_forward", self.feed_forward, at_least=0.01, below=64.1)
 
     def sized(self, memory_dim: int) -> Resampler:
-        """These settings with nothing left open."""
+        """Return these settings with nothing left open."""
         heads, width = default_heads(memory_dim, memory_dim, self.num_heads, self.head_dim)
-        return replace(self, num_heads=heads, head_dim=width, norm=normalises(self.norm, memory_dim))
+        return replace(self, num_heads=heads, head_dim=width, norm=default_norm(self.norm, memory_dim))
+
+
+def settle_resampler(config: Any) -> None:
+    """Turn the field `resampler` into a `Resampler` with the sizes that it has on this memory, or leave None."""
+    settle_nested(config, "resampler", Resampler, optional=True)
+    if config.resampler is not None:
+        settle(config, resampler=config.resampler.sized(config.memory_dim))
 
 
 class PerceiverResampler(nn.Module):
@@ -82,16 +90,11 @@ class PerceiverResampler(nn.Module):
         self.norm = nn.LayerNorm(memory_dim) if config.norm else nn.Identity()
 
     def forward(self, memory: Memory) -> Memory:
-        """The latents (b, n, e) of each row, or of each segment of each row, as a memory.
-
-        The latents of a row or segment without a real slot are masked.
-        """
+        """Return the latents (b, n, e) of each row, or of each segment of each row; masked if no slot is real."""
         if memory.segments is None:
             return self._resample(memory, memory.mask, None)
-        real = memory.segments.new_ones(memory.segments.shape, dtype=torch.bool) if memory.mask is None else memory.mask
-        count = int(memory.segments.max()) + 1 if memory.segments.numel() else 1
-        parts = [self._resample(memory, real & (memory.segments == part), part) for part in range(count)]
-        return Memory.cat(parts) if len(parts) > 1 else parts[0]
+        real, count = memory.real_slots(), int(memory.segments.max()) + 1 if memory.segments.numel() else 1
+        return Memory.cat([self._resample(memory, real & (memory.segments == part), part) for part in range(count)])
 
     def _resample(self, memory: Memory, mask: Tensor | None, segment: int | None) -> Memory:
         b, n = memory.batch, self.latents.shape[0]
@@ -113,16 +116,14 @@ class ResamplerLayer(nn.Module):
     def __init__(self, config: Resampler, dim: int) -> None:
         super().__init__()
         norms = [nn.LayerNorm(dim) if config.norm else nn.Identity() for _ in range(3)]
-        self.memory_norm, self.latent_norm, norm = norms
+        self.memory_norm, self.latent_norm, self.norm = norms
         assert config.num_heads is not None
         self.attention = CrossAttention(dim, dim, config.num_heads, head_dim=config.head_dim)
-        self.norm = norm
         hidden = int(config.feed_forward * dim)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, latents: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """The latents after this layer."""
         own = self.latent_norm(latents)
         attended = torch.cat([self.memory_norm(tokens), own], 1)
         if mask is not None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.memory_types import register_memory_type
+from mmattn.adapters.base import AdapterLayers, register_memory_type
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.top_k_attention import SearchedSlots

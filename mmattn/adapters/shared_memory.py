@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.memory_types import register_memory_type
+from mmattn.adapters.base import AdapterLayers, register_memory_type
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState

@@ -136,7 +136,7 @@ class CrossAttention(nn.Module):
                 "nn.MultiheadAttention with add_bias_kv, add_zero_attn or kdim != vdim is none of these layers: "
                 "CrossAttention has one memory and no such keys (null_slot=True is the nearest)"
             )
-        weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
+        weights: list[Tensor] = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
         if attention.in_proj_weight is not None:
             weights = list(attention.in_proj_weight.chunk(3))
         out, bias = attention.out_proj, attention.in_proj_bias

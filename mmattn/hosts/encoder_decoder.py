@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.cache_argument import given_cache
-from mmattn.adapters.language_models import device_of, text_config
+from mmattn.adapters.language_models import device_of, given_cache, text_config
 from mmattn.adapters.protocols import BoundMemory, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion

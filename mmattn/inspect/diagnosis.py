@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.cache_argument import given_cache
+from mmattn.adapters.language_models import given_cache
 from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import load_folder
 from mmattn.adapters.text_state import TextState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class MemoryStream:
         #: Held while slots are added or looked up.
         self.lock = threading.RLock()
         #: What adapters have computed of the slots, by adapter.
-        self.computed: dict[Hashable, object] = {}
+        self.computed: dict[Hashable, Any] = {}
         self._slots = SlidingBuffer(1, self.window)
 
     @property

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.cache_argument import given_cache
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.language_models import device_of, given_cache
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
 from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ConfigError, check_int

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
-from mmattn.adapters.default_sizes import NARROW, default_heads
+from mmattn.adapters.settings import NARROW, default_heads
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.inspect.trial import shuffled
 from tests import tiny, tiny_unets

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mmattn
-from mmattn.adapters.cache_argument import given_cache
+from mmattn.adapters.language_models import given_cache
 from mmattn.errors import MmattnError
 from mmattn.hosts.ownership import adapted
 from mmattn.hosts.probe_inputs import host_inputs

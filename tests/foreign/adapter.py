@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn import register_adapter
-from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.settings import random_memory
 from mmattn.core.kv_cache import KeyValue
 
 

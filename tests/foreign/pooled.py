@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn import register_adapter
-from mmattn.adapters.base import AdapterLayers, random_memory
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import BoundMemory, Host, Site, View
+from mmattn.adapters.settings import random_memory
 from mmattn.adapters.text_state import TextState
 
 

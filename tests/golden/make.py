@@ -54,7 +54,7 @@ _ADAPTERS: dict[str, Any] = {
     "decoupled": mmattn.DecoupledAdapter(E),
     "decoupled-image-tokens": mmattn.DecoupledAdapter(E, tokens=2, start="host"),
     "composed": mmattn.ComposedAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), num_heads=2, head_dim=4),
-    "joint_decoupled": mmattn.adapters.JointDecoupledAdapter(E, TimedResampler(3, 1, 8, 2, 4, 2, 6)),
+    "joint_decoupled": mmattn.adapters.JointDecoupledAdapter(E, resampler=TimedResampler(3, 1, 8, 2, 4, 2, 6)),
     "decoupled-after-blocks": mmattn.DecoupledAdapter(
         E, tokens=2, layout=DecoupledLayout(slot_dim=5, bias=True, added_to="block")
     ),

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import random_memory
 from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter
 from mmattn.adapters.chunked.neighbours import (
     ChunkMemory,
@@ -36,6 +35,7 @@ from mmattn.adapters.gated.adapter import first_reaching
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import random_memory
 from mmattn.errors import check_int
 from mmattn.memory import Memory
 
@@ -80,6 +80,7 @@ class ChunkedLayers(BlockLayers):
     """The trainable part of one chunked adapter on one host."""
 
     reads_whole_text = True
+    separable = False
 
     def read(self, memory: Memory) -> Memory:
         """Return the memory as every block attends to it, a row for each chunk, normalised and resampled."""
@@ -92,10 +93,6 @@ class ChunkedLayers(BlockLayers):
         if callable(memory) and not isinstance(memory, (Memory, PreparedMemory, Tensor)):
             return ChunkMemory(RetrievedNeighbours(memory), self)
         return ChunkMemory(MemoryNeighbours(self.prepare(memory), self.name), self)
-
-    def why_whole(self) -> str | None:
-        """Return why a memory cannot come in parts: its slots belong to chunks."""
-        return "kind 'chunked'"
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the first token that may attend to each slot (b, m): the last one of the slot's chunk."""

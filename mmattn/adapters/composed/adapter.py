@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from mmattn.adapters.block_adapter import BlockAdapter, BlockLayers
 from mmattn.adapters.composed.augmenting_model import AugmentingModel
 from mmattn.adapters.composed.text import AugmentedText, token_places
-from mmattn.adapters.layer_choice import augmenting_layers_of, check_other_layers
 from mmattn.adapters.protocols import BoundMemory, Site, View
 from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import augmenting_layers_of, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.cross_attention import CrossAttention
@@ -73,9 +73,8 @@ class ComposedAdapter(BlockAdapter):
     example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm))"
 
     def __post_init__(self) -> None:
-        layers = self.layers
+        settle_augmenting_layers(self, self.layers, self.augmenting_layers)
         super().__post_init__()
-        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, layers))
         check_bool("rotary", self.rotary)
         check_bool("own_place", self.own_place)
         if self.own_place and not self.rotary:
@@ -103,6 +102,7 @@ class ComposedLayers(BlockLayers):
     """The trainable part of one composed adapter on one host."""
 
     reads_whole_text = True
+    separable = False
 
     def __init__(self, config: ComposedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -120,10 +120,6 @@ class ComposedLayers(BlockLayers):
             )
         memory.check(self.name, self.config.memory_dim, max(self.augmenting_layers.values()), host)
         return AugmentedMemory(memory, self)
-
-    def why_whole(self) -> str | None:
-        """Return why a memory cannot come in parts: it is another model."""
-        return "kind 'composed'"
 
 
 class AugmentedMemory(BoundMemory):

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.cache_argument import cache_name, given_cache
 from mmattn.adapters.composed.text import AugmentedPrompt, AugmentedText, token_places
 from mmattn.adapters.key_rotation import KeyRotation, read_rotations
-from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.language_models import (
+    cache_name,
+    depth_of,
+    device_of,
+    embeddings_of,
+    given_cache,
+    text_config,
+    width_of,
+)
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory

@@ -14,20 +14,19 @@ of the host's; padding of the memory is never attended to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
-from mmattn.adapters.block_adapter import resampler_settings
-from mmattn.adapters.default_sizes import settle_norm
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
-from mmattn.adapters.resampler import Resampler
+from mmattn.adapters.resampler import Resampler, settle_resampler
+from mmattn.adapters.settings import VectorAdapter, default_norm, settle
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
@@ -58,18 +57,51 @@ class DecoupledLayout:
         check_choice("added_to", self.added_to, ADDED_TO)
 
 
+@dataclass(frozen=True)
+class InsideAdapter(VectorAdapter):
+    """Base of the settings of adapters inside the attention layers of a diffusion model.
+
+    Args:
+        blocks: beginnings of the names of the attention layers, as in `DecoupledAdapter`.
+    """
+
+    blocks: tuple[str, ...] | None = None
+
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks = self.blocks
+        if blocks is None:
+            return
+        if isinstance(blocks, str) or not blocks or not all(isinstance(name, str) for name in blocks):
+            raise ConfigError(f"blocks must be a list of beginnings of block names, got {blocks!r}")
+        settle(self, blocks=tuple(blocks))
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return the attention layers whose names begin as `blocks` say; None for all but single streams."""
+        offered = host.sites("inside")
+        if self.blocks is None:
+            return [site for site in offered if site.part != "stream"]
+        names = [site.module for site in offered]
+        for prefix in self.blocks:
+            if not any(name.startswith(prefix) for name in names):
+                raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
+        return [site for site in offered if site.module.startswith(self.blocks)]
+
+
 @register_adapter
 @dataclass(frozen=True)
-class DecoupledAdapter:
+class DecoupledAdapter(InsideAdapter):
     """Settings of decoupled cross-attention for a diffusion model: a UNet or a transformer.
 
     Args:
         memory_dim: e, width of the memory.
-        tokens: turn each vector of the memory into this many slots of the host's text width (IP-Adapter's image
-            projection: 4); None reads the vectors as they are, normalised.
         blocks: beginnings of the names of the attention layers that get the adapter ("up", "down_blocks.2",
             "transformer_blocks.3", ...); None is all, but for those that hold text and picture in one stream where the
             host has others (Flux's `single_transformer_blocks`).
+        tokens: turn each vector of the memory into this many slots of the host's text width (IP-Adapter's image
+            projection: 4); None reads the vectors as they are, normalised.
         start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
         resampler: turn the memory into few latents first.
         layout: as in published adapters.
@@ -80,65 +112,31 @@ class DecoupledAdapter:
     4
     """
 
-    memory_dim: int
     tokens: int | None = None
-    blocks: tuple[str, ...] | None = None
     start: str = "nothing"
     resampler: Resampler | None = None
     layout: DecoupledLayout = field(default_factory=DecoupledLayout)
     memory_norm: bool | None = None
 
     kind: ClassVar[str] = "decoupled"
-    positions: ClassVar[tuple[str, ...]] = ("inside",)
     example_call: ClassVar[str] = "model(sample, timestep, text, memory=memory)"
 
     def __post_init__(self) -> None:
-        check_int("memory_dim", self.memory_dim, at_most=65536)
+        super().__post_init__()
         if self.tokens is not None:
             check_int("tokens", self.tokens, at_most=1024)
-        object.__setattr__(self, "blocks", check_blocks(self.blocks))
         check_choice("start", self.start, STARTS)
-        resampler_settings(self)
-        if self.memory_norm is None and self.tokens is not None:
-            object.__setattr__(self, "memory_norm", True)
-        settle_norm(self)
+        settle_resampler(self)
+        norm = True if self.memory_norm is None and self.tokens is not None else self.memory_norm
+        settle(self, memory_norm=default_norm(norm, self.memory_dim))
         if not isinstance(self.layout, DecoupledLayout):
             raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
         if self.layout.slot_dim is not None and self.tokens is None:
             raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
 
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention layers whose names begin as `blocks` say."""
-        return sites_of_blocks(host, self.blocks)
-
     def build(self, sites: Sequence[Site]) -> DecoupledLayers:
         """Return the trainable part for these sites."""
         return DecoupledLayers(self, sites)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
-
-
-def check_blocks(blocks: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Check beginnings of names of attention layers."""
-    if blocks is None:
-        return None
-    if isinstance(blocks, str) or not blocks or not all(isinstance(name, str) for name in blocks):
-        raise ConfigError(f"blocks must be a list of beginnings of block names, got {blocks!r}")
-    return tuple(blocks)
-
-
-def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
-    """Return the attention layers of a host whose names begin as `blocks` say; None for all but single streams."""
-    offered = host.sites("inside")
-    if blocks is None:
-        return [site for site in offered if site.part != "stream"]
-    names = [site.module for site in offered]
-    for prefix in blocks:
-        if not any(name.startswith(prefix) for name in names):
-            raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
-    return [site for site in offered if site.module.startswith(blocks)]
 
 
 class DecoupledBlock(KeyValueProjection):
@@ -147,7 +145,7 @@ class DecoupledBlock(KeyValueProjection):
     def __init__(self, memory_dim: int, size: HeadSizes, bias: bool = False) -> None:
         width = size.num_kv_heads * size.head_dim
         k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
-        super().__init__(k_proj, v_proj, **asdict(size), memory_dim=memory_dim)
+        super().__init__(k_proj, v_proj, **size.heads(), memory_dim=memory_dim)
 
 
 class DecoupledView(ProjectedView):
@@ -168,9 +166,11 @@ class DecoupledMemory(ProjectedMemory):
 class DecoupledLayers(AdapterLayers):
     """The trainable part of one decoupled adapter on one host."""
 
+    separable = True
+
     def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        self._add_resampler(config.resampler)
+        self._add_reader(False, config.resampler)
         self.adds_to_block = config.layout.added_to == "block"
         width, self.slot_dim = config.memory_dim, config.layout.slot_dim or self.sites[0].width
         self.projection = None
@@ -186,11 +186,6 @@ class DecoupledLayers(AdapterLayers):
                 for parameter in self.attention(layer).v_proj.parameters():
                     nn.init.zeros_(parameter)
 
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the memory's norm, or without one of the first block."""
-        return self.attention(self.layers[0]).k_proj.weight if self.memory_norm is None else self.memory_norm.weight
-
     def attention(self, layer: int) -> DecoupledBlock:
         """Return the block beside attention layer `layer` of the host."""
         return cast(DecoupledBlock, self.block(layer))
@@ -198,10 +193,6 @@ class DecoupledLayers(AdapterLayers):
     def bind_vectors(self, prepared: PreparedMemory) -> DecoupledMemory:
         """Bind a memory of vectors that was checked."""
         return DecoupledMemory(prepared, self)
-
-    def why_whole(self) -> str | None:
-        """Return why all slots must be read together: a resampler mixes them."""
-        return None if self.resampler is None else "its resampler mixes all slots"
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
@@ -221,8 +212,7 @@ class DecoupledLayers(AdapterLayers):
     def read(self, memory: Memory) -> Memory:
         """Return the memory as every block attends to it: resampled, projected to slots, normalised."""
         memory = self._cast_memory(memory)
-        if self.resampler is not None:
-            memory = self.resampler(memory)
+        memory = memory if self.resampler is None else self.resampler(memory)
         if self.projection is not None:
             b, m, n = memory.batch, memory.length, self.config.tokens
             mask, segments = (

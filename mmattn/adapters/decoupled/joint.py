@@ -22,58 +22,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
-from mmattn.adapters.decoupled.adapter import check_blocks, sites_of_blocks
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.decoupled.adapter import InsideAdapter
 from mmattn.adapters.decoupled.timed_resampler import TimedPerceiver, TimedResampler
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
-from mmattn.adapters.protocols import HeadSizes, Host, Site, View
+from mmattn.adapters.protocols import HeadSizes, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
-from mmattn.errors import ConditionError, ConfigError, check_int
+from mmattn.errors import ConditionError, ConfigError
 from mmattn.memory import Memory
 
 
 @register_adapter
 @dataclass(frozen=True)
-class JointDecoupledAdapter:
+class JointDecoupledAdapter(InsideAdapter):
     """Settings of decoupled attention over picture and memory for a diffusion transformer.
 
     Args:
         memory_dim: e, width of the memory.
-        resampler: what turns the memory into latents under the time step.
         blocks: as in `DecoupledAdapter`.
+        resampler: what turns the memory into latents under the time step.
 
     >>> JointDecoupledAdapter(memory_dim=24).resampler.num_latents
     64
     """
 
-    memory_dim: int
     resampler: TimedResampler = field(default_factory=TimedResampler)
-    blocks: tuple[str, ...] | None = None
 
     kind: ClassVar[str] = "joint_decoupled"
-    positions: ClassVar[tuple[str, ...]] = ("inside",)
     example_call: ClassVar[str] = "model(hidden_states=sample, timestep=timestep, …, memory=memory)"
 
     def __post_init__(self) -> None:
-        check_int("memory_dim", self.memory_dim, at_most=65536)
+        super().__post_init__()
         if not isinstance(self.resampler, TimedResampler):
             raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
-        object.__setattr__(self, "blocks", check_blocks(self.blocks))
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention layers whose names begin as `blocks` say."""
-        return sites_of_blocks(host, self.blocks)
 
     def build(self, sites: Sequence[Site]) -> JointDecoupledLayers:
         """Return the trainable part for these sites."""
         return JointDecoupledLayers(self, sites)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class JointDecoupledBlock(nn.Module):
@@ -123,15 +111,6 @@ class JointDecoupledLayers(AdapterLayers):
         self.blocks = nn.ModuleDict(
             {str(site.layer): JointDecoupledBlock(dim, config.resampler.width, site.sizes) for site in self.sites}
         )
-
-    @property
-    def weight(self) -> Tensor:
-        """The latents."""
-        return self.perceiver.latents
-
-    def read(self, memory: Memory) -> Memory:
-        """Return the memory before it is resampled, padding set to 0."""
-        return self._cast_memory(memory)
 
     def resample(self, memory: Memory, timestep: Tensor) -> tuple[Memory, Tensor]:
         """Return the latents (b, n, d) of a memory at time steps (b,), and the time steps embedded."""

@@ -31,9 +31,9 @@ from mmattn.adapters.composed.text import AugmentedPrompt, token_places
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.key_rotation import KeyRotation
-from mmattn.adapters.layer_choice import augmenting_layers_of, check_layers, check_other_layers, chosen_sites
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site, View
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Site, View
 from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
@@ -44,7 +44,7 @@ GATES = ("scalar", "head")
 
 @register_adapter
 @dataclass(frozen=True)
-class FusedCacheAdapter:
+class FusedCacheAdapter(LayeredAdapter):
     """Settings of the cache of another language model, fused into that of the host.
 
     The memory of a call is `mmattn.AugmentingModel(lm).prefill(input_ids, attention_mask)` of the prompts with which
@@ -63,29 +63,20 @@ class FusedCacheAdapter:
     (2, 5)
     """
 
-    memory_dim: int
-    every: int | None = None
-    layers: tuple[int, ...] | None = None
     augmenting_layers: tuple[int, ...] | None = None
     hidden_dim: int = 256
     gate: str = "scalar"
 
     kind: ClassVar[str] = "fused_cache"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
+    default_every: ClassVar[int] = 1
     example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm).prefill(input_ids))"
 
     def __post_init__(self) -> None:
-        check_int("memory_dim", self.memory_dim, at_most=1 << 20)
+        settle_augmenting_layers(self, self.layers, self.augmenting_layers)
+        super().__post_init__()
         check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
         check_choice("gate", self.gate, GATES)
-        layers = self.layers
-        object.__setattr__(self, "layers", check_layers(self.every, layers))
-        object.__setattr__(self, "augmenting_layers", check_other_layers(self.augmenting_layers, layers))
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention of the layers that `layers` or `every` names."""
-        every = 1 if self.every is None and self.layers is None else self.every
-        return chosen_sites(host.sites("joined"), every, self.layers)
 
     def build(self, sites: Sequence[Site]) -> FusedCacheLayers:
         """Return the trainable part for these sites."""
@@ -135,11 +126,6 @@ class FusedCacheLayers(AdapterLayers):
         self.blocks = nn.ModuleDict({str(site.layer): CacheFuser(config, site.sizes) for site in self.sites})
         #: How each layer of the host turns its keys; None if positions enter otherwise. Set by `attach_to`.
         self.rotations: Mapping[int, KeyRotation | None] | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the first layer."""
-        return self.fuser(self.layers[0]).in_proj.weight
 
     def fuser(self, layer: int) -> CacheFuser:
         """Return the block at a host layer."""

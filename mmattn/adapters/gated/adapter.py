@@ -8,7 +8,7 @@ With x (b, l, d) the output of a host layer, M (b, m, e) the memory and α, β g
 Departures from the paper: the block comes after a host layer instead of before the next one (the same point of the
 stack; `position="before"` has it the other way); a gate may be one number, one per head or one per channel; the memory
 is normalised once for all layers; a token that may attend to nothing passes through bit for bit, feed-forward included.
-Norms, position and feed-forward can be those of the models that followed: see `published.py`.
+Norms, position and feed-forward can be those of the models that followed: see `pretrained.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmattn.adapters.base import random_memory
-from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter, as_settings
+from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter
 from mmattn.adapters.gated.block import BlockLayout
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import random_memory, settle_nested
 from mmattn.adapters.text_state import TextState, images_so_far
-from mmattn.core.masks import media
+from mmattn.core.masks import VISIBLE_SEGMENTS, media
 from mmattn.errors import AttachError, ShapeError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
-VISIBLE = ("all", "previous", "latest")
 PARTS = ("decoder", "encoder")
 
 
@@ -81,31 +80,29 @@ class GatedAdapter(SlotAdapter):
     example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
-        as_settings(self, "layout", GatedLayout)
+        settle_nested(self, "layout", GatedLayout)
         super().__post_init__()
-        check_choice("visible_segments", self.visible_segments, VISIBLE)
+        check_choice("visible_segments", self.visible_segments, VISIBLE_SEGMENTS)
         if self.media_token is not None:
             check_int("media_token", self.media_token, at_least=0)
         if self.where is not None:
             check_choice("where", self.where, PARTS)
 
     def offered(self, host: Host) -> list[Site]:
-        """The sites of the part that `where` names."""
+        """Return the sites of the part that `where` names."""
         if self.where is None:
             return super().offered(host)
         sites = [site for site in host.sites(self.position) if site.part == self.where]
         if not sites:
-            raise AttachError(
-                f"where={self.where!r} was asked for, and this host has not both an encoder and a decoder: leave it out"
-            )
+            raise AttachError(f"where={self.where!r} needs a host with an encoder and a decoder: leave it out")
         return sites
 
     def build(self, sites: Sequence[Site]) -> GatedLayers:
-        """The trainable part for these sites."""
+        """Return the trainable part for these sites."""
         return GatedLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """A random memory, of two images where tokens see some of them only."""
+        """Return a random memory, of two images where tokens see some of them only."""
         parts = 1 if self.visible_segments == "all" else 2
         return random_memory(generator, rows, self.memory_dim, parts, self.score_bias)
 
@@ -113,25 +110,22 @@ class GatedAdapter(SlotAdapter):
 class GatedLayers(BlockLayers):
     """The trainable part of one gated adapter on one host."""
 
+    def __init__(self, config: GatedAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self.follows_text = config.visible_segments != "all"
+        self.changes_all = config.layout.feed_forward_all
+
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory that this adapter cannot read."""
         super().check_memory(memory)
         visible = self.config.visible_segments
         if visible != "all" and memory.segments is None:
             images = "latest image" if visible == "latest" else "previous images"
             raise ShapeError(f"tokens see the {images} with adapter {self.name!r}, and the memory has no segments")
 
-    def __init__(self, config: GatedAdapter, sites: Sequence[Site]) -> None:
-        super().__init__(config, sites)
-        self.follows_text = config.visible_segments != "all"
-        self.changes_all = config.layout.feed_forward_all
-
     def why_whole(self) -> str | None:
-        """Return why all slots must be read together: only a whole memory has segments."""
         return super().why_whole() if self.config.visible_segments == "all" else "its tokens see some segments only"
 
     def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
-        """Return which slots each token attends to, (b, 1, l, m) bool: those of the images before it; None for all."""
         if not self.follows_text:
             return None
         images = text.images_begun(self.config.media_token).to(memory.device)
@@ -140,7 +134,6 @@ class GatedLayers(BlockLayers):
         return media(images, segments, self.config.visible_segments).tensor
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
-        """The first token that may see each slot (b, m), the text's length where none may."""
         arrived = super().first_tokens(memory, batch)
         if self.config.visible_segments == "all":
             return arrived
@@ -153,7 +146,7 @@ class GatedLayers(BlockLayers):
 
 
 def first_reaching(counts: Tensor, memory: Memory) -> Tensor:
-    """The first token (b, m) at which the count (b, l) of what has begun exceeds the segment of each slot."""
+    """Return the first token (b, m) at which the count (b, l) of what has begun exceeds the segment of each slot."""
     assert memory.segments is not None
     segments = memory.segments.cpu()
     waiting = counts.cpu()[:, None] <= segments[..., None]

@@ -26,9 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
-from mmattn.adapters.block_adapter import resampler_settings
-from mmattn.adapters.default_sizes import settle_norm
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import JoinedMemory, JoinedSlots, JoinedView
@@ -36,10 +34,11 @@ from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
 from mmattn.adapters.protocols import Host, Site, check_one_row
 from mmattn.adapters.registry import register_adapter
-from mmattn.adapters.resampler import Resampler
+from mmattn.adapters.resampler import Resampler, settle_resampler
+from mmattn.adapters.settings import VectorAdapter, default_norm, settle
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorCache
-from mmattn.errors import check_bool, check_choice, check_int
+from mmattn.errors import check_bool, check_choice
 from mmattn.memory import Memory
 
 PROJECTIONS = ("mlp", "linear")
@@ -47,7 +46,7 @@ PROJECTIONS = ("mlp", "linear")
 
 @register_adapter
 @dataclass(frozen=True)
-class InsertedAdapter:
+class InsertedAdapter(VectorAdapter):
     """Settings of a memory that is inserted as tokens before the text of a causal language model.
 
     Args:
@@ -64,7 +63,6 @@ class InsertedAdapter:
     True
     """
 
-    memory_dim: int
     projection: str = "mlp"
     gate: bool = True
     resampler: Resampler | None = None
@@ -75,11 +73,11 @@ class InsertedAdapter:
     example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
-        check_int("memory_dim", self.memory_dim, at_most=65536)
+        super().__post_init__()
         check_choice("projection", self.projection, PROJECTIONS)
         check_bool("gate", self.gate)
-        resampler_settings(self)
-        settle_norm(self)
+        settle_resampler(self)
+        settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
 
     def sites(self, host: Host) -> list[Site]:
         """Return the attention of every layer."""
@@ -88,10 +86,6 @@ class InsertedAdapter:
     def build(self, sites: Sequence[Site]) -> InsertedLayers:
         """Return the trainable part for these sites."""
         return InsertedLayers(self, sites)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class EmbeddingReader(Protocol):
@@ -132,8 +126,7 @@ class InsertedLayers(AdapterLayers):
     def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         e, d = config.memory_dim, self.sites[0].width
-        self.memory_norm = nn.LayerNorm(e) if config.memory_norm else None
-        self._add_resampler(config.resampler)
+        self._add_reader(config.memory_norm, config.resampler)
         layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
         self.projector = nn.Sequential(*layers)
         self.blocks = nn.ModuleDict({str(layer): JoinSlots(Gate() if config.gate else None) for layer in self.layers})
@@ -144,11 +137,6 @@ class InsertedLayers(AdapterLayers):
         """The host's reader of embeddings, set by `attach_to`."""
         assert self._reader is not None
         return self._reader
-
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the memory's norm, or without one of the projector."""
-        return cast(Tensor, (self.projector[0] if self.memory_norm is None else self.memory_norm).weight)
 
     def recorded_attention(self, layer: int) -> nn.Module:
         """Return the block at a host layer."""
@@ -165,11 +153,7 @@ class InsertedLayers(AdapterLayers):
 
     def read(self, memory: Memory) -> Memory:
         """Return the slots as embeddings (b, m, d) of the host."""
-        read = self._cast_memory(memory)
-        if self.memory_norm is not None:
-            read = read.replace(self.memory_norm(read.tokens))
-        if self.resampler is not None:
-            read = self.resampler(read)
+        read = super().read(memory)
         return read.replace(self.projector(read.tokens))
 
     def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:

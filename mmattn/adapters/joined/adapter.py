@@ -11,9 +11,7 @@ where it stood, and what a layer sees of the text by a window it sees of a memor
 Departures from the paper: the gate, so that a fresh adapter is exactly nothing; the paper's attention is tanh(α) = 1.
 The queries are the host's own, as it turned them to their positions, where the paper trains a copy Wq' of the host's
 query projection: a linear map of the queries of a head would be one of its keys again. With `length_norm`, C of the
-paper's section 3.2, log C − log m is added to the scores of m slots. With `local_window` K and V beside those of the
-memory are those of the last tokens only, the text-to-text interaction of CASA's layers (arXiv 2512.19535): there a
-token sees the memory and what it continues, and all of the text by o alone.
+paper's section 3.2, log C − log m is added to the scores of m slots.
 """
 
 from __future__ import annotations
@@ -26,26 +24,24 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, random_memory
-from mmattn.adapters.default_sizes import settle_norm
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import JoinedVectors
-from mmattn.adapters.layer_choice import check_layers, chosen_sites
 from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.protocols import HeadSizes, Host, Site
+from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import LayeredAdapter, default_norm, settle
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tracing import all_finite, readable
-from mmattn.errors import check_choice, check_float, check_int
-from mmattn.memory import Memory
+from mmattn.errors import check_choice, check_float
 
 GATES = ("scalar", "head")
 
 
 @register_adapter
 @dataclass(frozen=True)
-class JoinedAdapter:
+class JoinedAdapter(LayeredAdapter):
     """Settings of rectangular attention: slots as further keys and values of a language model's own attention.
 
     Args:
@@ -55,8 +51,6 @@ class JoinedAdapter:
         layers: or the explicit list of host layers, counted from 0.
         gate: "scalar" or "head": how many numbers the gate of a layer has.
         length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.
-        local_window: of the text, the last so many tokens share the softmax with the slots, a token itself among them
-            (CASA); None is all that a token sees (KBLaM).
         memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
             than signs.
 
@@ -64,12 +58,8 @@ class JoinedAdapter:
     (1, 3)
     """
 
-    memory_dim: int
-    every: int | None = None
-    layers: tuple[int, ...] | None = None
     gate: str = "scalar"
     length_norm: float | None = None
-    local_window: int | None = None
     memory_norm: bool | None = None
 
     kind: ClassVar[str] = "joined"
@@ -77,26 +67,15 @@ class JoinedAdapter:
     example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
-        check_int("memory_dim", self.memory_dim, at_most=65536)
-        object.__setattr__(self, "layers", check_layers(self.every, self.layers))
+        super().__post_init__()
         check_choice("gate", self.gate, GATES)
         if self.length_norm is not None:
             check_float("length_norm", self.length_norm, at_least=1)
-        if self.local_window is not None:
-            check_int("local_window", self.local_window)
-        settle_norm(self)
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention of the layers that `layers` or `every` names."""
-        return chosen_sites(host.sites("joined"), self.every, self.layers)
+        settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
 
     def build(self, sites: Sequence[Site]) -> JoinedLayers:
         """Return the trainable part for these sites."""
         return JoinedLayers(self, sites)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class JoinedBlock(JoinSlots):
@@ -106,7 +85,7 @@ class JoinedBlock(JoinSlots):
     absorbable = False
 
     def __init__(self, config: JoinedAdapter, size: HeadSizes) -> None:
-        super().__init__(Gate(*((size.num_heads,) if config.gate == "head" else (1,))), config.local_window)
+        super().__init__(Gate(size.num_heads if config.gate == "head" else 1))
         self.num_kv_heads, self.head_dim = size.num_kv_heads, size.head_dim
         self.length_norm = config.length_norm
         self.k_proj = nn.Linear(config.memory_dim, size.num_kv_heads * size.head_dim, bias=False)
@@ -153,13 +132,8 @@ class JoinedLayers(AdapterLayers):
         super().__init__(config, sites)
         # A slot that is there twice weighs twice as much beside the text.
         self.counts_slots = config.length_norm is None
-        self.memory_norm = nn.LayerNorm(config.memory_dim) if config.memory_norm else None
+        self._add_reader(config.memory_norm)
         self.blocks = nn.ModuleDict({str(site.layer): JoinedBlock(config, site.sizes) for site in self.sites})
-
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the memory's norm, or without one of the first block."""
-        return self.kv_projection(self.layers[0]).k_proj.weight if self.memory_norm is None else self.memory_norm.weight
 
     def recorded_attention(self, layer: int) -> nn.Module:
         """Return the block at a host layer, which has no attention of its own."""
@@ -168,11 +142,6 @@ class JoinedLayers(AdapterLayers):
     def kv_projection(self, layer: int) -> JoinedBlock:
         """Return the block at a host layer."""
         return cast(JoinedBlock, self.block(layer))
-
-    def read(self, memory: Memory) -> Memory:
-        """Return the memory as every block attends to it: normalised, if the adapter has a norm."""
-        read = self._cast_memory(memory)
-        return read if self.memory_norm is None else read.replace(self.memory_norm(read.tokens))
 
     def bind_vectors(self, prepared: PreparedMemory) -> JoinedVectors:
         """Bind a memory of vectors that was checked."""

@@ -28,7 +28,6 @@ class ExtraSlots:
     sees: Tensor | None = None
     adapter_scale: float = 1.0
     gate: Tensor | None = None
-    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class HostAttention:
         sees: Tensor | None = None,
         adapter_scale: float = 1.0,
         gate: Tensor | None = None,
-        window: int | None = None,
     ) -> HostAttention:
         """Return this attention with further slots."""
         if self.options.get("cache") is not None:
@@ -84,7 +82,7 @@ class HostAttention:
                 "keys and values of a memory are joined with those of a paged cache where the host's attention is "
                 "'sdpa': host.set_attn_implementation('sdpa')"
             )
-        return replace(self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate, window)))
+        return replace(self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate)))
 
     def result(self) -> tuple[Tensor, Any]:
         """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
@@ -112,7 +110,7 @@ class HostAttention:
                 f"the attention of {type(self.module).__name__} is more than a softmax of scaled scores "
                 f"({', '.join(more)}), and its weights are not recorded"
             )
-        x = self._with_shared()._widened([slots], slots.window)
+        x = self._with_shared()._widened([slots])
         b, h, l, m = x.query.shape[0], x.query.shape[1], x.query.shape[2], x.key.shape[2]
         allowed = bias = None
         if x.mask is not None:
@@ -135,7 +133,7 @@ class HostAttention:
         """Return `out` plus the change by gated slots of `full`, the attention without them."""
         # Dropout drawn again would take the random numbers of later layers.
         options = {"dropout": 0.0} if "dropout" in self.options else {}
-        joined, _ = self._widened([slots], slots.window)._call(**options)
+        joined, _ = self._widened([slots])._call(**options)
         wide = torch.promote_types(gate.dtype, out.dtype)
         share = slots.adapter_scale * gate.to(out.device, wide)
         changed = (out.to(wide) + share[..., None] * (joined.to(wide) - full.to(wide))).to(out.dtype)
@@ -146,11 +144,9 @@ class HostAttention:
         shared = [one for one in reversed(self.slots) if one.gate is None]
         return self._widened(shared) if shared else self
 
-    def _widened(self, slots: Sequence[ExtraSlots], window: int | None = None) -> HostAttention:
+    def _widened(self, slots: Sequence[ExtraSlots]) -> HostAttention:
         """Return this attention with slots in front of its keys and values."""
-        own = self._text_mask(window is not None or any(one.mask is not None for one in slots))
-        if own is not None and window is not None:
-            own = _near(own, window)
+        own = self._text_mask(any(one.mask is not None for one in slots))
         rows = self.query.shape[0]
 
         def joined(slots: Sequence[Tensor], text: Tensor) -> Tensor:
@@ -205,11 +201,11 @@ class HostAttention:
 
 
 class JoinSlots(nn.Module):
-    """Adds slots, with an optional gate and window, to the attention of one layer; its weights can be recorded."""
+    """Adds slots, with an optional gate, to the attention of one layer; its weights can be recorded."""
 
-    def __init__(self, gate: Gate | None = None, window: int | None = None) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
         super().__init__()
-        self.gate, self.window = gate, window
+        self.gate = gate
 
     def forward(
         self,
@@ -224,7 +220,7 @@ class JoinSlots(nn.Module):
         """Return the attention with slots (`HostAttention.join`); on request also their weights (b, h, l, m)."""
         mask = self.score_mask(attention_mask, key.shape[2])
         gate = None if self.gate is None else self.gate()
-        joined = x.join(key, value, mask, sees, adapter_scale, gate, self.window)
+        joined = x.join(key, value, mask, sees, adapter_scale, gate)
         return (joined, x.weights(joined.slots[-1])) if return_weights else joined
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
@@ -238,14 +234,6 @@ def _any(masks: Any) -> Tensor:
     for other in others:
         first = first | other
     return first
-
-
-def _near(mask: Tensor, window: int) -> Tensor:
-    """Return a mask (b, h, l, m) of which each token attends to the last `window` keys that it did."""
-    allowed = mask > -1e4 if mask.is_floating_point() else mask
-    near = allowed & (allowed.flip(-1).cumsum(-1).flip(-1) <= window)
-    # A plain softmax adds its mask to the scores, which a boolean one would not hide.
-    return mask.masked_fill(~near, torch.finfo(mask.dtype).min) if mask.is_floating_point() else near
 
 
 def _added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:

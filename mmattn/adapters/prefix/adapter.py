@@ -103,11 +103,6 @@ class PrefixLayers(AdapterLayers):
         #: How the host turns keys to other positions, by layer; None if it cannot. Set by `attach_to`.
         self.rotations: Mapping[int, KeyRotation | None] | None = None
 
-    @property
-    def weight(self) -> Tensor:
-        """The keys of the first layer."""
-        return self.prefix(self.layers[0]).keys
-
     def attention(self, layer: int) -> nn.Module:
         """Return the block at a host layer."""
         return self.block(layer)

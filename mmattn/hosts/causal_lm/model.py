@@ -11,10 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.cache_argument import CACHE_NAMES, given_cache
 from mmattn.adapters.inserted.adapter import EmbeddingReader
 from mmattn.adapters.key_rotation import KeyRotation
-from mmattn.adapters.language_models import depth_of, device_of, embeddings_of, text_config, width_of
+from mmattn.adapters.language_models import (
+    CACHE_NAMES,
+    depth_of,
+    device_of,
+    embeddings_of,
+    given_cache,
+    text_config,
+    width_of,
+)
 from mmattn.adapters.packed_text import PACKING_NAMES, packed_text
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.cache_argument import given_cache
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.language_models import device_of, embeddings_of, given_cache, text_config
 from mmattn.adapters.packed_text import BOUNDARIES, PackedText
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError

@@ -7,7 +7,6 @@ recorded. Transformers with joint attention such as Stable Diffusion 3 otherwise
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class TextHeads(KeyValueProjection):
     """
 
     def __init__(self, attn: Any) -> None:
-        super().__init__(attn.to_k, attn.to_v, **asdict(head_size(attn)), memory_dim=attn.to_k.in_features)
+        super().__init__(attn.to_k, attn.to_v, **head_size(attn).heads(), memory_dim=attn.to_k.in_features)
         # Not a module of ours: it stays where it is in the host.
         self.__dict__["attn"] = attn
 

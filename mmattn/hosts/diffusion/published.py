@@ -256,7 +256,7 @@ class SD3Layout(PublishedLayout):
         )
         if len(attention_names(self.model.host)) != len(self.model.layer_names):
             raise ConfigError("blocks of the host have two attention layers each: it is for another base model")
-        return JointDecoupledAdapter(state["perceiver.proj_in.weight"].shape[1], resampler)
+        return JointDecoupledAdapter(state["perceiver.proj_in.weight"].shape[1], resampler=resampler)
 
     def complete(self, state: Tensors) -> Tensors:
         """Return the state with gates of 1."""

@@ -86,9 +86,6 @@ def rectangular(
                     scores = capped(keys @ q * scaling, options)
                     if block.length_norm is not None:
                         scores = scores + math.log(block.length_norm) - math.log(len(slots))
-                    if block.window is not None:
-                        far = torch.arange(key.shape[2]) <= token - block.window
-                        text = text.masked_fill(far, -torch.inf)
                     share = torch.cat([scores, text]).softmax(0)
                     shares[row, head, token, : len(slots)] = share[: len(slots)]
                     both = share @ torch.cat([values, value[row, group]])

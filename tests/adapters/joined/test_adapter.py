@@ -69,8 +69,8 @@ def test_others_are_refused_by_name(family: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gate": "head", "length_norm": 7.0}, {"local_window": 3}],
-    ids=["plain", "by head, normed", "local"],
+    [{}, {"gate": "head", "length_norm": 7.0}],
+    ids=["plain", "by head, normed"],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "gpt_neox", "qwen3", "cohere", "smollm3"])
 def test_against_the_slow_definition(family: str, settings: dict[str, Any]) -> None:

@@ -179,14 +179,14 @@ def test_what_is_no_ip_adapter_is_not_written_as_one(tmp_path):
     path = tmp_path / "ip.safetensors"
     with pytest.raises(ConditionError, match="save_adapter"):
         tiny_transformers.attach(make(FLUX), tokens=2).save_ip_adapter(path)
-    settings = JointDecoupledAdapter(MEMORY_DIM, TimedResampler(3, 1, 16, 1, 64, 2, 8))
+    settings = JointDecoupledAdapter(MEMORY_DIM, resampler=TimedResampler(3, 1, 16, 1, 64, 2, 8))
     gated = mmattn.attach(make(SD3), settings)
     with pytest.raises(ConditionError, match="gates"):
         gated.save_ip_adapter(path)
     assert not path.exists()
 
 
-JOINT = JointDecoupledAdapter(MEMORY_DIM, TimedResampler(3, 2, 16, 2, 8, 2, 8))
+JOINT = JointDecoupledAdapter(MEMORY_DIM, resampler=TimedResampler(3, 2, 16, 2, 8, 2, 8))
 BLOCK = mmattn.DecoupledAdapter(MEMORY_DIM, tokens=2, layout=DecoupledLayout(slot_dim=10, bias=True, added_to="block"))
 
 

@@ -7,16 +7,17 @@ registered, sizes are bounded before a tensor is created, and no text may be a p
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-import types
-import typing
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.errors import AdapterFileError, AttachError, MmattnError
+from mmattn.errors import AdapterFileError, AttachError
+from mmattn.storage.json_files import validated
 
 FORMAT = "mmattn-adapter"
 FORMAT_VERSION = 1
@@ -71,11 +72,12 @@ def _or_none(rule: Callable[[object], bool]) -> Callable[[object], bool]:
 
 def _are_layers(value: object) -> bool:
     fits = _size(0, MAX_LAYERS - 1)
-    return isinstance(value, list) and 0 < len(value) <= MAX_LAYERS and all(map(fits, value)) and _rises(value)
-
-
-def _rises(values: list[int]) -> bool:
-    return all(a < b for a, b in zip(values, values[1:], strict=False))
+    return (
+        isinstance(value, list)
+        and 0 < len(value) <= MAX_LAYERS
+        and all(map(fits, value))
+        and value == sorted(set(value))
+    )
 
 
 # Field: (is it needed, what it must satisfy, the same in words).
@@ -192,49 +194,20 @@ def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
         raise AdapterFileError(
             f"adapter_config.json is of kind {_short(kind)}, and registered are {', '.join(map(repr, kinds))}; {hint}"
         )
-    return _build(f"adapter_config.json, {kind} adapter", kinds[kind], config["adapter"])
-
-
-def _build(what: str, cls: type, settings: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise AdapterFileError(f"{what} has settings unknown here: {_short(unknown[:5])}; known are {', '.join(known)}")
-    values = {name: _convert(f"{what}, {name}", value, hints[name]) for name, value in settings.items()}
+    what = f"adapter_config.json, {kind} adapter"
     try:
-        return cls(**values)
-    except (MmattnError, TypeError, ValueError) as error:
+        read = validated(what, _settings_of(kinds[kind]), json.dumps({"adapter": config["adapter"]}).encode())
+    except TypeError as error:
         raise AdapterFileError(f"{what}: {error}") from error
+    return read.adapter
 
 
-def _convert(what: str, value: Any, hint: Any) -> Any:
-    """Convert a JSON value to the type of a field: a list to a tuple, an object to the dataclass of the hint."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if isinstance(value, dict):
-            if dataclasses.is_dataclass(origin):
-                return _build(what, typing.cast(type, origin), value)
-        elif isinstance(value, list):
-            if isinstance(origin, type) and issubclass(origin, typing.cast(type, typing.Sequence)):
-                item = next((kind for kind in typing.get_args(option) if kind is not Ellipsis), Any)
-                return tuple(_convert(what, one, item) for one in value)
-        elif _is_plain(value, option, origin):
-            return value
-    raise AdapterFileError(f"{what} must be of type {_words(hint)}, got {_short(value)}")
+@lru_cache(maxsize=64)
+def _settings_of(kind: type) -> Any:
+    """Return a model of pydantic that holds the settings of one kind, and nothing that they have no field for."""
+    from pydantic import ConfigDict, create_model
 
-
-def _is_plain(value: Any, option: Any, origin: Any) -> bool:
-    if origin is typing.Literal:
-        return value in typing.get_args(option) and isinstance(value, str)
-    if value is None:
-        return option in (None, type(None), Any)
-    return origin is Any or type(value) is origin or (origin is float and type(value) is int)
-
-
-def _words(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "").replace("mmattn.", "")
+    return create_model("Settings", __config__=ConfigDict(extra="forbid"), adapter=(kind, ...))
 
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -245,16 +218,17 @@ def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> Non
     has = {
         name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (tuple(x[0]), x[1]) for name, x in given.items()
     }
-    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another dtype": []}
-    problems["unexpected"] = [name[:200] for name in has if name not in expected]
-    for name, (shape, dtype) in expected.items():
-        if name not in has:
-            problems["missing"].append(name)
-            continue
-        if tuple(shape) != has[name][0]:
-            problems["of another shape"].append(f"{name} {list(has[name][0])}, needed {list(shape)}")
-        if dtype != has[name][1]:
-            problems["of another dtype"].append(f"{name} {_dtype(has[name][1])}, needed {_dtype(dtype)}")
+    both = [(name, *has[name], tuple(shape), dtype) for name, (shape, dtype) in expected.items() if name in has]
+    problems = {
+        "missing": [name for name in expected if name not in has],
+        "unexpected": [name[:200] for name in has if name not in expected],
+        "of another shape": [
+            f"{name} {list(shape)}, needed {list(needed)}" for name, shape, _, needed, _ in both if shape != needed
+        ],
+        "of another dtype": [
+            f"{name} {_dtype(dtype)}, needed {_dtype(needed)}" for name, _, dtype, _, needed in both if dtype != needed
+        ],
+    }
     lines = [
         f"{len(names)} {words} ({'; '.join(names[:5])}{'; ...' if len(names) > 5 else ''})"
         for words, names in problems.items()

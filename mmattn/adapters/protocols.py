@@ -18,9 +18,6 @@ from mmattn.memory import Memory
 
 POSITIONS = ("before", "after", "inside", "joined")
 
-#: What is added by an adapter is multiplied by this: one number, or one for each row.
-Scale = float | Tensor
-
 
 @dataclass(frozen=True)
 class HeadSizes:
@@ -132,6 +129,8 @@ KeepFinite = Callable[[Tensor, Tensor], Tensor]
 class BoundMemory(ABC):
     """The memory of one call, bound to the adapter that reads it: what `AdapterLayers.bind` returns.
 
+    What a kind does not support raises ConditionError, as the methods here do.
+
     Attributes:
         name: of the adapter.
         rows: rows of the memory; None fits any text.
@@ -156,40 +155,24 @@ class BoundMemory(ABC):
         """
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return everything that a whole text attends to as one `Memory`, for experiments with other contents.
-
-        Raises:
-            ConditionError: there is no such memory.
-        """
+        """Return everything that a whole text attends to as one `Memory`, for experiments with other contents."""
         raise ConditionError(f"adapter {self.name!r} reads no Memory whose contents could be exchanged")
 
     def shareable(self) -> object:
-        """Return the object that `model.prepare` hands out for many calls.
-
-        Raises:
-            ConditionError: the memory belongs to one call.
-        """
+        """Return the object that `model.prepare` hands out for many calls."""
         raise ConditionError(
             f"the memory of adapter {self.name!r} belongs to one call: give it to each call as memory="
         )
 
     def hide_arrivals(self) -> None:
-        """Make `step` read `text.arrivals`, for a call with `arrived=`.
-
-        Raises:
-            ConditionError: the slots are not read one by one.
-        """
+        """Make `step` read `text.arrivals`, for a call with `arrived=`."""
         raise ConditionError(
             f"arrived= hides slots of a Memory, and adapter {self.name!r} does not read its slots one by one: leave "
             "it out"
         )
 
     def for_request(self) -> BoundMemory | None:
-        """Return the memory for a request of continuous batching, or None if it has no slots.
-
-        Raises:
-            ConditionError: the tokens of this adapter see a part of the memory only.
-        """
+        """Return the memory for a request of continuous batching, or None if it has no slots."""
         raise ConditionError(
             f"adapter {self.name!r} must know the text of each request to choose what it attends to, and continuous "
             "batching does not tell it: use generate"
@@ -211,24 +194,13 @@ class BoundMemory(ABC):
         """Compute the inputs of a compiled host, outside of its graph."""
 
     def check_graph(self) -> None:  # noqa: B027
-        """Refuse results of a compiled host for which weights or memory were edited too late.
-
-        Raises:
-            ConditionError: they were edited since `prepare_graph`.
-        """
+        """Raise ConditionError if weights or memory were edited since `prepare_graph`, too late for a compiled host."""
 
     def check_rows(self, text: TextState) -> None:
-        """Check that rows of text are rows of memory, or inside `generate` the beams of them.
-
-        Raises:
-            ShapeError: they are not.
-        """
+        """Raise ShapeError unless rows of text are rows of memory, or inside `generate` the beams of them."""
         rows, ours = text.rows, self.rows
-        if ours is None or rows == ours:
+        if ours is None or rows == ours or any(rows == times * ours for times in text.expansions):
             return
-        for times in text.expansions:
-            if rows == times * ours:
-                return
         hint = f"; to share one memory between all rows say memory.expand({rows})" if ours == 1 else ""
         if text.packed is not None:
             raise ShapeError(
@@ -270,18 +242,10 @@ class AdapterConfig(Protocol):
         """e, width of the memory; 0 where it is no vectors."""
 
     def sites(self, host: Host) -> list[Site]:
-        """Return the sites of this host at which the adapter acts.
-
-        Raises:
-            AttachError: the host has no such layers.
-        """
+        """Return the sites of this host at which the adapter acts; AttachError if it has no such layers."""
 
     def build(self, sites: Sequence[Site]) -> nn.Module:
         """Return the trainable part for these sites, an `AdapterLayers`."""
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> object:
-        """Return a random memory that this adapter can read, some of its slots masked.
-
-        Raises:
-            ConfigError: none can be made up for this kind.
-        """
+        """Return a random memory that this adapter can read, some slots masked; ConfigError if none can be made up."""

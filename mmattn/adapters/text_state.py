@@ -78,14 +78,13 @@ class TextState:
     timestep: Tensor | None = None
 
     def rows_of(self, tokens: Tensor) -> list[int]:
-        """The rows, or documents, in which some tokens are that are no padding."""
+        """Return the rows, or documents, that hold some tokens (b, l) which are no padding."""
         number, mask = torch.arange(len(tokens), device=tokens.device)[:, None], self.attention_mask
         if self.packed is not None:
             number = self.packed.numbers.to(tokens.device)[:, -tokens.shape[1] :]
         elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens.shape[1]:
             number = number.where(mask[:, -tokens.shape[1] :].to(tokens.device).bool(), -1)
-        found = number.expand(tokens.shape)[tokens]
-        return [row for row in found.unique().tolist() if row >= 0]
+        return [row for row in number.expand(tokens.shape)[tokens].unique().tolist() if row >= 0]
 
     @property
     def input_ids(self) -> Tensor | None:
@@ -100,29 +99,37 @@ class TextState:
                 "what this adapter reads depends on the whole text, and only a part of the host was called: call the "
                 "object that was given to attach"
             )
-        generation = self.generation
-        mask = self.attention_mask if generation is None else generation.mask
-        total = None if self.past is None else self.past + self.length
-        if total is None and generation is not None:
-            embedded = 0 if self.prompt is None or not self.prompt.is_floating_point() else self.prompt.shape[1]
-            total = embedded + generation.ids.shape[1]
-        if mask is None and total is not None:
-            real = torch.ones(self.rows, total, dtype=torch.bool, device=self.inputs.device)
-        elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == total:
-            real = mask.bool()
-        else:
-            given = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            past = "an unknown number" if self.past is None else self.past
-            raise ConditionError(
-                f"which tokens of the whole text are real must be known: this forward has {self.length} tokens after "
-                f"{past} in the cache, and attention_mask is {given}; give it as (b, all tokens so far), or use "
-                "generate"
-            )
-        ids = self.inputs if generation is None else generation.ids
-        if generation is not None and ids.shape[1] != total and self.prompt is not None:
-            # A prompt that is prefilled in chunks is prepared chunk by chunk.
-            ids = self.prompt[:, :total].repeat_interleave(self.rows // self.prompt.shape[0], 0)
+        real, ids = self._real_tokens(), self.inputs
+        if self.generation is not None:
+            ids = self.generation.ids
+            if ids.shape[1] != real.shape[1] and self.prompt is not None:
+                # A prompt that is prefilled in chunks is prepared chunk by chunk.
+                ids = self.prompt[:, : real.shape[1]].repeat_interleave(self.rows // self.prompt.shape[0], 0)
         return real, ids if ids.shape == real.shape and not ids.is_floating_point() else None
+
+    def _length_so_far(self) -> int | None:
+        """Return the number of tokens of the text so far, or None."""
+        if self.past is not None:
+            return self.past + self.length
+        if self.generation is None:
+            return None
+        embedded = self.prompt is not None and self.prompt.is_floating_point()
+        return self.generation.ids.shape[1] + (self.prompt.shape[1] if embedded and self.prompt is not None else 0)
+
+    def _real_tokens(self) -> Tensor:
+        """Return which tokens of the text so far are real, (b, t) bool."""
+        total = self._length_so_far()
+        mask = self.attention_mask if self.generation is None else self.generation.mask
+        if mask is None and total is not None and self.inputs is not None:
+            return torch.ones(self.rows, total, dtype=torch.bool, device=self.inputs.device)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == total:
+            return mask.bool()
+        actual = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        past = "an unknown number" if self.past is None else self.past
+        raise ConditionError(
+            f"which tokens of the whole text are real must be known: attention_mask is {actual}, for {self.length} "
+            f"tokens after {past} in the cache; give it as (b, all tokens so far), or use generate"
+        )
 
     def images_begun(self, media_token: int | None) -> Tensor:
         """Count the images begun at or before each token of this forward, (b, l)."""

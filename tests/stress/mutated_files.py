@@ -202,10 +202,10 @@ class Folder:
 
 
 def says(found: Any, settings: Any) -> bool:
-    """Whether settings were loaded as a file has them; one that it leaves out, within a layout too, has its default."""
+    """Return whether settings were loaded as a file has them; null and what it leaves out stand for the default."""
     if isinstance(found, dict) and isinstance(settings, dict):
         return all(name in found and says(found[name], value) for name, value in settings.items())
-    return json.dumps(found) == json.dumps(settings)
+    return settings is None or (found == settings and isinstance(found, bool) == isinstance(settings, bool))
 
 
 @dataclass

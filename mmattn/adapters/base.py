@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.prepared_memory import PreparedMemory, prepared_memory
-from mmattn.adapters.projected_memory import ProjectedMemory
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, Site
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.adapters.text_state import TextState
@@ -45,6 +45,7 @@ class AdapterLayers(nn.Module):
         follows_text: the slots that a token attends to depend on the text.
         changes_all: blocks change tokens that attend to nothing, too.
         adds_to_block: "inside" attention, it adds to the output of the block around the attention.
+        view: what the tokens of a forward attend to, of projected vectors.
         separable: its slots can be attended to in parts, so that a memory may be shared, streamed or searched.
     """
 
@@ -59,6 +60,7 @@ class AdapterLayers(nn.Module):
     follows_text = False
     changes_all = False
     separable = False
+    view: type[ProjectedView] = ProjectedView
 
     def __init__(self, config: Any, sites: Sequence[Site]) -> None:
         super().__init__()
@@ -93,13 +95,8 @@ class AdapterLayers(nn.Module):
         return self.blocks[str(layer)]
 
     def attention(self, layer: int) -> Any:
-        """Return the attention over the memory at host layer `layer`, a `CrossAttention` or `MemoryHeads`, or None."""
+        """Return the module that attends to the memory at host layer `layer`, whose weights are recorded, or None."""
         return None
-
-    def recorded_attention(self, layer: int) -> nn.Module | None:
-        """Return the module whose attention weights are recorded at host layer `layer`, or None."""
-        attention: nn.Module | None = self.attention(layer)
-        return attention
 
     def kv_projection(self, layer: int) -> Any:
         """Return the module that projects keys and values for host layer `layer`."""

@@ -150,15 +150,12 @@ class BlockLayers(AdapterLayers):
         )
 
     def block(self, layer: int) -> GatedBlock:
-        """Return the block at host layer `layer`."""
         return cast(GatedBlock, self.blocks[str(layer)])
 
     def attention(self, layer: int) -> CrossAttention:
-        """Return the cross-attention of the block at host layer `layer`."""
         return self.block(layer).attention
 
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory that this adapter cannot read."""
         super().check_memory(memory)
         if self.score_bias and memory.scores is None:
             raise ShapeError(f"adapter {self.name!r} was made with score_bias=True and the memory has no scores")

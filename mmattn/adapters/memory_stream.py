@@ -110,7 +110,6 @@ class StreamMemory(BoundMemory):
         self.name, self.rows = adapter.name, shared.batch
 
     def step(self, text: TextState) -> ProjectedView:
-        """Return what this forward attends to."""
         with self.stream.stream.lock:
             window = StreamWindow(self.stream.stream, *self.stream.window(text))
             bound = self.adapter.bind_vectors(window)
@@ -119,7 +118,6 @@ class StreamMemory(BoundMemory):
             return bound.see(text)
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return the slots of now."""
         return self.stream.stream.memory()
 
 

@@ -26,7 +26,6 @@ class ProjectedView(View):
         self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """Return the output of a block for hidden states x, in a host layer."""
         out: Tensor = block(
             x,
             self.projected[layer],
@@ -47,25 +46,21 @@ class VectorMemory(BoundMemory):
         self.unchecked = None if prepared.memory.finite_checked else prepared.memory
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return the memory itself."""
         return self.prepared.memory.detach()
 
     def shareable(self) -> PreparedMemory:
-        """Return the prepared memory."""
         return self.prepared
 
     def sources(self) -> list[Tensor]:
-        """Return the tensors of the memory."""
         return self.prepared.memory.tensors()
 
 
 class ProjectedMemory(VectorMemory):
     """A prepared memory whose keys and values are projected for each layer."""
 
-    view = ProjectedView
-
     def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
         super().__init__(prepared, adapter)
+        self.view: type[ProjectedView] = adapter.view
         self.follows_text = adapter.follows_text
         self._graph: GraphInputs | None = None
         self._graph_version: TensorVersion | None = None
@@ -87,7 +82,6 @@ class ProjectedMemory(VectorMemory):
         return view
 
     def see(self, text: TextState) -> ProjectedView:
-        """Compute what this forward attends to."""
         prepared, adapter = self.prepared, self.adapter
         layers = adapter.layers if text.layer is None else (text.layer,)
         graph = self._graph if torch.compiler.is_compiling() and not self._may_not_cache() else None
@@ -111,7 +105,6 @@ class ProjectedMemory(VectorMemory):
         return self.view(projected, rule, seen)
 
     def hide_arrivals(self) -> None:
-        """Make `step` hide the slots that have not arrived."""
         if self.adapter.resampler is not None:
             super().hide_arrivals()
         self.follows_text = True
@@ -119,18 +112,15 @@ class ProjectedMemory(VectorMemory):
     # Continuous batching ---------------------------------------------------------------------------------------------
 
     def for_request(self) -> BoundMemory:
-        """Return this memory, which must be of one row."""
         if self.follows_text:
             super().for_request()
         check_one_row(self)
         return self
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        """Return the memories of all requests in one step of continuous batching."""
         return RequestMemories(self.name, requests, join, keep)
 
     def projected(self) -> list[Tensor]:
-        """Return keys, values and biases that are not known to be finite."""
         return [tensor for one in self.project_all().values() for tensor in one.unchecked()]
 
     def project_all(self) -> dict[int, KeyValue]:
@@ -147,7 +137,6 @@ class ProjectedMemory(VectorMemory):
     # Compiled hosts --------------------------------------------------------------------------------------------------
 
     def prepare_graph(self) -> None:
-        """Compute the inputs of a compiled host, where they may be cached."""
         if torch.compiler.is_compiling() or self._may_not_cache():
             return
         self.check_graph()
@@ -246,7 +235,6 @@ class RequestsView(View):
         self.views, self._keep = views, keep
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """Apply an adapter to x (1, l, d) at a site."""
         out = x
         for view in self.views:
             out = view.apply(out, block, layer, adapter_scale)

@@ -23,7 +23,6 @@ class SearchedView(View):
         self.adapter, self.entries, self.per_query = adapter, entries, per_query
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
-        """Return the output of a block for hidden states x, in a host layer."""
         projection = self.adapter.attention(layer).kv_proj
         slots = SearchedSlots(
             partial(self._search, projection),
@@ -61,14 +60,12 @@ class BoundSearch(BoundMemory):
         self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
 
     def step(self, text: TextState) -> SearchedView:
-        """Return what this forward attends to."""
         self.check_rows(text)
         if torch.compiler.is_compiling():
             raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
         return SearchedView(self.adapter, self.entries, self.per_query)
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return all entries, for each row of the text."""
         memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)
         if not self.adapter.score_bias:
             return memory

@@ -40,12 +40,10 @@ class PartedMemory(BoundMemory):
         self.shared = self.shareable()
 
     def shareable(self) -> SharedMemory | ShardedMemory:
-        """Return the memory with its parts prepared."""
         first, last = self.parts[0].prepared, self.parts[-1].prepared
         return SharedMemory(first, last) if self.group is None else ShardedMemory(last, self.group)
 
     def step(self, text: TextState) -> ProjectedView:
-        """Return what this forward attends to."""
         views = [part.step(text) for part in self.parts]
         seen = None
         if all(one.seen is not None for one in views):
@@ -61,13 +59,11 @@ class PartedMemory(BoundMemory):
         return self.parts[-1].view(projected, views[-1].attention_mask, seen)
 
     def for_request(self) -> BoundMemory:
-        """Refuse: a request has a memory of one part."""
         raise ConditionError(
             "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
         )
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return all slots as one memory."""
         if self.group is not None:
             raise ConditionError("the slots of this memory lie in several processes: examine it in one")
         memories = [part.as_memory(text) for part in self.parts]

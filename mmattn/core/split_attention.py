@@ -40,7 +40,6 @@ class KeyValueParts(AttendableMemory):
     group: ProcessGroup | None = None
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
-        """Return the attention of queries (b, h, l, k) over all parts."""
         if self.group is not None and return_weights:
             raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
         queries = sum_gradients(q, self.group)

@@ -356,9 +356,7 @@ class AdaptedModel(NamedAdapters):
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Return the modules that attend to a memory, by adapter and layer of the host."""
         named = ((name, self.adapter(name)) for name in self.adapters)
-        attentions = {
-            (name, layer): adapter.recorded_attention(layer) for name, adapter in named for layer in adapter.layers
-        }
+        attentions = {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
         return {site: attention for site, attention in attentions.items() if attention is not None}
 
     def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:

@@ -71,7 +71,7 @@ def attribute(
     if not model.predicts_tokens:
         raise ConditionError(f"attribute explains tokens of a language model, got {type(model).__name__}: use record()")
     adapter = model.adapter(name)
-    if all(adapter.recorded_attention(layer) is None for layer in adapter.layers):
+    if all(adapter.attention(layer) is None for layer in adapter.layers):
         raise ConditionError(
             f"adapter {name!r} (kind {adapter.config.kind!r}) has no weights over a memory to be drawn: compare calls "
             "with other memories"

@@ -87,7 +87,6 @@ class ChunkedLayers(BlockLayers):
         return super().read(memory if memory.segments is None else by_chunk(memory))
 
     def bind_memory(self, memory: object, host: nn.Module) -> ChunkMemory:
-        """Bind neighbours of chunks: a memory with segments, or a function that finds them."""
         if isinstance(memory, Neighbours):
             return ChunkMemory(memory, self)
         if callable(memory) and not isinstance(memory, (Memory, PreparedMemory, Tensor)):

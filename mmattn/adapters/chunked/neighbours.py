@@ -86,7 +86,6 @@ class MemoryNeighbours(Neighbours):
         self._numbers = TensorCache()
 
     def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
-        """Return where the neighbours of each chunk are."""
         assert self.prepared is not None
         memory = self.prepared.memory
         numbers: dict[Chunk, int] = self._numbers.get(
@@ -97,7 +96,6 @@ class MemoryNeighbours(Neighbours):
         return [None if row is None else (self.prepared, row) for row in rows]
 
     def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
-        """Return the memory itself."""
         assert self.prepared is not None
         return self.prepared.memory.detach()
 
@@ -196,7 +194,6 @@ class ChunkMemory(BoundMemory):
         return self.shared
 
     def as_memory(self, text: TextState) -> Memory:
-        """Return the neighbours of a whole text as one memory with segments."""
         return self.neighbours.as_memory(text, self.adapter)
 
 

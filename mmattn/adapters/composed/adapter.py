@@ -150,7 +150,6 @@ class AugmentedMemory(BoundMemory):
         return AugmentedView(read, self.adapter)
 
     def as_memory(self, text: TextState) -> Memory:
-        """Raise ConfigError: the states change with the text."""
         raise ConfigError(
             f"adapter {self.name!r} reads the states of another model, which no other memory can stand for: give a "
             "batch with a memory for the other adapters"

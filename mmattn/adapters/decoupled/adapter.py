@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.projected_memory import ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler, settle_resampler
@@ -157,16 +156,11 @@ class DecoupledView(ProjectedView):
         return heads * adapter_scale
 
 
-class DecoupledMemory(ProjectedMemory):
-    """A prepared memory bound to a decoupled adapter."""
-
-    view = DecoupledView
-
-
 class DecoupledLayers(AdapterLayers):
     """The trainable part of one decoupled adapter on one host."""
 
     separable = True
+    view = DecoupledView
 
     def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -187,12 +181,7 @@ class DecoupledLayers(AdapterLayers):
                     nn.init.zeros_(parameter)
 
     def attention(self, layer: int) -> DecoupledBlock:
-        """Return the block beside attention layer `layer` of the host."""
         return cast(DecoupledBlock, self.block(layer))
-
-    def bind_vectors(self, prepared: PreparedMemory) -> DecoupledMemory:
-        """Bind a memory of vectors that was checked."""
-        return DecoupledMemory(prepared, self)
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:

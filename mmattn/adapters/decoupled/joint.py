@@ -121,7 +121,6 @@ class JointDecoupledLayers(AdapterLayers):
         return Memory(tokens, mask, check_finite=False), time
 
     def bind_vectors(self, prepared: PreparedMemory) -> TimedMemory:
-        """Bind a memory of vectors that was checked."""
         return TimedMemory(prepared, self)
 
 
@@ -131,7 +130,6 @@ class TimedMemory(VectorMemory):
     follows_text = True
 
     def step(self, text: TextState) -> TimedView:
-        """Return the memory at the time step of this forward."""
         timestep = text.timestep
         if timestep is None:
             raise ConditionError(

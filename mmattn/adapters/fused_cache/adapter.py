@@ -132,11 +132,9 @@ class FusedCacheLayers(AdapterLayers):
         return cast(CacheFuser, self.block(layer))
 
     def read(self, memory: Memory) -> Memory:
-        """Raise ShapeError: the memory is a cache."""
         raise ShapeError(_NO_CACHE.format(name=self.name, memory="a Memory"))
 
     def bind_memory(self, memory: object, host: nn.Module) -> FusedMemory:
-        """Bind the prompts that an augmenting model has read."""
         if not isinstance(memory, AugmentedPrompt):
             raise ShapeError(_NO_CACHE.format(name=self.name, memory=type(memory).__name__))
         deepest = max(self.augmenting_layers.values())
@@ -174,7 +172,6 @@ class FusedMemory(BoundMemory):
         self._cache = KeyValueCache(tuple)
 
     def step(self, text: TextState) -> FusedView:
-        """Return which tokens of the text so far were read."""
         if text.packed is not None:
             raise ConditionError(
                 f"adapter {self.name!r} fuses what was read of the beginning of a row, and packed rows hold several "
@@ -216,11 +213,9 @@ class FusedMemory(BoundMemory):
         return changes
 
     def shareable(self) -> object:
-        """Return the prompts as they were read."""
         return self.shared
 
     def as_memory(self, text: TextState) -> Memory:
-        """Raise ConditionError: the prompts are a part of keys and values of the host."""
         raise ConditionError(
             f"adapter {self.name!r} fuses the cache of another model into that of the host, which is no Memory: "
             "compare calls with what was read of other prompts, or without"
@@ -263,7 +258,6 @@ class FusedView(View):
         return positions
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
-        """Return the attention of a layer with the fused keys and values of the prompt."""
         # A window that is cut to its length holds the last tokens only.
         first = max(0, self.real.shape[1] - x.key.shape[2])
         if first >= self.numbers.shape[1]:

@@ -126,8 +126,13 @@ FAMILIES = {
     ),
 }
 
+_GATES = ("alpha_cross_attn", "alpha_dense", "cross_attn_attn_gate", "cross_attn_mlp_gate", "attn_gate", "ff_gate")
 # Old files keep the rotary table of a class that the cross-attention shares and does not use.
 _UNUSED = "cross_attn.rotary_emb.inv_freq"
+
+
+#: By number of a block, its tensors: from their name within the block to the full name.
+Blocks = dict[int, dict[str, str]]
 
 
 def read_published(
@@ -140,96 +145,105 @@ def read_published(
     num_heads: int | None = None,
     source: str = "the state dict",
 ) -> tuple[GatedAdapter, dict[str, Tensor]]:
-    """The settings and weights of the gated blocks among the tensors of a published model.
-
-    Tensors of other parts (text, vision, resampler) are ignored.
-    """
+    """Return settings and weights of the gated blocks among the tensors of a published model, whose rest is ignored."""
     known = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
-    prefix, blocks, others = _find_blocks(family, known, tensors, source)
-    normed = any(name in block for block in blocks.values() for name in known.norms)
-    names = {**known.names, **(known.norms if normed or family == "mllama" else {})}
-    missing = [block[""] + name for block in blocks.values() for name in names if name not in block]
-    strange = [block[name] for block in blocks.values() for name in block if name and name not in names]
-    refuse_keys(source, f"the gated cross-attention of {family}", missing, strange)
+    blocks, others = _find_blocks(family, known, tensors, source)
+    normed = family == "mllama" or any(name in block for block in blocks.values() for name in known.norms)
+    names = {**known.names, **(known.norms if normed else {})}
+    missing = [_prefix(block) + name for block in blocks.values() for name in names if name not in block]
+    unknown = [block[name] for block in blocks.values() for name in block if name not in names]
+    refuse_keys(source, f"the gated cross-attention of {family}", missing, unknown)
     layers = _layers(family, sorted(blocks), others, host.depth, source)
     lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
     first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
-    sizes = _sizes(known, first, host, num_heads, f"{source} ({prefix}…)")
-    epsilon = _epsilon(known, host, source)
     adapter = GatedAdapter(
-        **sizes,
+        **_sizes(known, first, host, num_heads, source),
         layers=layers,
         position="before",
-        layout=GatedLayout(**known.layout, **epsilon, memory_norm=False),
+        layout=GatedLayout(**known.layout, **_epsilon(known, host, source), memory_norm=False),
         visible_segments=visible_segments,
         media_token=media_token,
     )
     with torch.device("meta"):
         sites = [Site(layer, "before", "", host.width, torch.device("meta")) for layer in layers]
-        own = adapter.build(sites).state_dict()
+        shapes = {name: value.shape for name, value in adapter.build(sites).state_dict().items()}
+    by_layer = {layer: blocks[number] for layer, number in zip(layers, sorted(blocks), strict=True)}
+    return adapter, _weights(names, by_layer, tensors, shapes, source)
+
+
+def _weights(
+    names: Mapping[str, tuple[str, ...]],
+    blocks: Blocks,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    source: str,
+) -> dict[str, Tensor]:
+    """Return the tensors of blocks by host layer under our names and in our shapes; refuse those that do not fit."""
     state: dict[str, Tensor] = {}
     wrong = []
-    for layer, number in zip(layers, sorted(blocks), strict=True):
+    for layer, block in blocks.items():
         for theirs, all_ours in names.items():
-            name, ours = blocks[number][theirs], [f"blocks.{layer}.{one}" for one in all_ours]
-            value, shape = tensors[name], own[ours[0]].shape
-            needed = _published_shape(ours[0], tuple(shape), len(ours))
-            if tuple(value.shape) != needed or not value.is_floating_point():
-                wrong.append(f"{name} {list(value.shape)} of {value.dtype}, needed {list(needed)} of floating point")
+            value, ours = tensors[block[theirs]], [f"blocks.{layer}.{one}" for one in all_ours]
+            shape = shapes[ours[0]]
+            # Gates have one number, or one for each channel, in axes of their own.
+            needed = (shape[0] * len(ours), *shape[1:]) if shape else (1,)
+            actual = value.shape[-1:] if theirs in _GATES and value.shape[:-1].numel() == 1 else value.shape
+            if tuple(actual) != needed or not value.is_floating_point():
+                wrong.append(f"{block[theirs]} {list(value.shape)} of {value.dtype}, needed {list(needed)} floats")
                 continue
-            check_values(name, value)
+            check_values(block[theirs], value)
             state.update(zip(ours, (part.reshape(shape) for part in value.chunk(len(ours))), strict=True))
     if wrong:
         raise AdapterFileError(
             f"{source}: {len(wrong)} tensors do not fit: {'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}; the "
             "host must be the model's own text part"
         )
-    return adapter, state
+    return state
 
 
-def _find_blocks(
-    family: str, known: Family, tensors: Mapping[str, Tensor], source: str
-) -> tuple[str, dict[int, dict[str, str]], int]:
-    """The prefix of the names of the blocks; by number the full names of their tensors; the number of other layers.
-
-    The names of a block are listed by their name within it, and under "" is their common prefix.
-    """
-    layers: dict[tuple[str, int], dict[str, str]] = {}
+def _find_blocks(family: str, known: Family, tensors: Mapping[str, Tensor], source: str) -> tuple[Blocks, int]:
+    """Return the blocks by number, and the number of other layers."""
+    layers: dict[str, Blocks] = {}
     for name in tensors:
         matched = known.block.fullmatch(name)
         if matched is not None and matched[3] != _UNUSED:
-            block = layers.setdefault((matched[1], int(matched[2])), {"": name[: matched.start(3)]})
-            block[matched[3]] = name
-    blocks = {key: block for key, block in layers.items() if any(name.startswith(known.marker) for name in block)}
-    prefixes = sorted({prefix for prefix, _ in blocks})
-    if len(prefixes) != 1:
-        what = f"several models ({prefixes})" if prefixes else f"no gated cross-attention of {family}"
+            layers.setdefault(matched[1], {}).setdefault(int(matched[2]), {})[matched[3]] = name
+    models = {}
+    for prefix, numbered in layers.items():
+        blocks = {n: block for n, block in numbered.items() if any(name.startswith(known.marker) for name in block)}
+        if blocks:
+            models[prefix] = blocks
+    if len(models) != 1:
+        what = f"several models ({sorted(models)})" if models else f"no gated cross-attention of {family}"
         raise AdapterFileError(f"{source} holds {what}, searched for by the names {known.block.pattern!r}")
-    others = sum(prefix == prefixes[0] for prefix, _ in layers) - len(blocks)
-    return prefixes[0], {number: block for (_, number), block in blocks.items()}, others
+    ((prefix, blocks),) = models.items()
+    return blocks, len(layers[prefix]) - len(blocks)
+
+
+def _prefix(block: Mapping[str, str]) -> str:
+    name, full = next(iter(block.items()))
+    return full.removesuffix(name)
 
 
 def _layers(family: str, numbers: list[int], others: int, depth: int, source: str) -> tuple[int, ...]:
-    """The numbers of the host layers that the blocks come before."""
+    """Return the numbers of the host layers that the blocks come before."""
+    count, layers = len(numbers), tuple(numbers)
     if family == "idefics":
         # Block i comes before layer i · interval.
-        count = len(numbers)
         if numbers != list(range(count)) or depth % count:
             raise AdapterFileError(f"{source} has blocks {numbers}, which do not divide the {depth} layers of the host")
         return tuple(number * depth // count for number in numbers)
-    layers = tuple(numbers)
     if family == "mllama":
         # Blocks are numbered among the layers, and the host has only the others: count its layers without blocks.
         layers = tuple(number - before for before, number in enumerate(numbers))
         if others not in (0, depth) or len(set(layers)) != len(layers):
             raise AdapterFileError(
-                f"{source} has cross-attention layers {numbers} and {others} others: the host must have exactly "
-                f"those others, and this one has {depth} layers; no two cross-attention layers may follow each other"
+                f"{source} has cross-attention layers {numbers}, no two of which may follow each other, and {others} "
+                f"others, which must be those of the host; it has {depth} layers"
             )
     if layers[-1] >= depth:
         raise AdapterFileError(
-            f"{source} has blocks {numbers}, the last before layer {layers[-1]}, and this host has layers 0 to "
-            f"{depth - 1}"
+            f"{source} has blocks {numbers}, the last before layer {layers[-1]}; this host has layers 0 to {depth - 1}"
         )
     return layers
 
@@ -237,59 +251,43 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
 def _sizes(
     known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str
 ) -> dict[str, Any]:
-    """The settings that follow from the shapes of a block and from the host."""
-    q, k = first["attention.q_proj.weight"], first["attention.kv_proj.k_proj.weight"]
-    up = first["feed_forward.up.weight"]
+    """Return the settings that follow from the shapes of a block and from the host."""
+    q, k, up = (first[f"{name}.weight"] for name in ("attention.q_proj", "attention.kv_proj.k_proj", "feed_forward.up"))
     if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
         raise AdapterFileError(f"{source}: the projections must be matrices, got {[list(m.shape) for m in (q, k, up)]}")
     if q.shape[1] != host.width:
         raise AdapterFileError(f"{source} is for a text model {q.shape[1]} wide, and this host is {host.width} wide")
     norm = first.get("attention.q_norm.weight")
-    rows = q.shape[0]
+    rows, kv_rows = q.shape[0], k.shape[0] // max(len(stacked) for stacked in known.names.values())
+    head_dim = known.head_dim or rows // (host.num_heads or 1)
     if num_heads is not None:
         head_dim = rows // check_int("num_heads", num_heads)
     elif norm is not None:
         head_dim = norm.numel()
-    else:
-        head_dim = known.head_dim or rows // (host.num_heads or 1)
-    kv_rows = k.shape[0] // max(len(stacked) for stacked in known.names.values())
     if not head_dim or rows % head_dim or kv_rows % head_dim:
         raise AdapterFileError(
             f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
         )
-    heads, kv_heads = rows // head_dim, kv_rows // head_dim
-    settings = {
+    multiple = up.shape[0] / host.width
+    return {
         "memory_dim": k.shape[1],
-        "num_heads": heads,
+        "num_heads": rows // head_dim,
         "head_dim": head_dim,
-        "num_kv_heads": None if kv_heads == heads else kv_heads,
-        "feed_forward": _multiple(up.shape[0], host.width),
+        "num_kv_heads": None if kv_rows == rows else kv_rows // head_dim,
+        # int(feed_forward · width) is the hidden width.
+        "feed_forward": multiple if int(multiple * host.width) == up.shape[0] else math.nextafter(multiple, math.inf),
         "gate": "channel" if first["gate.gate"].numel() > 1 else "scalar",
         "qk_norm": norm is not None,
     }
-    return settings
 
 
 def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, Any]:
-    """The epsilon of RMSNorm, that of the text model, for families that have the norm."""
+    """Return the epsilon of RMSNorm, that of the text model, for families that have the norm."""
     if known.layout.get("norm") != "rms":
         return {}
     if host.norm_eps is None or host.activation not in ("silu", "swish"):
         raise AdapterFileError(
-            f"{source} takes RMSNorm's epsilon and the activation from its text model; this host has epsilon "
-            f"{host.norm_eps} and activation {host.activation!r}, and only SwiGLU can be represented"
+            f"{source} needs a text model with RMSNorm and SwiGLU; this host has epsilon {host.norm_eps} and "
+            f"activation {host.activation!r}"
         )
     return {"norm_eps": host.norm_eps}
-
-
-def _published_shape(ours: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The published shape of a tensor that has `shape` here."""
-    if ours.endswith(".gate"):
-        return (1, 1, *shape) if shape else (1,)
-    return (shape[0] * parts, *shape[1:])
-
-
-def _multiple(hidden: int, width: int) -> float:
-    """`feed_forward` such that int(feed_forward · width) is `hidden`."""
-    multiple = hidden / width
-    return multiple if int(multiple * width) == hidden else math.nextafter(multiple, math.inf)

@@ -138,8 +138,7 @@ class InsertedLayers(AdapterLayers):
         assert self._reader is not None
         return self._reader
 
-    def recorded_attention(self, layer: int) -> nn.Module:
-        """Return the block at a host layer."""
+    def attention(self, layer: int) -> nn.Module:
         return self.block(layer)
 
     @torch.no_grad()
@@ -152,12 +151,10 @@ class InsertedLayers(AdapterLayers):
         last.weight.mul_(self.reader.embedding_size() / max(float(size), 1e-12))
 
     def read(self, memory: Memory) -> Memory:
-        """Return the slots as embeddings (b, m, d) of the host."""
         read = super().read(memory)
         return read.replace(self.projector(read.tokens))
 
     def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
-        """Bind a memory of vectors that was checked."""
         return InsertedMemory(prepared, self)
 
     def attach_to(self, host: Any) -> None:
@@ -200,7 +197,6 @@ class InsertedMemory(VectorMemory, JoinedMemory):
     follows_text = True
 
     def step(self, text: TextState) -> JoinedView:
-        """Return what this forward attends to."""
         self.check_text(text)
         return JoinedView(self._slots_for(text.cache, bool(text.past)).repeated(text.rows // max(self.rows or 1, 1)))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,6 @@ class JoinedBlock(JoinSlots):
         absorb: bool = False,
         queries: int | None = None,
     ) -> KeyValue:
-        """Compute keys and values of a memory (b, m, e), with the arguments of `KeyValueProjection.project`."""
         keys, values = (
             projection(memory).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
             for projection in (self.k_proj, self.v_proj)
@@ -111,7 +110,6 @@ class JoinedBlock(JoinSlots):
         return KeyValue(keys.contiguous(), values.contiguous(), mask, finite=finite)
 
     def projecting_parameters(self) -> list[Tensor]:
-        """Return the weights that `project` uses."""
         return [self.k_proj.weight, self.v_proj.weight]
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
@@ -135,14 +133,8 @@ class JoinedLayers(AdapterLayers):
         self._add_reader(config.memory_norm)
         self.blocks = nn.ModuleDict({str(site.layer): JoinedBlock(config, site.sizes) for site in self.sites})
 
-    def recorded_attention(self, layer: int) -> nn.Module:
-        """Return the block at a host layer, which has no attention of its own."""
+    def attention(self, layer: int) -> nn.Module:
         return self.block(layer)
 
-    def kv_projection(self, layer: int) -> JoinedBlock:
-        """Return the block at a host layer."""
-        return cast(JoinedBlock, self.block(layer))
-
     def bind_vectors(self, prepared: PreparedMemory) -> JoinedVectors:
-        """Bind a memory of vectors that was checked."""
         return JoinedVectors(prepared, self)

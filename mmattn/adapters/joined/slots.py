@@ -157,11 +157,9 @@ class JoinedMemory(BoundMemory):
 
     @property
     def slots(self) -> JoinedSlots:
-        """A row for each row of text."""
         return self._slots
 
     def step(self, text: TextState) -> JoinedView:
-        """Return what this forward attends to."""
         self.check_text(text)
         return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
 
@@ -180,24 +178,19 @@ class JoinedMemory(BoundMemory):
             )
 
     def shareable(self) -> object:
-        """Return the object that the slots are of."""
         return self.shared
 
     def for_request(self) -> JoinedMemory | None:
-        """Return this memory, which must be of one row."""
         check_one_row(self)
         return self
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        """Return the memories of all requests in one step of continuous batching."""
         return JoinedRequests(requests, self.name)
 
     def projected(self) -> list[Tensor]:
-        """Return keys and values of every layer."""
         return self.slots.tensors()
 
     def as_memory(self, text: TextState) -> Memory:
-        """Raise ConditionError: keys and values differ by layer."""
         raise ConditionError(
             f"adapter {self.name!r} puts keys and values that differ by layer before the text, which are no Memory: "
             "compare calls with other passages or prefixes, or without"
@@ -220,7 +213,6 @@ class JoinedVectors(ProjectedMemory):
         return JoinedView(repeated, None if visible is None else visible[:, 0].to(slots.mask.device))
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        """Return the memories of all requests in one step of continuous batching."""
         return JoinedRequests(requests, self.name)
 
 
@@ -270,7 +262,6 @@ class Capture(BoundMemory, View):
         self.windows: dict[int, int | None] = {}
 
     def step(self, text: TextState) -> Capture:
-        """Return itself: one forward is recorded."""
         return self
 
     def shift_positions(self, positions: Tensor) -> Tensor:

@@ -92,11 +92,9 @@ class PassageLayers(AdapterLayers):
         return cast(Tensor, self.place)
 
     def attention(self, layer: int) -> nn.Module:
-        """Return the block at a host layer."""
         return self.block(layer)
 
     def read(self, memory: Memory) -> Memory:
-        """Raise ShapeError: nothing here reads vectors."""
         raise ShapeError(_NO_PASSAGES.format(name=self.name, memory="a Memory"))
 
     def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:

@@ -104,7 +104,6 @@ class PrefixLayers(AdapterLayers):
         self.rotations: Mapping[int, KeyRotation | None] | None = None
 
     def attention(self, layer: int) -> nn.Module:
-        """Return the block at a host layer."""
         return self.block(layer)
 
     def prefix(self, layer: int) -> PrefixBlock:
@@ -165,11 +164,9 @@ class PrefixLayers(AdapterLayers):
         return JoinedSlots(keys, values, place < counts[:, None] * p, place.expand(len(numbers), -1), counts * p)
 
     def read(self, memory: Memory) -> Memory:
-        """Raise ShapeError: prefixes are weights."""
         raise ShapeError(f"adapter {self.name!r} (kind 'prefix') reads no vectors: give the numbers of its prefixes")
 
     def bind_memory(self, memory: object, host: nn.Module) -> PrefixMemory:
-        """Bind the numbers of the prefixes of each row."""
         return PrefixMemory(PrefixRows.of(memory, self.config.num_prefixes, self.name), self)
 
     def attach_to(self, host: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
 from mmattn.adapters.settings import NARROW, default_heads
-from mmattn.errors import ConfigError, ShapeError
+from mmattn.errors import ShapeError
 from mmattn.inspect.trial import shuffled
 from tests import tiny, tiny_unets
 
@@ -132,16 +132,6 @@ def test_files_have_the_numbers_of_heads(tmp_path: Path) -> None:
     assert (written["num_heads"], written["head_dim"]) == (attention.num_heads, attention.head_dim) == (2, 16)
     assert (written["resampler"]["num_heads"], written["resampler"]["head_dim"]) == (1, 24)
     assert mmattn.load(small_host(), tmp_path).adapter("default").config == model.adapter("default").config
-
-
-def test_heads_that_are_asked_for() -> None:
-    host = small_host(hidden_size=1024, num_attention_heads=8)
-    for given, want in (({}, (8, 64)), ({"num_heads": 4}, (4, 64)), ({"head_dim": 32}, (8, 32))):
-        attention = mmattn.attach(host, mmattn.GatedAdapter(24, every=2, **given)).adapter("default").attention(1)
-        assert (attention.num_heads, attention.head_dim) == want
-        mmattn.hosts.ownership.adapted(host).unload()
-    with pytest.raises(ConfigError, match="num_kv_heads must divide num_heads, got 3 and 8"):
-        mmattn.attach(host, mmattn.GatedAdapter(24, every=2, num_kv_heads=3))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mmattn
-from tests import tiny, tiny_unets
+from tests import tiny
 from tests.tiny import assert_close, differs
 
 ROWS = 3
@@ -70,18 +70,6 @@ def test_inference_mode_and_training_share_a_prepared_memory(model, ids, first):
 
 
 @torch.no_grad()
-def test_prepared_in_inference_mode_and_used_outside(model, ids):
-    memory = tiny.memory(ROWS)
-    with torch.inference_mode():
-        prepared = model.prepare(memory)
-        want = model(ids, memory=prepared).logits
-    assert torch.equal(model(ids, memory=prepared).logits, want)
-    with torch.enable_grad():
-        model(ids, labels=ids, memory=prepared).loss.backward()
-    assert all(one.grad is not None for one in model.adapters.parameters())
-
-
-@torch.no_grad()
 def test_two_hosts_share_a_prepared_memory(ids):
     """Adapters of one name, each with its own weights and its own precision, in turns."""
     memory = tiny.memory(ROWS)
@@ -103,59 +91,6 @@ def test_two_hosts_share_a_prepared_memory(ids):
             with precise(torch.bfloat16):
                 inside = model(ids, memory=memory).logits
                 assert torch.equal(model(ids, memory=prepared).logits, inside)
-
-
-@pytest.mark.parametrize("kind", ["chunked", "bank"])
-@torch.no_grad()
-def test_other_kinds_of_memory_under_every_precision(kind, ids):
-    if kind == "chunked":
-        settings = mmattn.ChunkedAdapter(
-            memory_dim=tiny.MEMORY_DIM, chunk_size=3, layers=(0, 2), num_heads=2, head_dim=8
-        )
-        model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings))
-        segments = torch.tensor([[0, 0, 0, 1, 1]]).expand(ROWS, -1)
-        memory = mmattn.Memory(tiny.memory(ROWS).tokens, segments=segments)
-        prepared = model.prepare(memory)
-    else:
-        model = tiny.attach(tiny.make("llama"))
-        bank, hits = model.bank(tiny.memory(7)), torch.tensor([[0, 5], [3, 2], [6, 6]])
-        memory, prepared = None, bank.gather(hits)
-    want = {}
-    for name, dtype in DTYPES.items():
-        with precise(dtype):
-            want[name] = model(ids, memory=bank.gather(hits) if memory is None else memory).logits
-    for name in ("bf16", "fp16", "none", "bf16", "none", "fp16"):
-        with precise(DTYPES[name]):
-            assert torch.equal(model(ids, memory=prepared).logits, want[name]), name
-
-
-@torch.no_grad()
-def test_a_host_that_is_cast_between_two_calls(model, ids):
-    memory = tiny.memory(ROWS)
-    prepared = model.prepare(memory)
-    first = model(ids, memory=prepared).logits
-    model.to(torch.bfloat16)
-    second = model(ids, memory=prepared).logits
-    assert second.dtype == torch.bfloat16 and torch.equal(second, model(ids, memory=memory).logits)
-    model.to(torch.float32)
-    third = model(ids, memory=prepared).logits
-    assert torch.equal(third, model(ids, memory=memory).logits) and differs(third[None], first[None], 1e-4)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(DTYPES)), ids="-".join)
-@torch.no_grad()
-def test_a_unet_under_every_precision(order):
-    """Also its own text, where that goes through the core."""
-    model, memory = tiny_unets.attach(tiny_unets.make()).use_core(), mmattn.Memory(tiny.memory(ROWS).tokens)
-    args, kwargs = tiny_unets.given()
-    want = {}
-    for name, dtype in DTYPES.items():
-        with precise(dtype):
-            want[name] = model(*args, memory=memory, **kwargs).sample
-    with model.condition(memory):
-        for name in (*order, *order):
-            with precise(DTYPES[name]):
-                assert torch.equal(model.host(*args, **kwargs).sample, want[name]), name
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from tests.core.random_inputs import (
     K,
     L,
     M,
-    close,
     compare_attend as compare,
     make_heads as make,
 )
@@ -120,24 +119,6 @@ def test_bias(shape, dtype):
     bias = (2 * torch.randn(shape)).to(dtype).requires_grad_()
     compare((*make(dtype, 6, 2), bias))
     compare((*make(dtype, 6, 2), bias), mask=MASK, attention_mask=RULE)
-
-
-@pytest.mark.parametrize("shape", [(), (6, 1, 1), (B, 6, L, 1)])
-def test_the_same_bias_on_every_slot_changes_nothing(shape):
-    q, k, v = (tensor.detach() for tensor in make(torch.float64, 6, 2))
-    for backend in BACKENDS:
-        bias = torch.randn(shape, dtype=torch.float64)
-        close(attend(q, k, v, bias=bias, mask=MASK, backend=backend), attend(q, k, v, mask=MASK, backend=backend))
-
-
-def test_bias_of_every_beam():
-    bias = torch.randn(B * 3, 6, L, M).requires_grad_()
-    compare((*make(torch.float32, 6, 2, beams=3), bias), beams=3, mask=MASK)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.05, 3.0])
-def test_scale(scale):
-    compare(make(torch.float32), scale=scale, mask=MASK)
 
 
 def test_default_scale_is_one_over_root_k():

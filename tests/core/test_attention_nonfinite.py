@@ -68,14 +68,6 @@ def test_a_bias_that_hides_all(dtype, h, g, beams, backend):
         assert torch.isfinite(weights).all() and not weights[hidden.expand_as(weights)].any()
 
 
-def test_a_bias_that_overflows_hides():
-    """What is -inf in the dtype of the queries hides, and a NaN in a bias is nobody's mask."""
-    q, k, v = (tensor.detach() for tensor in make_heads(torch.float16))
-    for backend in BACKENDS:
-        assert torch.isfinite(attend(q, k, v, bias=torch.full((M,), -1e30), backend=backend)).all()
-        assert attend(q, k, v, bias=torch.full((M,), math.nan), backend=backend).isnan().all()
-
-
 # ---- slots that only some queries may look at
 
 BEFORE, FIRST_SIX = torch.ones(L, M, dtype=torch.bool).tril(M - L - 1), torch.arange(M).expand(B, M) < 6
@@ -228,30 +220,3 @@ def test_scores_of_masked_slots_change_nothing(layout, options, rule, garbage, o
     assert results[0][0].any()
     for left, right in zip(*results, strict=True):
         assert torch.isfinite(left).all() and torch.equal(left, right)
-
-
-@pytest.mark.parametrize("once", [False, True], ids=["in the call", "projected once"])
-@pytest.mark.parametrize("layout,options", CASES, ids=str)
-def test_a_score_of_minus_infinity_hides_its_slot(layout, options, once, monkeypatch):
-    """As a mask does, with and without weights: a row of such scores gives exactly 0, the output bias included."""
-    force(monkeypatch, layout)
-    layer = make_layer(torch.float64, score_bias=True, **options)
-    x, memory = (torch.randn(B, length, width, dtype=torch.float64) for length, width in ((L, D), (M, E)))
-    scores, half = torch.randn(B, M, dtype=torch.float64), torch.ones_like(MASK)
-    half[0, 5:] = False
-    results = []
-    for mask, given in ((MASK & half, scores), (half, scores.masked_fill(~MASK, -math.inf))):
-        for weights in (False, True):
-            leaf = memory.clone().requires_grad_()
-            if once:
-                held = layer.project(leaf, mask=mask, scores=given, absorb="absorbed" in layout)
-                out = layer(x, held, return_weights=weights)
-            else:
-                out = layer(x, leaf, mask=mask, scores=given, return_weights=weights)
-            out = out[0] if isinstance(out, tuple) else out
-            assert not out[1].any() and out[0].any()
-            results.append([out, *gradients(out, [leaf, *layer.parameters()], torch.ones_like(out))])
-    for other in results[1:]:
-        for left, right in zip(results[0], other, strict=True):
-            assert torch.isfinite(right).all()
-            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)

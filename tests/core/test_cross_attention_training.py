@@ -115,23 +115,6 @@ def test_a_trainable_projector_learns(layout, mode, monkeypatch):
     assert expected.any() and torch.equal(projector.weight.grad, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_parameter_learns_after_an_evaluation(layout, monkeypatch):
-    """Nothing is kept from a call without gradients that a later call with them would read."""
-    force(monkeypatch, layout)
-    layer = make(score_bias=True, bias=False, out_bias=True)
-    x, memory = data()
-    given_ = {"mask": MASK, "scores": torch.randn(B, M)}
-    with torch.no_grad():
-        before = layer(x, memory, **given_)
-    layer(x, memory, **given_).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and parameter.grad.any(), name
-        with torch.no_grad():
-            parameter -= 0.1 * parameter.grad
-    assert not torch.allclose(layer(x, memory, **given_), before, atol=1e-3)
-
-
 def test_a_wrapped_projection_is_used_as_it_is(monkeypatch):
     """A projection that somebody replaced (LoRA) is called, not read around."""
 

@@ -40,12 +40,6 @@ class TestSinusoidal:
                 assert float(made[row, 2 * i]) == pytest.approx(math.sin(angle), abs=2e-7)
                 assert float(made[row, 2 * i + 1]) == pytest.approx(math.cos(angle), abs=2e-7)
 
-    def test_any_shape_and_fractions(self) -> None:
-        places = torch.rand(2, 3, 5) * 100
-        made = positions.sinusoidal(places, 14)
-        assert made.shape == (2, 3, 5, 14)
-        assert torch.equal(made[1, 2, 3], positions.sinusoidal(places[1, 2, 3], 14))
-
 
 class TestLearned:
     def test_looks_up_and_trains_only_what_was_used(self) -> None:
@@ -57,14 +51,6 @@ class TestLearned:
         made.sum().backward()
         assert table.weight.grad is not None
         assert table.weight.grad[:, 0].tolist() == [2, 0, 2, 0, 0, 0, 2]
-
-    def test_starts_small_and_different(self) -> None:
-        weight = positions.Learned(97, 53).weight.detach()
-        assert float(weight.std()) == pytest.approx(0.02, rel=0.1)
-        assert len(weight.unique(dim=0)) == 97
-
-    def test_no_positions(self) -> None:
-        assert positions.Learned(7, 5)(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 5)
 
 
 class TestRotary:
@@ -160,13 +146,6 @@ class TestRotary:
             turn(torch.randn(x), torch.zeros(places, dtype=torch.long))
 
 
-def test_grid_is_row_by_row() -> None:
-    places = positions.grid(3, 5)
-    assert places.tolist() == [[row, column] for row in range(3) for column in range(5)]
-    patches = torch.randn(2, 3, 5)
-    assert torch.equal(patches[:, places[:, 0], places[:, 1]], patches.flatten(1))
-
-
 class TestAlibi:
     @pytest.mark.parametrize("h", [1, 2, 3, 5, 7, 8, 11, 12, 16, 25, 32, 71, 128])
     def test_slopes_equal_bloom_and_mpt(self, h: int) -> None:
@@ -193,9 +172,6 @@ class TestAlibi:
         for head in range(h):
             for i in range(l):
                 assert bias[head, i].tolist() == [-float(slopes[head]) * abs(i + offset - j) for j in range(m)]
-
-    def test_offset_continues_where_the_cache_ends(self) -> None:
-        assert torch.equal(positions.alibi(3, 2, 13, offset=11), positions.alibi(3, 13, 13)[:, 11:])
 
 
 @pytest.mark.parametrize(

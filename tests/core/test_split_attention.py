@@ -141,14 +141,6 @@ def test_a_part_that_nothing_sees() -> None:
     assert all(one.isfinite().all() for one in parts.gradients(out, torch.ones_like(out)))
 
 
-def test_not_a_number_reaches_those_who_look() -> None:
-    parts = make(rows=3)
-    with torch.no_grad():
-        parts.own[1, 2] = float("nan")
-    out = parts.split()
-    assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
-
-
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_the_log_sum_exp_and_its_gradients(backend: str | None) -> None:
     """Of each kernel, against the definition: a query's scores, written out."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmattn import CrossAttention, SelfAttention, attend, masks, positions
+from mmattn import attend, positions
 from mmattn.core.tracing import may_read, readable
-from mmattn.errors import MaskError
 from tests.core.random_inputs import MASK, RULE, B, D, E, L, M, make_heads, make_layer
 
 OPTIONS: list[dict] = [
@@ -130,37 +129,3 @@ def test_a_layer(options: dict) -> None:
     with mode:
         assert layer(**moved(given, mode.from_tensor)).shape == (B, L, D)
     assert layer.to("meta")(**moved(given, lambda tensor: tensor.to("meta"))).shape == (B, L, D)
-
-
-def test_text_on_meta_tensors() -> None:
-    layer = SelfAttention(D, 6, head_dim=8, rotary=positions.Rotary(8), bias=True, device="meta")
-    x, mask = torch.randn(B, L, D, device="meta"), MASK[:, :L].to("meta")
-    assert layer(x, mask=mask).shape == layer(x, mask=mask, bias=torch.zeros(L, device="meta")).shape == (B, L, D)
-
-
-def test_masks_that_cannot_be_read_are_converted_unread() -> None:
-    """A converter checks the values where there are any."""
-    mode = FakeTensorMode()
-    ways: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
-        (masks.from_huggingface, torch.ones(B, M)),
-        (masks.from_additive, torch.zeros(B, M)),
-        (masks.from_key_padding, MASK),
-        (lambda lengths: masks.padding(lengths, M).tensor, torch.tensor([3, 5])),
-        (positions.Learned(M, D).to("meta"), torch.zeros(B, L, dtype=torch.long)),
-    ]
-    for way, given in ways:
-        shape = way(given.to("meta")).shape
-        if not isinstance(way, positions.Learned):
-            assert torch.vmap(way)(torch.stack([given, given])).shape == (2, *shape)
-            with mode:
-                assert way(mode.from_tensor(given)).shape == shape
-
-
-def test_the_ordinary_way_is_left_by_nothing_else() -> None:
-    """After a transform values are read again."""
-    q, k, v = heads()
-    torch.vmap(lambda mask: attend(q, k, v, mask=mask))(MASK[None])
-    assert may_read(MASK)
-    with pytest.raises(MaskError, match="other values"):
-        masks.from_huggingface(torch.full((B, M), 2))
-    assert isinstance(CrossAttention(D, E, 1), torch.nn.Module)

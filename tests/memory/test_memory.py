@@ -173,11 +173,6 @@ def test_joining_refuses(verb):
         verb([full(), TOKENS])
 
 
-def test_cat_refuses_other_rows():
-    with pytest.raises(ShapeError, match=r"\[3, 2\]"):
-        Memory.cat([full(), full()[:2]])
-
-
 def test_expand_shares_one_row_without_a_copy():
     one = full()[0]
     shared = one.expand(11)
@@ -216,24 +211,6 @@ def test_rows_that_are_not_there():
     for pick in (3, -4, [3], torch.tensor([-4]), torch.tensor([True])):
         with pytest.raises(IndexError):
             full()[pick]
-
-
-def test_to_changes_floats_only():
-    memory = full()
-    half = memory.to(torch.float16)
-    assert half.tokens.dtype == half.scores.dtype == torch.float16
-    assert half.mask.dtype == torch.bool and half.segments.dtype == torch.long and half.sources == memory.sources
-    assert memory.to("cpu") is memory
-    assert memory.tokens.dtype == torch.float32, "the original stays as it was"
-    assert memory.to("meta").mask.device.type == "meta"
-
-
-def test_detach_leaves_the_graph():
-    memory = Memory(torch.randn(B, M, E, requires_grad=True), scores=torch.randn(B, M, requires_grad=True))
-    assert memory.tokens.requires_grad
-    alone = memory.detach()
-    assert not alone.tokens.requires_grad and not alone.scores.requires_grad
-    assert torch.equal(alone.tokens, memory.tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -288,10 +265,3 @@ def test_a_memory_does_not_share_its_sources():
     sources[0][0] = "changed"
     memory[1].sources[0][0] = "changed"
     assert memory.sources == [["a"] * M for _ in range(B)]
-
-
-def test_real_slots_are_the_mask_or_all():
-    mask = torch.tensor([[True, False, True]])
-    assert Memory(torch.zeros(1, 3, 2), mask).real_slots() is mask
-    real = Memory(torch.zeros(2, 3, 5)).real_slots()
-    assert real.dtype is torch.bool and real.shape == (2, 3) and real.all()

@@ -101,16 +101,6 @@ def test_nothing_of_the_shared_part_is_copied() -> None:
     assert 0 < parts.shared.nbytes() + parts.own.nbytes() < 0.1 * whole.nbytes()
 
 
-def test_a_unet(tiny_unet: Any) -> None:
-    model, sample, text = tiny_unet
-    torch.manual_seed(0)
-    shared, own = torch.randn(1, 7, 24), torch.randn(2, 3, 24)
-    whole = mmattn.Memory(torch.cat([shared.expand(2, -1, -1), own], 1))
-    wanted = model(sample, 3, text, memory=whole).sample
-    assert tiny.differs(wanted, model(sample, 3, text, memory=mmattn.Memory(own)).sample, 1e-4)
-    tiny.assert_close(model(sample, 3, text, memory=SharedMemory(shared, own)).sample, wanted, 1e-5)
-
-
 def test_what_is_refused() -> None:
     shared, own, _ = memories()
     with pytest.raises(ShapeError, match="what all rows share is one row, got 3"):
@@ -131,29 +121,6 @@ def test_what_is_refused() -> None:
     ]
     with pytest.raises(ConditionError, match="see some segments only"):
         model(tiny.text(3), memory=SharedMemory(*pair))
-
-
-@pytest.fixture
-def tiny_unet() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        in_channels=2,
-        out_channels=2,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=20,
-        norm_num_groups=4,
-        attention_head_dim=4,
-    )
-    model = mmattn.attach(unet.eval(), mmattn.DecoupledAdapter(memory_dim=24, start="nothing", tokens=2))
-    for parameter in model.adapters.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model, torch.randn(2, 2, 8, 8), torch.randn(2, 5, 20)
 
 
 @pytest.mark.slow

@@ -61,16 +61,6 @@ def test_streamed_is_offline(family: str, setting: dict[str, Any], window: int |
     assert torch.equal(written[:, prompt.shape[1] :], streamed.argmax(-1))
 
 
-def test_generating_under_boundaries() -> None:
-    model, slots, prompt = tiny.attach(tiny.make("llama")), frames(9), tiny.text(2)
-    arrived = torch.arange(prompt.shape[1]).expand(2, -1) + 1
-    with torch.no_grad():
-        written = model.generate(prompt, memory=slots, arrived=arrived, window=3, **GREEDY)
-        last = arrived[:, -1:].expand(-1, NEW - 1)
-        whole = model(written[:, :-1], memory=slots, arrived=torch.cat([arrived, last], 1), window=3).logits
-    assert torch.equal(whole[:, prompt.shape[1] - 1 :].argmax(-1), written[:, prompt.shape[1] :])
-
-
 def test_training_under_boundaries() -> None:
     """Against forwards of each prefix with what had arrived; gradients reach the slots that were seen."""
     model, ids = tiny.attach(tiny.make("llama")), tiny.text(2)
@@ -142,20 +132,6 @@ def test_weights_that_change_and_another_host() -> None:
         other = tiny.attach(tiny.make("llama", seed=1))
         tiny.assert_close(other(ids, memory=stream).logits, other(ids, memory=slots).logits, 1e-6)
     tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots).logits, 1e-6)  # with gradients
-
-
-def test_two_adapters_see_the_same_slots() -> None:
-    """Slots that arrive in the middle of a forward are for the next one."""
-    model, slots = tiny.attach(tiny.make("llama")), frames(9)
-    model.add_adapter("other", mmattn.GatedAdapter(memory_dim=E, layers=(1,), num_heads=2, head_dim=8))
-    tiny.open_gates(model)
-    stream = mmattn.MemoryStream(E, rows=2)
-    stream.append(slots[:, :4])
-    hook = model.host.model.layers[0].register_forward_hook(lambda *_: stream.append(slots[:, 4:6]))
-    ids = tiny.text(2)
-    with torch.no_grad():
-        tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots[:, :4]).logits, 1e-6)
-    hook.remove()
 
 
 def test_nothing_has_arrived_yet() -> None:

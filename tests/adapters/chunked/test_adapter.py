@@ -81,23 +81,6 @@ def test_the_slow_definition(setting, where):
         assert grad.any(), f"{name} never learns"
 
 
-@torch.no_grad()
-def test_who_sees_what_is_the_chunk_mask():
-    """After the last layer a token's answer changes exactly where `masks.chunk` lets it see the slot that changed."""
-    model = attach(tiny.make("llama"), layers=(tiny.LAYERS - 1,))
-    ids, memory = tiny.text(1, LENGTH), neighbours(1)
-    order = memory.segments[0].argsort(stable=True)
-    memory = mmattn.Memory(memory.tokens[:, order], segments=memory.segments[:, order])
-    allowed = mmattn.masks.chunk(LENGTH, SIZE, SLOTS).tensor
-    out = model(ids, memory=memory).logits
-    assert allowed.shape == (LENGTH, memory.length) and 0 < allowed.sum() < allowed.numel()
-    for slot in range(memory.length):
-        other = mmattn.Memory(memory.tokens.clone(), segments=memory.segments)
-        other.tokens[:, slot] *= -1
-        changed = (model(ids, memory=other).logits != out).any(-1)[0]
-        assert torch.equal(changed, allowed[:, slot]), slot
-
-
 @families
 def test_no_token_sees_what_was_found_with_its_own_future(family):
     s, memory = scene(family), neighbours()
@@ -123,18 +106,6 @@ def test_no_token_sees_what_was_found_with_its_own_future(family):
 
 
 # The contract, family by family
-
-
-@families
-@torch.no_grad()
-def test_rows_are_independent(family):
-    s, memory = scene(family), neighbours()
-    out = s.model(s.ids, memory=memory).logits
-    assert differs(out, s.own)
-    assert_close(out, torch.cat([s.model(s.ids[i : i + 1], memory=memory[i]).logits for i in range(ROWS)]))
-    order = torch.tensor([2, 0, 1])
-    assert_close(s.model(s.ids[order], memory=memory[order]).logits, out[order])
-    assert differs(s.model(s.ids, memory=memory[order]).logits, out)
 
 
 @families

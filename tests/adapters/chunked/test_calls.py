@@ -9,7 +9,7 @@ import mmattn
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from tests import tiny
 from tests.adapters.chunked.chunks import LENGTH, ROWS, SIZE, Library, attach, neighbours, ragged, scene
-from tests.tiny import assert_close, differs
+from tests.tiny import assert_close
 
 
 @pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
@@ -57,15 +57,6 @@ def test_a_text_in_two_pieces_is_the_text(family, cut):
     first = s.model(s.ids[:, :cut], memory=Library(), use_cache=True)
     with pytest.raises(ConditionError, match="whole text"):
         s.model(s.ids[:, cut:], memory=Library(), **tiny.going_on(first.past_key_values))
-
-
-@torch.no_grad()
-def test_embeddings_instead_of_ids():
-    s, memory = scene("llama"), neighbours()
-    embeddings = s.model.host.get_input_embeddings()(s.ids)
-    assert_close(s.model(inputs_embeds=embeddings, memory=memory).logits, s.model(s.ids, memory=memory).logits)
-    with pytest.raises(ConditionError, match="input_ids"):
-        s.model(inputs_embeds=embeddings, memory=Library())
 
 
 def test_a_prepared_memory_is_never_stale():
@@ -127,46 +118,6 @@ def test_a_prepared_function_is_asked_once():
     for got, want in zip(*gradients, strict=True):
         assert want.any()
         assert_close(got, want)
-
-
-@torch.no_grad()
-def test_beside_a_gated_adapter(tmp_path):
-    ids, host_output = tiny.text(ROWS, LENGTH), tiny.own(tiny.text(ROWS, LENGTH))
-    model = attach(tiny.make("llama"), name="shelf")
-    model.add_adapter("picture", mmattn.GatedAdapter(memory_dim=11, layers=(0, 1), num_heads=2, head_dim=8))
-    tiny.open_gates(model)
-    picture, library = tiny.memory(ROWS, e=11), Library()
-    both = model(ids, memory={"picture": picture, "shelf": library}).logits
-    eye, shelf = model(ids, memory={"picture": picture}).logits, model(ids, memory={"shelf": library}).logits
-    assert differs(both, eye) and differs(both, shelf) and differs(eye, host_output) and differs(shelf, host_output)
-    calls = len(library.asked)
-    with model.disable_adapter("shelf"):
-        assert torch.equal(model(ids, memory={"picture": picture, "shelf": library}).logits, eye)
-    model.set_adapter("picture")
-    assert torch.equal(model(ids, memory={"picture": picture, "shelf": library}).logits, eye)
-    assert len(library.asked) == calls, "nobody was going to read it"
-    model.set_adapter(["shelf", "picture"])
-    with model.disable_adapter("picture"):
-        assert torch.equal(model(ids, memory={"picture": picture, "shelf": library}).logits, shelf)
-    assert torch.equal(both[:, : SIZE - 1], eye[:, : SIZE - 1])
-    with pytest.raises(ShapeError, match="ChunkedAdapter"):
-        model(ids, memory={"picture": library})
-    model.delete_adapter("shelf")
-    assert "prepare_inputs_for_generation" not in model.host.__dict__
-
-
-@torch.no_grad()
-def test_a_resampler_reads_each_chunk_by_itself():
-    model = attach(tiny.make("llama"), resampler=mmattn.Resampler(num_latents=3, depth=2, num_heads=2))
-    ids, memory = tiny.text(ROWS, LENGTH), ragged()
-    host_output, out = tiny.own(ids), model(ids, memory=memory).logits
-    assert torch.equal(out[2], host_output[2]) and torch.equal(out[1, : 2 * SIZE - 1], host_output[1, : 2 * SIZE - 1])
-    assert differs(out[:1, SIZE - 1 :], host_output[:1, SIZE - 1 :])
-    other = mmattn.Memory(memory.tokens.clone(), memory.mask, memory.segments)
-    other.tokens[memory.segments == 1] *= -1
-    changed = model(ids, memory=other).logits
-    assert torch.equal(changed[:, : 2 * SIZE - 1], out[:, : 2 * SIZE - 1])
-    assert differs(changed[:2, 2 * SIZE - 1 :], out[:2, 2 * SIZE - 1 :])
 
 
 # Mistakes

@@ -26,7 +26,6 @@ from tests.tiny import assert_close, differs
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 few_families = pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
-checkpointing = pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
 
 
 def trainable(family: str):
@@ -99,30 +98,6 @@ def test_the_other_model_may_be_of_another_family(family):
         assert_close(out[row, -len(text) :], model(text[None], memory=mmattn.AugmentingModel(lm)).logits[0])
 
 
-@torch.no_grad()
-def test_without_rotary_only_the_states_tell_places():
-    """As in the paper: keys and values are the same wherever a token stands."""
-    s = scene()
-    bare = attach(tiny.make("llama"), rotary=False)
-    assert bare.adapters["default"].attention(0).kv_proj.rotary is None
-    assert differs(bare(s.ids, memory=along()).logits, s.model(s.ids, memory=along()).logits)
-    assert bare.adapters.state_dict().keys() == s.model.adapters.state_dict().keys()
-
-
-@few_families
-@torch.no_grad()
-def test_own_place_is_the_same_adapter(family):
-    """It differs in what it begins as: the slow definition holds, and token by token equals one pass."""
-    model, ids = attach(tiny.make(family), own_place=True, head_dim=16), tiny.text(ROWS, LENGTH)
-    out = model(ids, memory=along()).logits
-    assert_close(out, by_prefixes(tiny.make(family), augmenting(), ids, model.adapters["default"]))
-    assert differs(out, scene(family).model(ids, memory=along()).logits)
-    how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    generated = model.generate(ids, memory=along(), max_new_tokens=5, **how)
-    full = model(generated.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
-    assert_close(torch.stack(generated.logits, 1), full)
-
-
 @pytest.mark.parametrize("head_dim", [26, 32, 64])
 @torch.no_grad()
 def test_heads_begin_at_their_own_place(head_dim):
@@ -154,77 +129,6 @@ def test_loss_teaches_every_adapter_weight_and_no_other(family):
             assert parameter.grad is None, name
     assert all(torch.equal(value, before[name]) for name, value in lm.state_dict().items())
     assert all(parameter.requires_grad for parameter in lm.parameters()), "its owner's to freeze"
-
-
-@few_families
-@checkpointing
-def test_checkpointing_gives_the_same_gradients(family, use_reentrant):
-    texts, gradients = [tiny.text(ROWS, length) for length in (5, 11)], []
-    for checkpointed in (False, True):
-        model = trainable(family)
-        if checkpointed:
-            tiny.checkpoint(model.host, use_reentrant)
-        # Two forwards before one backward.
-        losses = [model(ids, labels=ids, memory=along(), use_cache=False).loss for ids in texts]
-        (losses[0] + 2 * losses[1]).backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.adapters.named_parameters()})
-    for name, want in gradients[0].items():
-        assert want.abs().max() > 0, name
-        assert_close(gradients[1][name], want)
-
-
-@few_families
-@torch.no_grad()
-def test_nothing_is_left_behind(family):
-    lm, other, ids = tiny.make(family), copy.deepcopy(augmenting()), tiny.text(ROWS, LENGTH)
-    other(ids, output_hidden_states=True)  # transformers installs for good what captures states
-    keys, hooks = list(lm.state_dict()), [len(part._forward_hooks) for part in (*lm.modules(), *other.modules())]
-    traces = [set(part.__dict__) for part in other.modules()]
-    model = attach(lm)
-    model.generate(ids, memory=mmattn.AugmentingModel(other), max_new_tokens=2, do_sample=False)
-    assert list(lm.state_dict()) == keys and not hasattr(lm, "memory")
-    assert model.unload() is lm
-    assert [len(part._forward_hooks) for part in (*lm.modules(), *other.modules())] == hooks
-    assert [set(part.__dict__) for part in other.modules()] == traces
-    assert "prepare_inputs_for_generation" not in lm.__dict__
-    assert torch.equal(lm(ids).logits, tiny.own(ids, family))
-
-
-@torch.no_grad()
-def test_several_augmenting_models_and_a_memory():
-    ids, memory = tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
-    model = attach(tiny.make("llama"), name="one")
-    attach(model, name="two", layers=(1,), augmenting_layers=(3,))
-    model.add_adapter("memory", mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2, head_dim=8))
-    tiny.open_gates(model)
-    model.set_adapter(["one", "two", "memory"])
-    inputs = {"one": along(), "two": along(seed=13), "memory": memory}
-    full = model(ids, memory=inputs).logits
-    for name in inputs:
-        less = {key: value for key, value in inputs.items() if key != name}
-        assert differs(model(ids, memory=less).logits, full, 1e-3)
-    with pytest.raises(ShapeError, match="'memory'.*gated.*AugmentingModel"):
-        model(ids, memory=along())
-
-
-@torch.no_grad()
-def test_the_anchor_itself_may_read_along():
-    ids = tiny.text(ROWS, LENGTH)
-    for position in ("after", "before"):
-        model = attach(tiny.make("llama"), memory_dim=32, augmenting_layers=(0, 1), position=position)
-        with_itself = model(ids, memory=mmattn.AugmentingModel(model.host)).logits
-        assert torch.equal(with_itself, model(ids, memory=mmattn.AugmentingModel(tiny.make("llama"))).logits)
-
-
-@torch.no_grad()
-def test_another_precision():
-    s = scene()
-    want = s.model(s.ids, memory=along()).logits
-    got = s.model(s.ids, memory=mmattn.AugmentingModel(copy.deepcopy(augmenting()).to(torch.bfloat16))).logits
-    assert got.dtype == want.dtype
-    assert_close(got, want, 0.15)
-    model = attach(tiny.make("llama").to(torch.bfloat16))
-    assert_close(model(s.ids, memory=along()).logits.float(), want, 0.15)
 
 
 def test_a_model_that_does_not_fit_is_refused():

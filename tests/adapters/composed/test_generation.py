@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -94,35 +93,6 @@ def test_each_token_is_read_and_projected_once():
 
 
 @few_families
-@torch.no_grad()
-def test_beams_follow_their_own_words(family):
-    s, how = scene(family), {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True}
-    how |= {"output_scores": True, "max_new_tokens": NEW, "do_sample": False}
-    out = s.model.generate(s.ids, memory=along(), **how)
-    rows = [s.model.generate(s.ids[i : i + 1], memory=along(), use_cache=False, **how) for i in range(ROWS)]
-    assert torch.equal(out.sequences, torch.cat([row.sequences for row in rows]))
-    assert_close(out.sequences_scores, torch.cat([row.sequences_scores for row in rows]))
-    # The score of a beam is what one pass over its text gives.
-    full = s.model(out.sequences, memory=along()).logits[:, LENGTH - 1 : -1].log_softmax(-1)
-    assert_close(out.sequences_scores, full.gather(-1, out.sequences[:, LENGTH:, None])[..., 0].mean(1))
-
-
-@few_families
-@torch.no_grad()
-def test_sampling_and_several_answers(family):
-    s = scene(family)
-
-    def sample(seed, **kwargs):
-        torch.manual_seed(seed)
-        return generate(s.model, s.ids, memory=along(), do_sample=True, **kwargs)
-
-    first = sample(3)
-    assert torch.equal(first, sample(3)) and not torch.equal(first, sample(4))
-    assert torch.equal(first, sample(3, use_cache=False))
-    assert torch.equal(sample(5, top_k=1, num_return_sequences=2), s.rows.repeat_interleave(2, 0))
-
-
-@few_families
 def test_left_padding_changes_nothing(family):
     s = scene(family)
     rows = [tiny.text(1, length, seed=length)[0] for length in (3, 11, 5)]
@@ -172,42 +142,6 @@ def test_the_next_turn_reads_what_it_must():
     assert torch.equal(generate(s.model, text, memory=along(), **tiny.going_on(first.past_key_values)), want)
 
 
-@torch.no_grad()
-def test_guidance_reads_twice():
-    s, text = scene("llama"), tiny.text(1, LENGTH)
-    got = generate(s.model, text, memory=along(), guidance_scale=1.7, use_cache=False)
-    for token in got[0]:
-        whole, bare = (
-            s.model(ids, memory=along()).logits[:, -1].log_softmax(-1) for ids in (text, text[:, LENGTH - 1 :])
-        )
-        assert (bare + 1.7 * (whole - bare)).argmax() == token
-        text = torch.cat([text, token.view(1, 1)], 1)
-
-
-@few_families
-def test_the_hosts_own_generate(family):
-    s = scene(family)
-    with s.model.condition(along()):
-        assert torch.equal(generate(s.model.host, s.ids), s.rows)
-        # Nothing that was read for one text is taken for another.
-        assert torch.equal(generate(s.model.host, s.ids.flip(0)), s.rows.flip(0))
-        with s.model.disable_adapter():
-            assert torch.equal(generate(s.model.host, s.ids), s.own)
-    assert torch.equal(generate(s.model, s.ids), s.own)
-
-
-def test_an_edited_model_is_read_anew():
-    s, lm = scene("llama"), copy.deepcopy(augmenting())
-    with s.model.condition(mmattn.AugmentingModel(lm)):
-        assert torch.equal(generate(s.model.host, s.ids), s.rows)
-        with torch.no_grad():
-            for parameter in lm.parameters():
-                parameter.mul_(-1.5)
-        got = generate(s.model.host, s.ids)
-    assert not torch.equal(got, s.rows)
-    assert torch.equal(got, generate(s.model, s.ids, memory=mmattn.AugmentingModel(lm)))
-
-
 def test_options_of_the_attention_hold_over_a_growing_memory():
     for options in ({"null_slot": True, "length_norm": 5.0}, {"qk_norm": True, "num_kv_heads": 1}, {"rotary": False}):
         model, ids = attach(tiny.make("llama"), **options), tiny.text(ROWS, LENGTH)
@@ -217,15 +151,3 @@ def test_options_of_the_attention_hold_over_a_growing_memory():
             full = model(out.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
         assert_close(torch.stack(out.logits, 1), full)
         assert differs(full, tiny.own(out.sequences)[:, LENGTH - 1 : -1])
-
-
-def test_each_thread_follows_its_own():
-    s = scene("llama")
-    others = [along(seed=seed) for seed in (11, 13, 17)]
-    want = [generate(s.model, s.ids, memory=one) for one in others]
-    assert len({tuple(out.flatten().tolist()) for out in want}) > 1
-    with ThreadPoolExecutor(3) as pool:
-        for got, expected in zip(
-            pool.map(lambda one: generate(s.model, s.ids, memory=one), others * 2), want * 2, strict=True
-        ):
-            assert torch.equal(got, expected)

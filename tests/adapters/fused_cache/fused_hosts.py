@@ -39,13 +39,6 @@ def read(ids: Tensor, mask: Tensor | None = None, seed: int = 11) -> AugmentedPr
     return composing.along(seed=seed).prefill(ids, mask)
 
 
-def answer(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The logits of a call without gradients."""
-    with torch.no_grad():
-        logits: Tensor = model(*args, **kwargs).logits
-    return logits
-
-
 @contextmanager
 def fused(host: Any, adapter: Any, lm: Any, ids: Tensor, lengths: list[int]) -> Iterator[None]:
     """Inside the block the projections of a host give keys and values that are fused, token by token.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from mmattn.errors import AttachError, ConditionError, ConfigError, NonFiniteErr
 from mmattn.testing.case import no_trace, stir, traces
 from tests import tiny
 from tests.adapters.composed import composed_hosts as composing
-from tests.adapters.fused_cache.fused_hosts import OTHERS, PROJECTED, adapted, answer, fused, read
-from tests.adapters.joined.reference import CLOSE, REACHED, distance
+from tests.adapters.fused_cache.fused_hosts import PROJECTED, adapted, fused, read
+from tests.adapters.joined.reference import CLOSE, REACHED, answer, distance
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,37 +89,6 @@ def test_what_is_cached_of_a_prompt(family: str) -> None:
         again = lm.prefill(rows[0][:1].expand(1, 4)).states[0][0]
         assert distance(again[3], again[0]) <= CLOSE  # of the first layer, where all states are those of the token
     assert together.batch == 2 and together.nbytes() == 3 * 2 * 7 * lm.cache_dim * 4
-
-
-def test_several_models_on_one_host() -> None:
-    """A composed adapter and two fused caches, each with its model, scale and gate; each alone is what it is alone."""
-    model, ids = adapted("llama", name="one"), tiny.text(2, 7)
-    model.add_adapter("two", FusedCacheAdapter(composing.along().cache_dim, layers=(1, 2), hidden_dim=5))
-    calm = {"num_heads": 2, "head_dim": 6, "layers": (0, 2), "augmenting_layers": OTHERS}
-    model.add_adapter("three", mmattn.ComposedAdapter(composing.DIM, **calm))
-    for name in ("two", "three"):
-        stir(model.adapter(name))
-    model.set_adapter(["one", "two", "three"])
-    memory: dict[str, Any] = {"one": read(ids), "two": read(ids, seed=12), "three": composing.along(seed=13)}
-    result = answer(model, ids, memory=memory)
-    for name in memory:
-        others = {other: float(other != name) for other in memory}
-        without = answer(model, ids, memory={other: one for other, one in memory.items() if other != name})
-        assert torch.equal(answer(model, ids, memory=memory, adapter_scale=others), without)
-        assert distance(result, without) > 100 * CLOSE
-        only = {other: float(other == name) for other in memory}
-        assert torch.equal(
-            answer(model, ids, memory=memory, adapter_scale=only), answer(model, ids, memory={name: memory[name]})
-        )
-    half = answer(model, ids, memory=memory, adapter_scale={"one": 0.5, "two": 1.0, "three": 1.0})
-    assert distance(half, result) > 100 * CLOSE
-    other_order = {name: memory[name] for name in ("three", "two", "one")}
-    assert distance(answer(model, ids, memory=other_order), result) <= CLOSE
-    for wrong in ({"one": 1.0}, {"one": 1.0, "two": 1.0, "three": 1.0, "four": 1.0}, {"one": "1"}):
-        with pytest.raises(ConfigError, match="adapter_scale"):
-            model(ids, memory=memory, adapter_scale=wrong)
-    with pytest.raises(ConfigError, match="adapter_scale"):
-        model(ids, memory={"one": read(ids)}, adapter_scale={"one": float("nan")})
 
 
 def test_beside_what_is_joined() -> None:

@@ -18,7 +18,6 @@ ROTARY = (
     "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
 )  # fmt: skip
 LEARNED = ("gpt2", "opt")
-CLOSE = 1e-5
 #: Real slots of each row.
 LENGTHS = [5, 2, 0, 3]
 
@@ -32,13 +31,6 @@ def attach(host: Any, opened: bool = True, name: str = "default", **settings: An
                 if "gate" in key:
                     parameter.fill_(20.0)
     return model
-
-
-def answer(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The logits of a call without gradients."""
-    with torch.no_grad():
-        logits: Tensor = model(*args, **kwargs).logits
-    return logits
 
 
 def slots(model: Any, memory: mmattn.Memory, row: int = 0, name: str = "default") -> Tensor:
@@ -59,13 +51,6 @@ def inserted(host: Any, before: Tensor, ids: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = host(inputs_embeds=embedded(host, before, ids), use_cache=False).logits
     return logits[:, before.shape[1] :]
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Relative distance; everything must be finite."""
-    assert found.shape == wanted.shape
-    assert torch.isfinite(found).all() and torch.isfinite(wanted).all()
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def weighed(host: Any, before: Tensor, ids: Tensor, gates: Sequence[float], learned: bool = False) -> Tensor:

@@ -9,19 +9,8 @@ import mmattn
 from mmattn.adapters import InsertedAdapter
 from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 from tests import tiny
-from tests.adapters.inserted.reference import (
-    CLOSE,
-    LEARNED,
-    LENGTHS,
-    ROTARY,
-    answer,
-    attach,
-    distance,
-    embedded,
-    inserted,
-    slots,
-    weighed,
-)
+from tests.adapters.inserted.reference import LEARNED, LENGTHS, ROTARY, attach, embedded, inserted, slots, weighed
+from tests.adapters.joined.reference import CLOSE, answer, distance
 
 
 @pytest.mark.parametrize("family", [*ROTARY, *LEARNED])
@@ -100,28 +89,6 @@ def test_where_real_slots_lie_is_nothing(gate: bool) -> None:
     assert distance(answer(model, ids, memory=memory.tokens.flip(1)), expected) > 100 * CLOSE, "their order is read"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    """In half precision a fresh adapter is the host bit for bit, and an open one near what it is in single."""
-    ids, memory = tiny.text(2, 9), tiny.memory(2)
-    model = attach(tiny.make("llama").to(dtype), opened=False)
-    assert torch.equal(answer(model, ids, memory=memory), answer(tiny.make("llama").to(dtype), ids))
-    model, single = (attach(tiny.make("llama").to(one)) for one in (dtype, torch.float32))
-    model.adapter("default").load_state_dict(single.adapter("default").state_dict())
-    expected = answer(single, ids, memory=memory)
-    assert distance(answer(model, ids, memory=memory).float(), expected) < 0.1
-
-
-@pytest.mark.parametrize("projection", ["mlp", "linear"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
-def test_slots_begin_as_large_as_embeddings(family: str, projection: str) -> None:
-    """A fresh projector gives slots of the size of the host's embeddings."""
-    model = attach(tiny.make(family), projection=projection)
-    result = slots(model, mmattn.Memory(7 * torch.randn(1, 300, tiny.MEMORY_DIM))).square().mean().sqrt()
-    expected = model.host.get_input_embeddings()(torch.arange(tiny.VOCAB)).square().mean().sqrt()
-    assert 0.8 < float(result / expected) < 1.25
-
-
 @pytest.mark.parametrize("gate", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_recorded_weights(family: str, gate: bool) -> None:
@@ -169,3 +136,13 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConditionError, match="no pages of"):
         model.bank(memory)
     assert torch.equal(answer(model, ids), host)
+
+
+@pytest.mark.parametrize("projection", ["mlp", "linear"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
+def test_slots_begin_as_large_as_embeddings(family: str, projection: str) -> None:
+    """A fresh projector gives slots of the size of the host's embeddings."""
+    model = attach(tiny.make(family), projection=projection)
+    result = slots(model, mmattn.Memory(7 * torch.randn(1, 300, tiny.MEMORY_DIM))).square().mean().sqrt()
+    expected = model.host.get_input_embeddings()(torch.arange(tiny.VOCAB)).square().mean().sqrt()
+    assert 0.8 < float(result / expected) < 1.25

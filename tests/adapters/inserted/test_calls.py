@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
-from mmattn.errors import ConditionError
 from tests import tiny
-from tests.adapters.inserted.reference import CLOSE, answer, attach, distance, embedded, slots
+from tests.adapters.inserted.reference import attach, embedded, slots
+from tests.adapters.joined.reference import CLOSE, answer, distance
 
 NEW = 6
 WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}}
@@ -100,19 +99,6 @@ def test_text_goes_on_in_a_cache_of_the_caller(gate: bool) -> None:
         assert distance(second.logits, expected[:, 5:]) <= CLOSE
 
 
-def test_a_memory_edited_inside_a_text_is_read_anew() -> None:
-    """A text that goes on in a cache sees its memory as it is now, not as it was at the beginning."""
-    model, ids, memory = attach(tiny.make("llama")), tiny.text(1, 13), tiny.memory(1)
-    with torch.no_grad(), model.condition(memory):
-        cache = model(ids[:, :5], use_cache=True).past_key_values
-        caches = [copy.deepcopy(cache) for _ in range(2)]
-        before = model(ids[:, 5:], **tiny.going_on(cache)).logits
-        memory.tokens.add_(torch.randn(memory.tokens.shape, generator=torch.Generator().manual_seed(0)))
-        result = model(ids[:, 5:], **tiny.going_on(caches[0])).logits
-        expected = model(ids[:, 5:], memory=memory.tokens.clone(), **tiny.going_on(caches[1])).logits
-    assert torch.equal(result, expected) and distance(result, before) > 100 * CLOSE
-
-
 def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One memory is read once for many calls and steps of `generate`, and again after an edit of what it depends on."""
     model, ids = attach(tiny.make("llama")), tiny.text(1, 7)
@@ -163,22 +149,6 @@ def test_another_lora_reads_anew() -> None:
     assert torch.equal(answer(model, ids, memory=prepared), with_lora)
 
 
-def test_beside_other_adapters() -> None:
-    """It stands beside a gated adapter, each with its own memory, and its slots are read without the other."""
-    model = attach(tiny.make("llama"), name="seen")
-    expected = answer(model, tiny.text(1), memory=tiny.memory(1))
-    mmattn.attach(model, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "picture")
-    with torch.no_grad():
-        for name, parameter in model.adapter("picture").named_parameters():
-            parameter.fill_(0.7) if "gate" in name else None
-    both = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "picture": tiny.memory(1, seed=1)})
-    assert distance(both, expected) > 100 * CLOSE
-    assert torch.equal(answer(model, tiny.text(1), memory={"seen": tiny.memory(1)}), expected)
-    with model.disable_adapter("picture"):
-        result = answer(model, tiny.text(1), memory={"seen": tiny.memory(1), "picture": tiny.memory(1, seed=1)})
-        assert torch.equal(result, expected)
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_beside_passages(family: str) -> None:
     """Gated tokens stand beside passages, whose positions they leave alone: fresh ones change nothing, bit for bit."""
@@ -193,11 +163,3 @@ def test_beside_passages(family: str) -> None:
     result = answer(model, tiny.text(1), memory=both)
     assert distance(result, expected) > 100 * CLOSE
     assert distance(result, answer(model, tiny.text(1), memory={"seen": tiny.memory(1)})) > 100 * CLOSE
-
-
-def test_two_that_move_the_text_are_refused() -> None:
-    """Two without gates cannot both stand at the first positions."""
-    model = attach(tiny.make("llama"), gate=False)
-    attach(model, name="more", gate=False)
-    with pytest.raises(ConditionError, match="before one text"):
-        model(tiny.text(1), memory=tiny.memory(1))

@@ -11,7 +11,8 @@ from torch import Tensor
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
-from tests.adapters.inserted.reference import CLOSE, attach, distance, embedded
+from tests.adapters.inserted.reference import attach, embedded
+from tests.adapters.joined.reference import CLOSE, distance
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -61,34 +62,6 @@ def test_reentrant_checkpointing_is_refused() -> None:
         model.eval()(tiny.text(1), memory=tiny.memory(1))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_beside_a_lora(recompute: bool) -> None:
-    """A LoRA on the host gets the gradients of the plain form, those through what the host reads included."""
-    from peft import LoraConfig, get_peft_model
-
-    host: Any = get_peft_model(tiny.make("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        for name, parameter in host.named_parameters():
-            if "lora" in name:
-                parameter.normal_(0.0, 0.1)
-    model = attach(host.eval(), gate=False)
-    ids, memory = tiny.text(2, 9), tiny.memory(2)
-    expected = {name: one.clone() for name, one in plain_gradients(model, ids, memory).items()}
-    assert sum("lora" in name for name in expected) == 4 * tiny.LAYERS
-    if recompute:
-        model.train()
-        tiny.checkpoint(host, use_reentrant=False)
-    result = gradients(model, ids, memory)
-    for name, one in expected.items():
-        assert distance(result[name], one) <= CLOSE, name
-    # The adapter frozen, a LoRA is still trained by what the host reads with it.
-    model.adapters.requires_grad_(False)
-    again = gradients(model, ids, memory)
-    lora = [name for name in expected if "lora" in name]
-    assert set(again) == set(lora) and all(distance(again[name], expected[name]) <= CLOSE for name in lora)
-
-
 def test_dropout_acts_on_what_is_read() -> None:
     """In training mode the host's dropout acts on its reading, too; evaluation is the same each time."""
     model = attach(tiny.make("llama", attention_dropout=0.5), gate=False)
@@ -107,25 +80,3 @@ def test_dropout_acts_on_what_is_read() -> None:
         assert prepared.nbytes()
     assert not torch.equal(first, second)
     assert torch.equal(*calm) and torch.equal(model(ids, memory=memory).logits.detach(), calm[0])
-
-
-@pytest.mark.parametrize("gate", [True, False])
-def test_it_learns_a_table(gate: bool) -> None:
-    """A fresh adapter learns to have a frozen host name what a slot says; with another row's slot it is wrong."""
-    torch.manual_seed(0)
-    model = mmattn.attach(tiny.make("llama"), mmattn.adapters.InsertedAdapter(tiny.MEMORY_DIM, gate=gate)).train()
-    said, names = torch.randn(8, 1, tiny.MEMORY_DIM), torch.arange(20, 28)
-    optimiser = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    ids = torch.full((8, 1), 5)
-    for _ in range(200):
-        logits = model(ids, memory=mmattn.Memory(said + 0.1 * torch.randn_like(said))).logits[:, -1]
-        loss = torch.nn.functional.cross_entropy(logits, names)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    model.eval()
-    with torch.no_grad():
-        right = (model(ids, memory=mmattn.Memory(said)).logits[:, -1].argmax(-1) == names).float().mean()
-        shuffled = model(ids, memory=mmattn.Memory(said.roll(1, 0))).logits[:, -1].argmax(-1)
-    assert right >= 0.99 and (shuffled == names).float().mean() <= 0.2
-    assert torch.equal(model(ids).logits.detach(), tiny.make("llama")(ids).logits.detach())

@@ -97,20 +97,6 @@ def test_against_the_slow_definition(family: str, settings: dict[str, Any]) -> N
         assert distance(result, answer(host, ids)) > 100 * CLOSE
 
 
-def test_explained_by_its_weights() -> None:
-    """The weights and the probability without each slot are those of the calls; sums with the text's are 1 or less."""
-    model, ids, memory = adapted("llama", gate="head"), tiny.text(1), tiny.memory(1)
-    trace = mmattn.inspect.attribute(model, ids, memory)
-    assert trace.weights.shape == (2, 4, 6, 5) and trace.rollout is None
-    assert float(trace.weights.sum(-1).max()) < 1 and bool((trace.weights > 0).all())
-    expected = answer(model, ids, memory=memory)[0, :-1].softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    assert torch.allclose(trace.probability, expected, atol=1e-6)
-    assert trace.dropped is not None and trace.without is not None
-    fewer = mmattn.Memory(memory.tokens, torch.tensor([[True, True, False, True, True]]))
-    expected = answer(model, ids, memory=fewer)[0, :-1].softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    assert torch.allclose(trace.dropped[:, 2], expected, atol=1e-6)
-
-
 def test_slots_have_no_order_and_no_place() -> None:
     """Slots in another order are the same memory, also for a text at later positions where nothing is turned."""
     model, ids, memory = adapted("gpt2"), tiny.text(2), tiny.memory(2)

@@ -114,24 +114,6 @@ def test_text_goes_on_in_a_cache_of_the_caller() -> None:
         assert distance(second.logits, expected[:, 5:]) <= CLOSE
 
 
-def test_beside_other_adapters() -> None:
-    """Passages stand beside a gated adapter: each reads its own memory, given by name."""
-    model, passages = reader("llama")
-    model = mmattn.attach(
-        model, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=6), "picture"
-    )
-    tiny.open_gates(model)
-    outputs, read = tiny.memory(1), passages.select([[0, 1]])
-    both = answer(model, text(), memory={"picture": outputs, "default": read})
-    assert distance(both, answer(model, text(), memory={"picture": outputs})) > 100 * CLOSE
-    only = answer(model, text(), memory={"default": read})
-    assert distance(both, only) > 100 * CLOSE
-    alone, others = reader("llama")
-    assert torch.equal(only, answer(alone, text(), memory=others.select([[0, 1]])))
-    with model.disable_adapter("picture"):
-        assert torch.equal(answer(model, text(), memory={"picture": outputs, "default": read}), only)
-
-
 def test_two_that_stand_before_the_text_are_refused() -> None:
     """Two adapters cannot both put passages at the first positions."""
     model, passages = reader("llama")
@@ -190,37 +172,6 @@ def test_layers_that_lost_their_hook_are_noticed() -> None:
     model.host.model.layers[1].self_attn.config = model.host.config
     with pytest.raises(ConditionError, match="did not run or lost"):
         model(text(), memory=passages.select([[0]]))
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_trained_beside_lora() -> None:
-    """Gradients of a text after passages reach a LoRA, with recomputed layers too; passages read before are refused."""
-    from peft import LoraConfig, get_peft_model
-
-    grads = {}
-    for recompute in (False, True):
-        host = get_peft_model(tiny.make("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            for name, parameter in host.named_parameters():
-                if "lora" in name:
-                    parameter.normal_(0.0, 0.1)
-        model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
-        passages = mmattn.hosts.PassageCache(model)
-        passages.add(PASSAGES, progress=False)
-        memory = passages.select([[0, 1]])
-        if recompute:
-            host.train()
-            tiny.checkpoint(host, use_reentrant=False)
-        model(text(), labels=text(), memory=memory).loss.backward()
-        grads[recompute] = {name: one.grad for name, one in host.named_parameters() if one.requires_grad}
-        assert all(one is not None and torch.isfinite(one).all() for one in grads[recompute].values())
-    for name, one in grads[False].items():
-        assert distance(grads[True][name], one) <= CLOSE
-    with torch.no_grad():
-        next(one for one in host.parameters() if one.requires_grad).add_(0.1)
-    with pytest.raises(ConditionError, match="were changed since"):
-        model(text(), memory=memory)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "glm", "mistral"])

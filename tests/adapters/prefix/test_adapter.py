@@ -157,26 +157,6 @@ def test_gradients(family: str) -> None:
         model(ids, labels=ids, memory=memory)
 
 
-def test_each_prefix_learns_its_task() -> None:
-    """Trained together, each prefix makes the host write its word; the host's weights stay, and files give all back."""
-    model = adapted("llama", 2)
-    before = {name: one.clone() for name, one in model.host.state_dict().items()}
-    ids, labels = torch.full((2, 3), 5), torch.tensor([[-100, -100, 30], [-100, -100, 44]])
-    optimiser = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-2)
-    losses = []
-    for _ in range(80):
-        logits = model(ids, memory=torch.tensor([0, 1])).logits[:, -1]
-        loss = torch.nn.functional.cross_entropy(logits, labels[:, -1])
-        optimiser.zero_grad()
-        loss.backward()
-        assert all(torch.isfinite(one.grad).all() for one in model.adapters.parameters())
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] / 10
-    assert answer(model, ids, memory=[0, 1])[:, -1].argmax(-1).tolist() == [30, 44]
-    assert all(torch.equal(one, before[name]) for name, one in model.host.state_dict().items())
-
-
 def test_what_is_refused() -> None:
     """Other memories, prefixes that are not there, other rows, packed rows, two adapters before one text."""
     model, ids = adapted("llama"), tiny.text(2)

@@ -144,12 +144,7 @@ class AdapterLayers(nn.Module):
         return ProjectedMemory(prepared, self)
 
     def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
-        """Return the slots that each token attends to, (b, 1, l, m) bool; None for all that are real.
-
-        Args:
-            text: of this forward.
-            memory: as `read` returned it.
-        """
+        """Return the slots that each token attends to, (b, 1, l, m) bool; None for all that are real."""
         return None
 
     def prepare(self, memory: object) -> PreparedMemory:
@@ -172,11 +167,7 @@ class AdapterLayers(nn.Module):
         return prepared
 
     def check_memory(self, memory: Memory) -> None:
-        """Check that this adapter can read a memory.
-
-        Raises:
-            ShapeError: another width.
-        """
+        """Raise ShapeError unless this adapter can read a memory."""
         if memory.dim != self.config.memory_dim:
             raise ShapeError(
                 f"adapter {self.name!r} was made for memory_dim={self.config.memory_dim}, got a memory of width "
@@ -190,45 +181,27 @@ class AdapterLayers(nn.Module):
         return None if self.resampler is None else "its resampler mixes all slots"
 
     def check_parts(self, kind: str, instead: str) -> None:
-        """Check that the slots can be attended to in parts.
-
-        Raises:
-            ConditionError: they cannot.
-        """
+        """Raise ConditionError unless the slots can be attended to in parts."""
         why = self.why_whole()
         if why is not None:
             raise ConditionError(f"adapter {self.name!r} reads no {kind} ({why}): give {instead}")
 
     def attach_to(self, host: Any) -> None:
-        """Prove that this adapter reaches the output of an adapted model, and take from it what reading needs.
-
-        Raises:
-            AttachError: it cannot be proved.
-            ConditionError: it does not.
-        """
+        """Prove that this adapter reaches the output of an adapted model, or raise AttachError or ConditionError."""
         host.check_adapter(self)
 
     def initialise(self, host: Any) -> None:
         """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
     def slot_norm(self) -> nn.LayerNorm | None:
-        """Return the norm that is all that `read` does to a slot, for a memory that is searched; None for no norm.
-
-        Raises:
-            ConditionError: it does more.
-        """
+        """Return the norm that `read` applies to a slot, or None; ConditionError if it does more."""
         raise ConditionError(
             f"adapter {self.name!r} (kind {self.config.kind!r}) reads no memory that is searched, such as "
             "index.as_memory(): give a Memory, such as hits.memory() of a search"
         )
 
     def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the first token that may attend to each slot (b, m), the text's length for none; None for all tokens.
-
-        Args:
-            memory: one that this adapter reads.
-            batch: the arguments of the host by name.
-        """
+        """Return the first token that may attend to each slot (b, m), the text's length for none; None for all."""
         counts = batch.get("arrived")
         if counts is None:
             return None

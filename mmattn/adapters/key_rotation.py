@@ -25,17 +25,11 @@ WITHIN = {8: 1e-4, 4: 1e-4, 2: 3e-2}
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """Rotates keys by a number of positions.
+    """Rotates keys by a number of positions."""
 
-    Args:
-        frequencies: (k / 2,) angle of each pair for one position, in radians.
-        start: first of the channels that are rotated.
-        interleaved: neighbours make a pair; else a channel and the one half of the width further.
-    """
-
-    frequencies: Tensor
-    start: int = 0
-    interleaved: bool = False
+    frequencies: Tensor  # (k / 2,) angle of each pair for one position, in radians
+    start: int = 0  # first of the channels that are rotated
+    interleaved: bool = False  # neighbours make a pair; else a channel and the one half of the width further
 
     def __call__(self, keys: Tensor, distance: Tensor | int) -> Tensor:
         """Rotate keys (…, m, k) by a distance (…, m), or one for all, in positions."""

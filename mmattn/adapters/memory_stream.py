@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueParts
-from mmattn.core.tensor_cache import TensorVersion, autocast_dtype
+from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.memory import Memory, MemoryStream, SlidingBuffer
 
 
@@ -43,27 +42,20 @@ class StreamKeyValues:
     """Keys and values that one adapter has computed of the slots of a stream, by layer."""
 
     def __init__(self, adapter: AdapterLayers, window: int | None) -> None:
-        self.adapter, self.window = weakref.ref(adapter), window
-        self.version = TensorVersion(adapter.parameters())
-        self.buffers: dict[int, tuple[SlidingBuffer, SlidingBuffer]] = {}
         # An adapter may make several slots of each.
         self.each = adapter.read(Memory(torch.zeros(1, 1, adapter.config.memory_dim), check_finite=False)).length
+        self.window = None if window is None else window * self.each
+        self.buffers: dict[int, tuple[SlidingBuffer, SlidingBuffer]] = {}
 
     def nbytes(self) -> int:
         """Return the bytes that are held."""
         return sum(one.data.nbytes for pair in self.buffers.values() for one in pair if one.data is not None)
 
-    def is_current(self, adapter: AdapterLayers) -> bool:
-        """Return whether they are of this adapter, as its weights are now."""
-        return self.adapter() is adapter and self.version.holds(adapter.parameters())
-
-    def of(self, stream: MemoryStream, layer: int, start: int, stop: int) -> KeyValue:
+    def of(self, stream: MemoryStream, adapter: AdapterLayers, layer: int, start: int, stop: int) -> KeyValue:
         """Return keys and values of some slots; those that are new are projected now."""
-        adapter = self.adapter()
-        assert adapter is not None
-        n, window = self.each, None if self.window is None else self.window * self.each
+        n = self.each
         if layer not in self.buffers or self.buffers[layer][0].stop < n * start:  # slots that nobody looked at
-            self.buffers[layer] = SlidingBuffer(2, window, n * start), SlidingBuffer(2, window, n * start)
+            self.buffers[layer] = SlidingBuffer(2, self.window, n * start), SlidingBuffer(2, self.window, n * start)
         keys, values = self.buffers[layer]
         begin = keys.stop // n
         if stop > begin:
@@ -80,6 +72,8 @@ class StreamWindow(PreparedMemory):
     def __init__(self, stream: MemoryStream, start: int, stop: int) -> None:
         super().__init__(Memory(stream.tokens(start, stop), check_finite=False))
         self.stream, self.start, self.stop = stream, start, stop
+        if stream.computed is None:
+            stream.computed = KeyValueCache(tuple)
 
     def read(self, adapter: AdapterLayers) -> Memory:
         """Return the slots; an adapter reads each as it arrives."""
@@ -90,13 +84,10 @@ class StreamWindow(PreparedMemory):
         if self.is_uncached(adapter) or not memory.length:
             projected = _project(adapter, layer, memory)
         else:
-            key = adapter.name, autocast_dtype(adapter.weight.device)
-            computed = self.stream.computed.get(key)
-            if computed is None or not computed.is_current(adapter):
-                computed = self.stream.computed[key] = StreamKeyValues(adapter, self.stream.window)
-            projected = computed.of(self.stream, layer, self.start, self.stop)
-        attention = adapter.attention(layer)
-        has_null = getattr(attention, "kv_proj", attention).null_key is not None
+            stream = self.stream
+            computed = stream.computed.get(adapter, "stream", lambda: StreamKeyValues(adapter, stream.window))
+            projected = computed.of(stream, adapter, layer, self.start, self.stop)
+        has_null = adapter.kv_projection(layer).null_key is not None
         return KeyValueParts(((projected, None),)) if has_null else projected
 
 

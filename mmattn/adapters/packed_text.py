@@ -19,19 +19,12 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
 
 @dataclass(frozen=True)
 class PackedText:
-    """Documents of packed rows.
+    """Documents of packed rows."""
 
-    Args:
-        numbers: (b, l) the number of the document of each token, rising through the flattened rows; -1 is none.
-        tokens: (t,) places of the tokens of all documents in the flattened rows, in order.
-        places: (s, longest) the same by document; a shorter one repeats its last.
-        real: (s, longest) bool, which of them are tokens of the document.
-    """
-
-    numbers: Tensor
-    tokens: Tensor
-    places: Tensor
-    real: Tensor
+    numbers: Tensor  # (b, l) the number of the document of each token, rising through the flattened rows; -1 is none
+    tokens: Tensor  # (t,) places of the tokens of all documents in the flattened rows, in order
+    places: Tensor  # (s, longest) the same by document; a shorter one repeats its last
+    real: Tensor  # (s, longest) bool, which of them are tokens of the document
 
     @classmethod
     def of(cls, documents: Tensor) -> PackedText:

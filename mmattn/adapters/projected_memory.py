@@ -170,18 +170,13 @@ class GraphInputs:
 
     A graph cannot notice an edit of a tensor, so it is given them only by a call that was begun outside of it
     (`condition`, `generate`), and that call checks at its end that they still hold.
-
-    Args:
-        memory: as the adapter reads it.
-        tensors: by host layer keys, values, mask and bias.
-        null: a learned first slot is in front of every row.
-        finite: as in `KeyValue`.
     """
 
-    memory: Memory
+    memory: Memory  # as the adapter reads it
+    # by host layer keys, values, mask and bias
     tensors: Mapping[int, tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-    null: bool
-    finite: bool
+    null: bool  # a learned first slot is in front of every row
+    finite: bool  # as in `KeyValue`
 
     @staticmethod
     def of(memory: Memory, projected: Mapping[int, KeyValue]) -> GraphInputs | None:

@@ -21,19 +21,12 @@ POSITIONS = ("before", "after", "inside", "joined")
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of one attention layer of a host.
+    """Sizes of one attention layer of a host."""
 
-    Args:
-        num_heads: h.
-        num_kv_heads: g.
-        head_dim: k.
-        value_dim: v, the width of a value; k by default.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int | None = None
+    num_heads: int  # h
+    num_kv_heads: int  # g
+    head_dim: int  # k
+    value_dim: int | None = None  # v, the width of a value; k by default
 
     def heads(self) -> dict[str, Any]:
         """Return the arguments of a `KeyValueProjection` of these sizes."""

@@ -16,66 +16,40 @@ from mmattn.errors import ConditionError
 
 @dataclass(frozen=True)
 class GenerationInput:
-    """The next input of `generate`.
+    """The next input of `generate`."""
 
-    Args:
-        ids: token ids of the text so far (b, any).
-        mask: (b, t) bool, True = a real token; None where every token is real.
-    """
-
-    ids: Tensor
-    mask: Tensor | None
+    ids: Tensor  # token ids of the text so far (b, any)
+    mask: Tensor | None  # (b, t) bool, True = a real token; None where every token is real
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Number of memory slots that had arrived at each token.
+    """Number of memory slots that had arrived at each token."""
 
-    Args:
-        count: (b, l) int.
-        window: how many of the latest each token sees; None for all.
-    """
-
-    count: Tensor
-    window: int | None = None
+    count: Tensor  # (b, l) int
+    window: int | None = None  # how many of the latest each token sees; None for all
 
 
 @dataclass(frozen=True, eq=False)
 class TextState:
-    """The tokens of one forward of a host, and what is known of the text that they continue.
+    """The tokens of one forward of a host, and what is known of the text that they continue."""
 
-    Args:
-        rows: b, rows of the batch.
-        length: l, tokens (or pixels) of this forward.
-        inputs: ids (b, l) or embeddings (b, l, d) that the host was called with; None where only a part of the host was
-            called.
-        past: tokens in the host's cache; None where the host does not say.
-        cache: the host's cache itself; None where it was given none.
-        attention_mask: what the host was called with under this name.
-        images: (b, l) int, images begun at or before each token, where the caller says so.
-        arrivals: how many slots of the memory had arrived at each token, where the caller says so.
-        prompt: what `generate` was called with, ids (b, l) or embeddings (b, l, d).
-        expansions: inside `generate`, how many rows of text a row of the prompt may have become (beams); else empty.
-        generation: what `generate` last prepared for the host.
-        layer: the only layer that asks, where only a part of the host was called.
-        packed: where the rows lie that are the documents of packed rows.
-        timestep: (b,), of a diffusion model; None where it is not known.
-    """
-
-    rows: int
-    length: int
+    rows: int  # b, rows of the batch
+    length: int  # l, tokens (or pixels) of this forward
+    # ids (b, l) or embeddings (b, l, d) that the host was called with; None where only a part of the host was called
     inputs: Tensor | None = None
-    past: int | None = None
-    cache: Any = None
-    attention_mask: Any = None
-    images: Tensor | None = None
-    arrivals: Arrivals | None = None
-    prompt: Tensor | None = None
+    past: int | None = None  # tokens in the host's cache; None where the host does not say
+    cache: Any = None  # the host's cache itself; None where it was given none
+    attention_mask: Any = None  # what the host was called with under this name
+    images: Tensor | None = None  # (b, l) int, images begun at or before each token, where the caller says so
+    arrivals: Arrivals | None = None  # how many slots of the memory had arrived at each token, where the caller says so
+    prompt: Tensor | None = None  # what `generate` was called with, ids (b, l) or embeddings (b, l, d)
+    # inside `generate`, how many rows of text a row of the prompt may have become (beams); else empty
     expansions: Collection[int] = ()
-    generation: GenerationInput | None = None
-    layer: int | None = None
-    packed: PackedText | None = None
-    timestep: Tensor | None = None
+    generation: GenerationInput | None = None  # what `generate` last prepared for the host
+    layer: int | None = None  # the only layer that asks, where only a part of the host was called
+    packed: PackedText | None = None  # where the rows lie that are the documents of packed rows
+    timestep: Tensor | None = None  # (b,), of a diffusion model; None where it is not known
 
     def rows_of(self, tokens: Tensor) -> list[int]:
         """Return the rows, or documents, that hold some tokens (b, l) which are no padding."""

@@ -38,18 +38,13 @@ _WIDEN_UP_TO = 320
 
 @dataclass(slots=True)
 class AttentionOutput:
-    """Result of attention.
+    """Result of attention."""
 
-    Args:
-        output: (b, h, l, v).
-        weights: (b, h, l, m) before dropout, where they were requested.
-        log_sum_exp: (b, h, l, 1) of the scores, where it was requested; -inf where no slot is visible.
-        visible: bool, broadcastable to (b, h, l, 1), queries that may attend to a slot; None where all may.
-    """
-
-    output: Tensor
-    weights: Tensor | None = None
+    output: Tensor  # (b, h, l, v)
+    weights: Tensor | None = None  # (b, h, l, m) before dropout, where they were requested
+    # (b, h, l, 1) of the scores, where it was requested; -inf where no slot is visible
     log_sum_exp: Tensor | None = None
+    # bool, broadcastable to (b, h, l, 1), queries that may attend to a slot; None where all may
     visible: Tensor | None = None
 
     def visible_queries(self) -> Tensor:
@@ -73,40 +68,25 @@ class AttentionOutput:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of one attention.
+    """Settings of one attention."""
 
-    Args:
-        scale: factor of the scores.
-        dropout: probability of dropping a weight.
-        backend: "sdpa", "eager", or None for the better one.
-        causal: query i may attend to slots up to i, for backends without a mask.
-        return_weights: also compute the weights.
-        return_log_sum_exp: also compute the log-sum-exp of the scores.
-    """
-
-    scale: float
-    dropout: float = 0.0
-    backend: str | None = None
-    causal: bool = False
-    return_weights: bool = False
-    return_log_sum_exp: bool = False
+    scale: float  # factor of the scores
+    dropout: float = 0.0  # probability of dropping a weight
+    backend: str | None = None  # "sdpa", "eager", or None for the better one
+    causal: bool = False  # query i may attend to slots up to i, for backends without a mask
+    return_weights: bool = False  # also compute the weights
+    return_log_sum_exp: bool = False  # also compute the log-sum-exp of the scores
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Visible slots of each query, and a bias on the scores.
+    """Visible slots of each query, and a bias on the scores."""
 
-    Args:
-        allowed: bool, broadcastable to (b, h, l, m), True = may attend; None allows every slot.
-        bias: float, broadcastable to (b, h, l, m), added to the scaled scores; -inf hides a slot.
-        contain: slots that some query may not attend to may hold NaN or infinity.
-        visible: (b, 1, 1, 1) bool, rows that may attend to a slot, or True for all of them; None where it is not known
-            or differs between the queries of a row.
-    """
-
-    allowed: Tensor | None = None
-    bias: Tensor | None = None
-    contain: bool = False
+    allowed: Tensor | None = None  # bool, broadcastable to (b, h, l, m), True = may attend; None allows every slot
+    bias: Tensor | None = None  # float, broadcastable to (b, h, l, m), added to the scaled scores; -inf hides a slot
+    contain: bool = False  # slots that some query may not attend to may hold NaN or infinity
+    # (b, 1, 1, 1) bool, rows that may attend to a slot, or True for all of them; None where it is not known or
+    # differs between the queries of a row
     visible: Tensor | bool | None = None
 
 

@@ -17,19 +17,12 @@ from mmattn.errors import ConfigError, ShapeError, check_bool_mask
 
 @dataclass(slots=True)
 class Slots:
-    """A memory before its projection, and what belongs to each of its slots.
+    """A memory before its projection, and what belongs to each of its slots."""
 
-    Args:
-        memory: (b, m, e).
-        mask: (b, m) bool, the padding.
-        scores: (b, m), with `score_bias`.
-        positions: (m,) or (b, m), for `rotary`; counted from 0 by default.
-    """
-
-    memory: Tensor
-    mask: Tensor | None = None
-    scores: Tensor | None = None
-    positions: Tensor | None = None
+    memory: Tensor  # (b, m, e)
+    mask: Tensor | None = None  # (b, m) bool, the padding
+    scores: Tensor | None = None  # (b, m), with `score_bias`
+    positions: Tensor | None = None  # (m,) or (b, m), for `rotary`; counted from 0 by default
 
     def real_first(self, lengths: tuple[int, ...]) -> bool:
         """Return whether all real slots come before the padding."""
@@ -56,22 +49,7 @@ class Slots:
 
 
 class KeyValueHeads(nn.Module):
-    """Keys and values of a memory (b, m, e) by head: K = M Wk and V = M Wv (arXiv 1706.03762, section 3.2.2).
-
-    Args:
-        k_proj: linear layer e to g·k.
-        v_proj: linear layer e to g·k.
-        num_heads: h.
-        num_kv_heads: g, dividing h.
-        head_dim: k.
-        memory_dim: e.
-        k_norm: norm of each head's keys.
-        rotary: rotary positions of the keys, at `memory_positions`.
-        null_slot: a learned slot in front of every row.
-        score_bias: a learned temperature times `scores` is added to the attention scores.
-        score_mean: the score that adds nothing.
-        score_std: how far from `score_mean` a score adds one temperature.
-    """
+    """Keys and values of a memory (b, m, e) by head: K = M Wk and V = M Wv (arXiv 1706.03762, section 3.2.2)."""
 
     def __init__(
         self,

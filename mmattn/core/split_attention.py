@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyValueParts(AttendableMemory):
-    """Keys and values of a memory in parts, attended to as if they lay one after the other.
+    """Keys and values of a memory in parts, attended to as if they lay one after the other."""
 
-    Args:
-        parts: each with the mask (b, h or 1, l, m) bool of the slots each query may attend to; None for all that are
-            real. The rows of a part divide those of the queries.
-        group: of `torch.distributed`, where each process has parts of its own and all have the same queries.
-    """
-
+    # each with the mask (b, h or 1, l, m) bool of the slots each query may attend to; None for all that are real. The
+    # rows of a part divide those of the queries
     parts: tuple[tuple[KeyValue, Tensor | None], ...]
+    # of `torch.distributed`, where each process has parts of its own and all have the same queries
     group: ProcessGroup | None = None
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
@@ -94,13 +91,9 @@ def _allowed(q: Tensor, kv: KeyValue, mask: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class KeyValueRows(AttendableMemory):
-    """Keys and values of several rows, computed apart: each row attends to its own, and nothing is copied or padded.
+    """Keys and values of several rows, computed apart: each row attends to its own, and nothing is copied or padded."""
 
-    Args:
-        rows: a `KeyValue` of one row for each row.
-    """
-
-    rows: tuple[KeyValue, ...]
+    rows: tuple[KeyValue, ...]  # a `KeyValue` of one row for each row
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
         """Return the attention of each row of queries (b, h, l, k) over its own keys and values."""

@@ -25,20 +25,15 @@ _TOGETHER = 1 << 24
 
 @dataclass(frozen=True)
 class SearchedSlots(AttendableMemory):
-    """A memory of which each query attends to the slots that a search finds for it.
+    """A memory of which each query attends to the slots that a search finds for it."""
 
-    Args:
-        search: from queries (b, n, e) in the space of the slots to their rows in the memory (b, n, c); -1 is none. It
-            is not differentiated.
-        read: from rows (n,) to their slots (n, e).
-        scores: from rows (n,) to the scores (b, n) of their slots, where there are any; b divides that of the queries.
-        length: M, slots of the memory.
-    """
-
+    # from queries (b, n, e) in the space of the slots to their rows in the memory (b, n, c); -1 is none. It is not
+    # differentiated
     search: Callable[[Tensor], Tensor]
-    read: Callable[[Tensor], Tensor]
+    read: Callable[[Tensor], Tensor]  # from rows (n,) to their slots (n, e)
+    # from rows (n,) to the scores (b, n) of their slots, where there are any; b divides that of the queries
     scores: Callable[[Tensor], Tensor] | None
-    length: int
+    length: int  # M, slots of the memory
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
         """Return the attention of queries (b, h, l, k) over their top-k slots and the null slot."""

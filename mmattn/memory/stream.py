@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ class MemoryStream:
         self.window = None if window is None else check_int("window", window)
         #: Held while slots are added or looked up.
         self.lock = threading.RLock()
-        #: What adapters have computed of the slots, by adapter.
-        self.computed: dict[Hashable, Any] = {}
+        #: The cache of keys and values that adapters compute of the slots.
+        self.computed: Any = None
         self._slots = SlidingBuffer(1, self.window)
 
     @property

@@ -32,12 +32,7 @@ Place = tuple[PreparedMemory, int]
 
 
 class Neighbours(ABC):
-    """The neighbours of the chunks of texts, for one call or many.
-
-    Attributes:
-        rows: of the text; None for any.
-        prepared: the memory that they are in, if it is one.
-    """
+    """The neighbours of the chunks of texts, for one call or many."""
 
     rows: int | None = None
     prepared: PreparedMemory | None = None
@@ -66,10 +61,6 @@ class Neighbours(ABC):
 
 class MemoryNeighbours(Neighbours):
     """A memory whose segments name the chunk of each slot.
-
-    Args:
-        prepared: the memory.
-        name: of the adapter that reads it.
 
     Raises:
         ShapeError: it has no segments.
@@ -101,11 +92,7 @@ class MemoryNeighbours(Neighbours):
 
 
 class RetrievedNeighbours(Neighbours):
-    """Neighbours that a function retrieves for complete chunks, called once for each chunk.
-
-    Args:
-        retrieve: from ids (k, s) to a `Memory` (k, n·r, e), a row for each chunk.
-    """
+    """Neighbours that a function retrieves for complete chunks, called once for each chunk."""
 
     def __init__(self, retrieve: Retrieve) -> None:
         super().__init__()
@@ -198,14 +185,7 @@ class ChunkMemory(BoundMemory):
 
 
 class ChunkView(View):
-    """The neighbours of chunks as the tokens of one forward attend to them.
-
-    Args:
-        memory: of the call.
-        tokens: (k, q), the tokens that attend to the neighbours of each of k chunks, as indices into all (b·l) of the
-            forward; -1 where there are fewer.
-        places: where the neighbours of each of the k chunks are.
-    """
+    """The neighbours of chunks as the tokens of one forward attend to them."""
 
     def __init__(self, memory: ChunkMemory, tokens: Tensor, places: list[Place]) -> None:
         self.memory, self.tokens, self.places = memory, tokens, places
@@ -227,20 +207,23 @@ class ChunkView(View):
 
     def _project(self, layer: int) -> KeyValue:
         """Return keys and values at a host layer, a row for each chunk."""
-        adapter, queries = self.memory.adapter, self.tokens.shape[1]
+        adapter, neighbours = self.memory.adapter, self.memory.neighbours
         batches = {id(batch): batch for batch, _ in self.places}
-        read = {key: batch.read(adapter) for key, batch in batches.items()}
+
+        def rows(projected: dict[int, KeyValue]) -> list[tuple[KeyValue, int]]:
+            return [(projected[id(batch)], row) for batch, row in self.places]
+
         if not any(batch.is_uncached(adapter) for batch in batches.values()):
-            projected = {key: batch.project(adapter, layer, read[key], queries) for key, batch in batches.items()}
-            if len({one.absorbed for one in projected.values()}) == 1:
-                rows = [(projected[id(batch)], row) for batch, row in self.places]
-                return self.memory.neighbours.gather((adapter.name, layer), rows)
-        begins = dict(zip(read, accumulate((one.batch for one in read.values()), initial=0), strict=False))
-        together = Memory.stack(list(read.values()))[[begins[id(batch)] + row for batch, row in self.places]]
-        keys_values = project_layer(adapter, layer, together, queries=queries)
-        for batch in batches.values():
-            check_projected(adapter, layer, batch.memory, keys_values)
-        return keys_values
+            queries = self.tokens.shape[1]
+            cached = {
+                key: batch.project(adapter, layer, batch.read(adapter), queries) for key, batch in batches.items()
+            }
+            if len({one.absorbed for one in cached.values()}) == 1:
+                return neighbours.gather((adapter.name, layer), rows(cached))
+        projected = {key: project_layer(adapter, layer, batch.read(adapter)) for key, batch in batches.items()}
+        for key, batch in batches.items():
+            check_projected(adapter, layer, batch.memory, projected[key])
+        return KeyValue.gather(rows(projected))
 
 
 def grouped(labels: Tensor) -> tuple[list[int], Tensor]:

@@ -155,12 +155,6 @@ class AugmentingModel:
     def check(self, name: str, memory_dim: int, deepest: int, host: nn.Module) -> None:
         """Check that an adapter on a host can read this model.
 
-        Args:
-            name: of the adapter.
-            memory_dim: the width that it was made for.
-            deepest: the last layer that it reads.
-            host: the frozen model that it is on.
-
         Raises:
             ShapeError: another width, fewer layers or another vocabulary.
             ConditionError: the model is being trained.
@@ -188,13 +182,6 @@ class AugmentingModel:
         self, text: TextState, layers: list[int], before: AugmentedText | None, name: str, keep: bool
     ) -> AugmentedText:
         """Return a text with the states of its tokens at some layers; only what was not read before is computed.
-
-        Args:
-            text: of the host.
-            layers: of this model.
-            before: an earlier text, to continue from.
-            name: of the adapter that reads, for messages.
-            keep: fill a key/value cache, so that a later text can continue from this one.
 
         Raises:
             ConditionError: the ids of the whole text are not known.

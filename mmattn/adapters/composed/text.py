@@ -15,21 +15,13 @@ from mmattn.errors import ConditionError
 
 @dataclass(frozen=True)
 class AugmentedText:
-    """The states that an augmenting model has computed in one call, of t tokens with padding.
+    """The states that an augmenting model has computed in one call, of t tokens with padding."""
 
-    Args:
-        real: (b, t) bool, which tokens are no padding.
-        ids: (b, t) token ids.
-        states: (b, t, e) by layer of the model.
-        cache: the model's own; None if nothing is cached.
-        projected: keys and values of the first tokens, by layer of the host.
-    """
-
-    real: Tensor
-    ids: Tensor
-    states: dict[int, Tensor]
-    cache: Any
-    projected: dict[int, KeyValue]
+    real: Tensor  # (b, t) bool, which tokens are no padding
+    ids: Tensor  # (b, t) token ids
+    states: dict[int, Tensor]  # (b, t, e) by layer of the model
+    cache: Any  # the model's own; None if nothing is cached
+    projected: dict[int, KeyValue]  # keys and values of the first tokens, by layer of the host
 
     @property
     def length(self) -> int:
@@ -102,12 +94,6 @@ class AugmentedPrompt:
 
     def check_begins(self, ids: Tensor, places: Tensor, visible: Tensor, name: str) -> None:
         """Check that a text begins with these prompts, which are left-aligned.
-
-        Args:
-            ids: (b, t), of the text.
-            places: (b, t), the number of each token among the real ones of its row.
-            visible: (b, t) bool, tokens that belong to the prompt.
-            name: of the adapter that reads them.
 
         Raises:
             ConditionError: another token.

@@ -223,17 +223,7 @@ class FusedMemory(BoundMemory):
 
 
 class FusedView(View):
-    """The tokens of one forward, whose keys and values are changed if another model has read them.
-
-    Args:
-        adapter: the trainable part.
-        prompt: a row for each row of text.
-        numbers: (b, end), the number of each token of the text in the prompt of its row, up to the last one; −1 for
-            other tokens.
-        real: (b, t) bool, tokens of the whole text that are no padding.
-        past: tokens of the text before this forward.
-        changes: those computed before, and room for more; None if nothing may be cached.
-    """
+    """The tokens of one forward, whose keys and values are changed if another model has read them."""
 
     stands_in_text = True
     moves_text = False

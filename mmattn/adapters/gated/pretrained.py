@@ -35,42 +35,28 @@ from mmattn.storage.safetensors import check_values
 
 @dataclass(frozen=True)
 class TextHost:
-    """Settings of the text model that the weights of the blocks do not contain.
+    """Settings of the text model that the weights of the blocks do not contain."""
 
-    Args:
-        depth: number of its decoder layers, without the cross-attention blocks.
-        width: d.
-        num_heads: h.
-        norm_eps: ε of its RMSNorm, None where it has none.
-        activation: of its feed-forward.
-    """
-
-    depth: int
-    width: int
-    num_heads: int | None = None
-    norm_eps: float | None = None
-    activation: str | None = None
+    depth: int  # number of its decoder layers, without the cross-attention blocks
+    width: int  # d
+    num_heads: int | None = None  # h
+    norm_eps: float | None = None  # ε of its RMSNorm, None where it has none
+    activation: str | None = None  # of its feed-forward
 
 
 @dataclass(frozen=True)
 class Family:
-    """Tensor names and layout of the blocks of a family of published models.
+    """Tensor names and layout of the blocks of a family of published models."""
 
-    Args:
-        block: matches the name of a tensor of a decoder layer or block; groups: prefix, number, name within the block.
-        marker: prefix of a name that every block has and no other layer.
-        names: from a tensor of a block to the names it has here; several are stacked along its rows.
-        layout: fields of `GatedLayout` that all blocks of the family share.
-        norms: as `names`, for the norms of queries and keys of models that have them.
-        head_dim: k where neither the weights nor the host determine it.
-    """
-
+    # matches the name of a tensor of a decoder layer or block; groups: prefix, number, name within the block
     block: re.Pattern[str]
-    marker: str
+    marker: str  # prefix of a name that every block has and no other layer
+    # from a tensor of a block to the names it has here; several are stacked along its rows
     names: Mapping[str, tuple[str, ...]]
-    layout: Mapping[str, Any]
+    layout: Mapping[str, Any]  # fields of `GatedLayout` that all blocks of the family share
+    # as `names`, for the norms of queries and keys of models that have them
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    head_dim: int | None = None
+    head_dim: int | None = None  # k where neither the weights nor the host determine it
 
 
 _LLAMA = {

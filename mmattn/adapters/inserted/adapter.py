@@ -89,12 +89,7 @@ class InsertedAdapter(VectorAdapter):
 
 
 class EmbeddingReader(Protocol):
-    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part.
-
-    Attributes:
-        turns_keys: positions turn keys and may lie before 0; learned positions begin at 0.
-        is_training: a part of the host is in training mode, in which two forwards differ.
-    """
+    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part."""
 
     turns_keys: bool
 

@@ -32,29 +32,21 @@ class ExtraSlots:
 
 @dataclass(frozen=True)
 class HostAttention:
-    """The arguments of the attention function in a layer of a host, and the slots that adapters add to it.
+    """The arguments of the attention function in a layer of a host, and the slots that adapters add to it."""
 
-    Args:
-        function: the host's own, called as transformers does: module, queries, keys, values, mask, options.
-        module: the attention layer.
-        query: (b, h, l, k).
-        key: (b, g, m, k), of the text.
-        value: (b, g, m, v), of the text.
-        mask: (b or 1, 1 or h, l, m), bool with True = may attend, or float to be added to the scores; None for all, or
-            in a causal function for all that are not later.
-        options: other arguments of the function.
-        slots: of the memories, without a gate in one softmax, each with a gate in a softmax of its own beside those.
-        computed: keys and values of the text as the host computed them, if an adapter has changed them.
-    """
-
+    # the host's own, called as transformers does: module, queries, keys, values, mask, options
     function: Callable[..., Any]
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    module: nn.Module  # the attention layer
+    query: Tensor  # (b, h, l, k)
+    key: Tensor  # (b, g, m, k), of the text
+    value: Tensor  # (b, g, m, v), of the text
+    # (b or 1, 1 or h, l, m), bool with True = may attend, or float to be added to the scores; None for all, or in a
+    # causal function for all that are not later
     mask: Tensor | None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # other arguments of the function
+    # of the memories, without a gate in one softmax, each with a gate in a softmax of its own beside those
     slots: tuple[ExtraSlots, ...] = ()
+    # keys and values of the text as the host computed them, if an adapter has changed them
     computed: tuple[Tensor, Tensor] | None = None
 
     def with_text(self, key: Tensor, value: Tensor) -> HostAttention:

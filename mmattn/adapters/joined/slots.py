@@ -23,20 +23,14 @@ from mmattn.memory import Memory
 
 @dataclass(frozen=True, eq=False)
 class JoinedSlots:
-    """Keys and values of a memory for the attention layers of a host.
+    """Keys and values of a memory for the attention layers of a host."""
 
-    Args:
-        keys: by host layer (b, g, m, k), turned to the positions of their slots if the host turns keys.
-        values: by host layer (b, g, m, v).
-        mask: (b, m) bool, which slots are real.
-        positions: (b, m), of the slots in the text; None for slots without positions.
-        offsets: (b,) or for each token (b, l), what is added to the positions of the text; None for nothing.
-    """
-
+    # by host layer (b, g, m, k), turned to the positions of their slots if the host turns keys
     keys: Mapping[int, Tensor]
-    values: Mapping[int, Tensor]
-    mask: Tensor
-    positions: Tensor | None = None
+    values: Mapping[int, Tensor]  # by host layer (b, g, m, v)
+    mask: Tensor  # (b, m) bool, which slots are real
+    positions: Tensor | None = None  # (b, m), of the slots in the text; None for slots without positions
+    # (b,) or for each token (b, l), what is added to the positions of the text; None for nothing
     offsets: Tensor | None = None
     _repeated: dict[int, JoinedSlots] = field(default_factory=dict, init=False, repr=False)
 
@@ -76,13 +70,7 @@ class JoinedSlots:
 
 
 class JoinedView(View):
-    """Slots in the attention of one forward.
-
-    Args:
-        slots: a row for each row of text, or one for all tokens of packed rows.
-        visible: (b or 1, l, m) bool, the slots that each token attends to; None for all.
-        is_packed: rows are packed.
-    """
+    """Slots in the attention of one forward."""
 
     def __init__(self, slots: JoinedSlots, visible: Tensor | None = None, is_packed: bool = False) -> None:
         self.slots, self.is_packed = slots, is_packed
@@ -140,13 +128,7 @@ class JoinedView(View):
 
 
 class JoinedMemory(BoundMemory):
-    """Slots before the text of a call, bound to the adapter that reads them.
-
-    Args:
-        slots: a row for each row of text.
-        name: of the adapter.
-        shared: the object that the slots are of.
-    """
+    """Slots before the text of a call, bound to the adapter that reads them."""
 
     # A part of a host that is called by itself does not tell the positions of its tokens.
     follows_text = True
@@ -217,12 +199,7 @@ class JoinedVectors(ProjectedMemory):
 
 
 class JoinedRequests(BoundMemory):
-    """The slots of the requests in one step of continuous batching, which share one packed row.
-
-    Args:
-        requests: the memory of each request; None for a request without one.
-        name: of the adapter that reads them.
-    """
+    """The slots of the requests in one step of continuous batching, which share one packed row."""
 
     follows_text = True
 
@@ -243,9 +220,6 @@ class JoinedRequests(BoundMemory):
 
 class Capture(BoundMemory, View):
     """Records the keys and values of a text at the layers of a host, given as the memory of one call.
-
-    Args:
-        view: slots that the text attends to besides; None for none.
 
     Attributes:
         keys: by layer (b, g, l, k), as the host's attention was given them.

@@ -85,12 +85,7 @@ class PrefixBlock(JoinSlots):
 
 
 class PrefixLayers(AdapterLayers):
-    """The trained prefixes of one adapter on one host.
-
-    Args:
-        config: the settings.
-        sites: the attention of every layer.
-    """
+    """The trained prefixes of one adapter on one host."""
 
     orders_slots = True
     counts_slots = True

@@ -52,8 +52,8 @@ def check_name(name: object) -> str:
     # An `nn.ModuleDict` has attributes that its entries cannot be named after.
     if not plain or hasattr(nn.ModuleDict(), str(name)):
         raise AttachError(
-            f"an adapter's name must be 1 to 100 letters (a to z), digits, '_' and '-', beginning with a letter, digit "
-            f"or '_', and no attribute of torch's dictionaries of modules ('keys', 'training', …); got {name!r:.120}"
+            "an adapter's name must be 1 to 100 letters, digits, '_' and '-', not beginning with '-', and no attribute "
+            f"of torch's ModuleDict such as 'keys'; got {name!r:.120}"
         )
     return str(name)
 

@@ -68,7 +68,7 @@ def read_rotations(
     if any(_error(keys[:, :, :length], here[layer]) > WITHIN[keys.element_size()] for layer, keys in longer.items()):
         raise AttachError(
             f"the rotary frequencies of {type(host).__name__} change with the length of the text (dynamic NTK, "
-            "LongRoPE), so keys read before it would not fit a longer one: take a GatedAdapter for this host"
+            "LongRoPE): take a GatedAdapter for this host"
         )
     rotations: dict[int, KeyRotation | None] = {}
     for layer, keys in here.items():

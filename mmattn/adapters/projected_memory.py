@@ -148,8 +148,8 @@ class ProjectedMemory(VectorMemory):
         version = self._graph_version
         if self._read_by_graph and version is not None and not version.holds(self._graph_sources()):
             raise ConditionError(
-                f"the weights of adapter {self.name!r} or its memory were changed inside a condition block, and a "
-                "compiled host went on with keys and values from before: begin a new block after each change"
+                f"weights or memory of adapter {self.name!r} were changed inside a condition block, which a compiled "
+                "host cannot notice: begin a new block after each change"
             )
 
     def _may_not_cache(self) -> bool:

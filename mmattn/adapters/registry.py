@@ -36,9 +36,8 @@ def register_adapter(adapter: Kind) -> Kind:
     lacks = [name for name in ("kind", "positions", "sites", "build", "example_memory") if not hasattr(cls, name)]
     if not dataclasses.is_dataclass(adapter) or not cls.__dataclass_params__.frozen or lacks:
         raise ConfigError(
-            f"{cls.__name__} cannot be registered as an adapter: it must be a frozen dataclass with kind, positions, "
-            f"sites, build and example_memory (lacks {lacks or 'none of them'}); put @register_adapter above "
-            "@dataclass(frozen=True)"
+            f"{cls.__name__} must be a frozen dataclass with kind, positions, sites, build and example_memory (lacks "
+            f"{lacks or 'none of them'}); put @register_adapter above @dataclass(frozen=True)"
         )
     kind = cls.kind
     if not isinstance(kind, str) or not kind.isidentifier():

@@ -124,9 +124,9 @@ class ResamplerLayer(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, latents: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        own = self.latent_norm(latents)
-        attended = torch.cat([self.memory_norm(tokens), own], 1)
+        queries = self.latent_norm(latents)
+        attended = torch.cat([self.memory_norm(tokens), queries], 1)
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(own.shape[:2])], 1)
-        latents = latents + self.attention(own, attended, mask=mask)
+            mask = torch.cat([mask, mask.new_ones(queries.shape[:2])], 1)
+        latents = latents + self.attention(queries, attended, mask=mask)
         return latents + self.down(F.gelu(self.up(self.norm(latents))))

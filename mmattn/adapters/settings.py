@@ -136,13 +136,13 @@ def check_layers(name: str, layers: Sequence[int] | None) -> tuple[int, ...] | N
 
 def settle_augmenting_layers(config: object, layers: Sequence[int] | None, others: Sequence[int] | None) -> None:
     """Put `augmenting_layers` in the order of the host's layers, of which these are as they were given."""
-    own, augmenting = check_layers("layers", layers), check_layers("augmenting_layers", others)
-    if own is not None and augmenting is not None:
-        if len(own) != len(augmenting):
+    host_layers, augmenting = check_layers("layers", layers), check_layers("augmenting_layers", others)
+    if host_layers is not None and augmenting is not None:
+        if len(host_layers) != len(augmenting):
             raise ConfigError(
-                f"augmenting_layers must name one layer for each of layers, got {list(augmenting)} for {list(own)}"
+                f"augmenting_layers must name one layer for each of layers {list(host_layers)}, got {others}"
             )
-        augmenting = tuple(other for _, other in sorted(zip(own, augmenting, strict=True)))
+        augmenting = tuple(other for _, other in sorted(zip(host_layers, augmenting, strict=True)))
     settle(config, augmenting_layers=augmenting)
 
 

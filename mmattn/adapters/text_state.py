@@ -115,8 +115,8 @@ class TextState:
                 known = images_so_far(ids, media_token)
         if known is None:
             raise ConditionError(
-                "visible_segments='latest' and 'previous' must know which images began before each token: give "
-                "images=(b, l), or media_token= to the adapter and the text from its first token on"
+                "visible_segments must know which images began before each token: give images=(b, l), or media_token= "
+                "to the adapter and the text from its first token on"
             )
         return self._of_tokens("images", known)
 

@@ -133,8 +133,8 @@ class CrossAttention(nn.Module):
         """
         if attention.bias_k is not None or attention.add_zero_attn or attention.kdim != attention.vdim:
             raise ConfigError(
-                "nn.MultiheadAttention with add_bias_kv, add_zero_attn or kdim != vdim is none of these layers: "
-                "CrossAttention has one memory and no such keys (null_slot=True is the nearest)"
+                "nn.MultiheadAttention with add_bias_kv, add_zero_attn or kdim != vdim cannot be converted; "
+                "null_slot=True is the nearest"
             )
         weights: list[Tensor] = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
         if attention.in_proj_weight is not None:

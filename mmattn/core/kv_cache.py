@@ -160,8 +160,9 @@ def _stack_masks(masks: Sequence[Tensor | None], lengths: Sequence[int], like: T
     if len(set(lengths)) == 1 and all(mask is None for mask in masks):
         return None
     real = [like.new_ones(length, dtype=torch.bool) for length in lengths]
-    given = [one if mask is None else mask for one, mask in zip(real, masks, strict=True)]
-    return pad_sequence(given, batch_first=True)
+    return pad_sequence(
+        [one if mask is None else mask for one, mask in zip(real, masks, strict=True)], batch_first=True
+    )
 
 
 def packed_lengths(mask: Tensor | None, cost: int) -> tuple[int, ...] | None:

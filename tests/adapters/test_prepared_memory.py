@@ -70,30 +70,6 @@ def test_inference_mode_and_training_share_a_prepared_memory(model, ids, first):
 
 
 @torch.no_grad()
-def test_two_hosts_share_a_prepared_memory(ids):
-    """Adapters of one name, each with its own weights and its own precision, in turns."""
-    memory = tiny.memory(ROWS)
-    models = [
-        tiny.attach(tiny.make("llama")),
-        tiny.attach(tiny.make("gpt2")),
-        tiny.attach(tiny.make("llama").bfloat16()),
-    ]
-    models[2].adapters.bfloat16()
-    with torch.no_grad():
-        for parameter in models[1].adapters.parameters():
-            parameter.mul_(1.5)
-    want = [model(ids, memory=memory).logits for model in models]
-    assert want[2].dtype == torch.bfloat16
-    prepared = models[0].prepare(memory)
-    for _ in range(2):
-        for model, expected in zip(models, want, strict=True):
-            assert torch.equal(model(ids, memory=prepared).logits, expected)
-            with precise(torch.bfloat16):
-                inside = model(ids, memory=memory).logits
-                assert torch.equal(model(ids, memory=prepared).logits, inside)
-
-
-@torch.no_grad()
 def test_between_two_steps_of_a_block_every_change_is_seen():
     """What is kept from step to step goes with an edit, another parameter, another module, other rows, autocast."""
     model, ids = tiny.attach(tiny.make("llama")), tiny.text(2, 3)

@@ -18,7 +18,6 @@ from tests.core.random_inputs import (
     MASK,
     RULE,
     B,
-    K,
     L,
     M,
     compare_attend as compare,
@@ -98,13 +97,6 @@ def test_causal(l, m, h, g, beams):
     compare(make(torch.float32, h, g, l=l, m=m, beams=beams), beams, causal=True, mask=mask)
 
 
-@pytest.mark.parametrize("l", [L, M])
-def test_causal_with_a_bias(l):
-    """A bias on every pair of tokens adds to the causal rule, with as many queries as slots too."""
-    bias = torch.randn(5, l, M).requires_grad_()
-    compare((*make(torch.float32, l=l), bias), causal=True)
-
-
 def test_never_causal_unless_asked():
     """The first query looks at the last slot, with as many queries as slots and without any mask."""
     q, k, v = make(l=M)
@@ -119,12 +111,6 @@ def test_bias(shape, dtype):
     bias = (2 * torch.randn(shape)).to(dtype).requires_grad_()
     compare((*make(dtype, 6, 2), bias))
     compare((*make(dtype, 6, 2), bias), mask=MASK, attention_mask=RULE)
-
-
-def test_default_scale_is_one_over_root_k():
-    q, k, v = make()
-    assert torch.equal(attend(q, k, v), attend(q, k, v, scale=1 / math.sqrt(K)))
-    assert not torch.allclose(attend(q, k, v), attend(q, k, v, scale=1.0))
 
 
 @pytest.mark.parametrize("h,g", HEADS)

@@ -11,8 +11,7 @@ import mmattn
 from mmattn import CrossAttention
 from mmattn.core.positions import Rotary, grid
 from mmattn.errors import ConfigError, MaskError, ShapeError
-from tests.core.random_inputs import MASK, RULE, B, D, E, L, M, data, make_layer as make
-from tests.reference import assert_close
+from tests.core.random_inputs import MASK, B, D, E, L, M, data, make_layer as make
 
 
 def test_positions_are_counted_from_zero_unless_given():
@@ -40,19 +39,6 @@ def test_a_null_slot_takes_part_of_the_attention():
             assert (shares[length_norm, times] < 1).all()
     assert (shares[None, 64] - shares[None, 1]).max() > 0.1
     torch.testing.assert_close(shares[29.0, 64], shares[29.0, 1], rtol=0, atol=1e-5)
-
-
-def test_length_norm_counts_what_each_query_sees():
-    """A query gives the same answer alone, in a batch, and over a memory projected before."""
-    layer = make(torch.float64, null_slot=True, length_norm=29.0)
-    x, memory = (tensor.double() for tensor in data())
-    whole = layer(x, memory, attention_mask=RULE)
-    kept = layer.project(memory)
-    for i in range(L):
-        alone = layer(x[:, i : i + 1], memory, attention_mask=RULE[i : i + 1])
-        assert_close(alone, whole[:, i : i + 1].detach(), torch.float64)
-        later = layer(x[:, i : i + 1], kept, attention_mask=RULE[i : i + 1])
-        assert_close(later, whole[:, i : i + 1].detach(), torch.float64)
 
 
 def test_head_scale():

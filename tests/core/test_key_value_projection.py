@@ -11,7 +11,7 @@ from torch import nn
 import mmattn.core.key_value_projection
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import ShapeError
-from tests.core.random_inputs import MASK, B, E, L, M, make_layer
+from tests.core.random_inputs import MASK, B, E, L, M
 from tests.reference import assert_close, attend_reference
 
 
@@ -40,13 +40,3 @@ def test_queries_of_another_layer(absorb: bool) -> None:
     assert projection(q.float(), memory).dtype == torch.float32, "the dtype of the queries"
     with pytest.raises(ShapeError, match="memory must be a tensor"):
         projection(q, memory[..., 1:])
-
-
-def test_names() -> None:
-    """Its weights stand in it, in an attention and on its own."""
-    assert set(alone().state_dict()) == {"k_proj.weight", "v_proj.weight"}
-    layer = make_layer(qk_norm=True, null_slot=True, score_bias=True)
-    owned = {"k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight"}
-    owned |= {"null_key", "null_value", "score_scale"}
-    others = {"q_proj.weight", "q_proj.bias", "q_norm.weight", "out_proj.weight", "out_proj.bias"}
-    assert set(layer.state_dict()) == others | {f"kv_proj.{name}" for name in owned}

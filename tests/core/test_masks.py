@@ -61,11 +61,6 @@ class TestRules:
         assert not mask.tensor[: size - 1].any()
         assert torch.equal(masks.chunk(l, size, r).tensor, mask.tensor)
 
-    def test_chunk_continues_where_the_cache_ends(self) -> None:
-        whole = masks.chunk(23, 5, 3).tensor
-        assert torch.equal(masks.chunk(6, 5, 3, chunks=4, offset=17).tensor, whole[17:])
-        assert torch.equal(masks.chunk(6, 5, 3, offset=17).tensor, whole[17:])
-
     def test_block(self) -> None:
         documents, slots = torch.tensor([[0, 0, 1], [4, -1, 2]]), torch.tensor([[0, 1, 1, 0, 3], [2, -1, 4, 4, 2]])
         mask = masks.block(documents, slots)
@@ -112,10 +107,6 @@ class TestMask:
         assert torch.equal((masks.causal(3) & keep).tensor, (keep & masks.causal(3)).tensor)
         assert torch.equal((masks.causal(3) | keep).tensor, (keep | masks.causal(3)).tensor)
         assert torch.equal((masks.causal(3) & keep).tensor, masks.causal(3).tensor & keep)
-
-    def test_moving_keeps_the_rule(self) -> None:
-        assert masks.causal(3).to("meta").tensor.device.type == "meta"
-        assert torch.equal(masks.causal(3).to("cpu").tensor, masks.causal(3).tensor)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])
     @pytest.mark.parametrize("make", [Mask, masks.padding_mask])

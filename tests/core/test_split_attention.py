@@ -129,18 +129,6 @@ def test_in_every_dtype(dtype: torch.dtype) -> None:
         assert_close(got, want, dtype, "grad")
 
 
-def test_a_part_that_nothing_sees() -> None:
-    """Rows that see nothing give exactly 0 and finite gradients; one empty part changes nothing."""
-    parts = make(masked=True)
-    parts.masks = torch.zeros(1, SHARED, dtype=torch.bool), parts.masks[1]
-    out = parts.split()
-    assert not out[2:4].any(), "the second memory row is hidden, and the shared one"
-    assert out[:2].any()
-    alone = parts.layer(parts.x, parts.own, mask=parts.masks[1])
-    assert_close(out, alone.detach().double(), torch.float32)
-    assert all(one.isfinite().all() for one in parts.gradients(out, torch.ones_like(out)))
-
-
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_the_log_sum_exp_and_its_gradients(backend: str | None) -> None:
     """Of each kernel, against the definition: a query's scores, written out."""

@@ -105,13 +105,6 @@ def test_infinities_that_cancel_and_sums_that_overflow():
     assert Memory(torch.full((B, M, E), 3e38)).batch == B
 
 
-def test_scores_that_are_not_finite():
-    scores = torch.zeros(B, M)
-    scores[2, 4] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"non-finite scores at row 2 \(slot 4\)"):
-        Memory(TOKENS, scores=scores)
-
-
 def test_pad():
     """Ragged rows: values kept, the rest is padding, the mask says which is which."""
     rows = [torch.randn(n, E) for n in (2, 5, 0, 3)]
@@ -256,12 +249,3 @@ def test_sources_that_a_file_cannot_hold_are_refused(tmp_path: Path, source: obj
     with pytest.raises(ConfigError, match="sources must be plain JSON"):
         memory.save(tmp_path / "memory")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_memory_does_not_share_its_sources():
-    """Changing the list one gave, or the one a row gives back, changes nothing."""
-    sources = [["a"] * M for _ in range(B)]
-    memory = Memory(TOKENS, sources=sources)
-    sources[0][0] = "changed"
-    memory[1].sources[0][0] = "changed"
-    assert memory.sources == [["a"] * M for _ in range(B)]

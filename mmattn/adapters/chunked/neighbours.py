@@ -106,9 +106,8 @@ class RetrievedNeighbours(Neighbours):
         real, text_ids = text.whole
         if text_ids is None:
             raise ConditionError(
-                f"adapter {adapter.name!r} was given a function that finds neighbours for the ids of chunks, and this "
-                "call does not tell the ids of the whole text: give input_ids from the first token on, use generate, "
-                "or a Memory with segments"
+                f"the function of adapter {adapter.name!r} needs the ids of the whole text: give input_ids from the "
+                "first token on, use generate, or give a Memory with segments"
             )
         size = adapter.config.chunk_size
         ids = {row: text_ids[row][real[row].to(text_ids.device)].tolist() for row, _ in chunks}

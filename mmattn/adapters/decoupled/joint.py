@@ -133,8 +133,7 @@ class TimedMemory(VectorMemory):
         timestep = text.timestep
         if timestep is None:
             raise ConditionError(
-                f"adapter {self.name!r} follows the time step, and only a part of the host was called, or it was given "
-                "none, or several for one row: call the whole host with one timestep for each row"
+                f"adapter {self.name!r} needs one timestep for each row: call the whole host with a timestep (b,)"
             )
         latents, time = self.adapter.resample(self.prepared.read(self.adapter), timestep)
 

@@ -181,8 +181,8 @@ class FusedMemory(BoundMemory):
         real, ids = text.whole
         if text.past is None:
             raise ConditionError(
-                f"adapter {self.name!r} must know how much text the host has cached, and {text.length} tokens were "
-                "given with a cache that does not say, of recurrent layers: give all of it, or take another host"
+                f"adapter {self.name!r} must know how much text the host has cached, and its cache does not say: give "
+                "the whole text, or take another host"
             )
         prompt = self.prompt.repeated(text.rows // max(self.rows or 1, 1))
         counts, places = prompt.real.sum(1).to(real.device), token_places(real)

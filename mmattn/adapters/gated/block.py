@@ -112,14 +112,14 @@ class GatedBlock(nn.Module):
         norm = self.norm
         wide = x if x.dtype is norm.weight.dtype else x.to(norm.weight.dtype)
         gate = self.gate()
-        found = self.attention(
+        attended = self.attention(
             norm(wide),
             memory,
             attention_mask=attention_mask,
             query_positions=query_positions,
             head_scale=gate if self.per_head else None,
         )
-        out = wide + found if self.per_head else torch.addcmul(wide, gate, found)
+        out = wide + attended if self.per_head else torch.addcmul(wide, gate, attended)
         if self.feed_forward is not None and self.feed_forward_gate is not None:
             out = torch.addcmul(out, self.feed_forward_gate(), self.feed_forward(out))
         if adapter_scale != 1.0:
@@ -141,6 +141,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, d) to (…, d)."""
-        wanted = self.norm.weight.dtype
-        x = self.norm(x if x.dtype is wanted else x.to(wanted))
+        dtype = self.norm.weight.dtype
+        x = self.norm(x if x.dtype is dtype else x.to(dtype))
         return self.down(F.gelu(self.up(x)) if self.swish is None else F.silu(self.swish(x)) * self.up(x))

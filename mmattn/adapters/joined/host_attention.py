@@ -138,7 +138,7 @@ class HostAttention:
 
     def _widened(self, slots: Sequence[ExtraSlots]) -> HostAttention:
         """Return this attention with slots in front of its keys and values."""
-        own = self._text_mask(any(one.mask is not None for one in slots))
+        text_mask = self._text_mask(any(one.mask is not None for one in slots))
         rows = self.query.shape[0]
 
         def joined(slots: Sequence[Tensor], text: Tensor) -> Tensor:
@@ -150,23 +150,23 @@ class HostAttention:
             self,
             key=joined([one.key for one in slots], self.key),
             value=joined([one.value for one in slots], self.value),
-            mask=None if own is None else self._joined_mask(slots, own),
+            mask=None if text_mask is None else self._joined_mask(slots, text_mask),
         )
 
-    def _joined_mask(self, slots: Sequence[ExtraSlots], own: Tensor) -> Tensor:
+    def _joined_mask(self, slots: Sequence[ExtraSlots], text_mask: Tensor) -> Tensor:
         """Return the mask of slots and text: bool, or float if one of them is."""
         masks = [
-            torch.ones(1, 1, 1, one.key.shape[2], dtype=torch.bool, device=own.device)
+            torch.ones(1, 1, 1, one.key.shape[2], dtype=torch.bool, device=text_mask.device)
             if one.mask is None
-            else one.mask.to(own.device)
+            else one.mask.to(text_mask.device)
             for one in slots
         ]
-        masks.append(own)
+        masks.append(text_mask)
         if any(one.is_floating_point() for one in masks):
-            dtype = own.dtype if own.is_floating_point() else self.query.dtype
+            dtype = text_mask.dtype if text_mask.is_floating_point() else self.query.dtype
             masks = [_added_to_scores(one, dtype) for one in masks]
         rows = len(self.query) if any(len(one) == len(self.query) for one in masks) else 1
-        shape = rows, own.shape[1], self.query.shape[2]
+        shape = rows, text_mask.shape[1], self.query.shape[2]
         return torch.cat([one.expand(*shape, -1) for one in masks], -1)
 
     @property

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmattn.errors import ConditionError
 from tests import tiny
-from tests.adapters.chunked.chunks import LENGTH, ROWS, SIZE, Library, attach, complete_chunks, neighbours
+from tests.adapters.chunked.chunks import LENGTH, ROWS, SIZE, Library, attach, complete_chunks
 from tests.tiny import assert_close
 
 NEW = 13  # two chunks are completed on the way
@@ -134,15 +133,3 @@ def test_drafts_do_not_change_the_answer(family, how):
     assert torch.equal(got, s.rows[:1])
     # A draft that is refused may have completed a chunk, which is then asked for in vain.
     assert complete_chunks(torch.cat([s.ids[:1], got], 1)[:, :-1]) <= set(library.chunks)
-
-
-@pytest.mark.parametrize("family", ["llama", "mamba"])  # mamba does not say how much text it has read
-@torch.no_grad()
-def test_embeddings_have_no_chunks_to_ask_for(family):
-    s = scene(family)
-    embeddings = s.model.host.get_input_embeddings()(s.ids)
-    memory = neighbours(chunks=7)
-    out = s.model.generate(inputs_embeds=embeddings, memory=memory, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(out, generate(s.model, s.ids, memory=memory))
-    with pytest.raises(ConditionError, match="whole text"):
-        s.model.generate(inputs_embeds=embeddings, memory=Library(), max_new_tokens=NEW, do_sample=False)

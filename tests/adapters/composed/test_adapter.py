@@ -12,7 +12,6 @@ import mmattn
 from mmattn.errors import AttachError, ConditionError, ConfigError, NonFiniteError, ShapeError
 from tests import tiny
 from tests.adapters.composed.composed_hosts import (
-    AUGMENTING_LAYERS,
     DIM,
     LENGTH,
     ROWS,
@@ -51,18 +50,6 @@ def test_no_token_sees_later_ones(family):
     before, after = (s.model(ids, memory=along()).logits for ids in (s.ids, changed))
     assert_close(after[:, :4], before[:, :4])
     assert differs(after[:, 4:], before[:, 4:])
-
-
-@torch.no_grad()
-def test_every_pair_of_layers_is_read():
-    """Each layer of the host reads its own layer of the other model, wherever it stands in the list."""
-    s, ids = scene(), tiny.text(ROWS, LENGTH)
-    turned = attach(tiny.make("llama"), layers=(2, 0), augmenting_layers=AUGMENTING_LAYERS[::-1])
-    assert torch.equal(turned(ids, memory=along()).logits, s.model(ids, memory=along()).logits)
-    crossed = attach(tiny.make("llama"), augmenting_layers=AUGMENTING_LAYERS[::-1])
-    assert differs(crossed(ids, memory=along()).logits, s.model(ids, memory=along()).logits)
-    same = attach(tiny.make("llama"), augmenting_layers=None)
-    assert same.adapters["default"].augmenting_layers == {0: 0, 2: 2}
 
 
 @few_families

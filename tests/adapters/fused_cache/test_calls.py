@@ -91,19 +91,3 @@ def test_fused_once() -> None:
         model.adapter("default").block(0).out_proj.bias.add_(1.0)
         after = model.host(token, **tiny.going_on(cache)).logits
         assert counts == [8] and distance(after, before) > 100 * CLOSE
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_recomputed_layers(family: str) -> None:
-    """With recomputed layers the gradients are the same; every weight has one."""
-    ids, grads = tiny.text(2, 6), {}
-    for recompute in (False, True):
-        model = adapted(family)
-        if recompute:
-            model.train()
-            tiny.checkpoint(model.host, use_reentrant=False)
-        model(ids, labels=ids, memory=read(ids)).loss.backward()
-        grads[recompute] = {name: one.grad for name, one in model.adapters.named_parameters()}
-    for name, one in grads[False].items():
-        assert one.any() and distance(grads[True][name], one) <= CLOSE

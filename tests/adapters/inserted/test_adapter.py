@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters import InsertedAdapter
-from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
+from mmattn.errors import AttachError, ConditionError, ShapeError
 from tests import tiny
-from tests.adapters.inserted.reference import LEARNED, LENGTHS, ROTARY, attach, embedded, inserted, slots, weighed
+from tests.adapters.inserted.reference import LEARNED, LENGTHS, ROTARY, attach, inserted, slots, weighed
 from tests.adapters.joined.reference import CLOSE, answer, distance
 
 
@@ -87,34 +86,6 @@ def test_where_real_slots_lie_is_nothing(gate: bool) -> None:
     tokens[mask] = memory.tokens.flatten(0, 1)
     assert torch.equal(answer(model, ids, memory=mmattn.Memory(tokens, mask)), expected)
     assert distance(answer(model, ids, memory=memory.tokens.flip(1)), expected) > 100 * CLOSE, "their order is read"
-
-
-@pytest.mark.parametrize("gate", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_recorded_weights(family: str, gate: bool) -> None:
-    """The weights of the tokens are the host's own of embeddings in front, and what explains a text by its slots."""
-    model, ids, memory = attach(tiny.make(family), gate=gate), tiny.text(1, 9), tiny.memory(1)
-    result = answer(model, ids, memory=memory)
-    with mmattn.inspect.record(model) as recorded:
-        assert torch.equal(answer(model, ids, memory=memory), result)
-    host = tiny.make(family, attn_implementation="eager")
-    if not gate or family != "gpt2":  # gated slots stand beside the first of the text where positions are learned
-        with torch.no_grad():
-            inputs = embedded(host, slots(model, memory), ids)
-            expected = host(inputs_embeds=inputs, output_attentions=True, use_cache=False).attentions
-        for layer, one in enumerate(expected):
-            assert distance(recorded["default", layer][0], one[:, :, 5:, :5]) <= CLOSE
-    trace = mmattn.inspect.attribute(model, ids, memory)
-    assert trace.weights.shape == (3, 4, 8, 5)
-    assert torch.allclose(trace.weights[1], recorded["default", 1][0][0, :, :-1], atol=1e-6)
-
-
-def test_settings() -> None:
-    """Settings outside of what is allowed are refused."""
-    for inputs in ({"memory_dim": 0}, {"projection": "three"}, {"gate": 1}, {"resampler": 3}):
-        with pytest.raises(ConfigError):
-            InsertedAdapter(**({"memory_dim": 5} | inputs))
-    assert InsertedAdapter(5, resampler={"num_latents": 3}).resampler == mmattn.Resampler(3).sized(5)  # type: ignore[arg-type]
 
 
 def test_what_is_refused() -> None:

@@ -97,18 +97,6 @@ def test_against_the_slow_definition(family: str, settings: dict[str, Any]) -> N
         assert distance(result, answer(host, ids)) > 100 * CLOSE
 
 
-def test_slots_have_no_order_and_no_place() -> None:
-    """Slots in another order are the same memory, also for a text at later positions where nothing is turned."""
-    model, ids, memory = adapted("gpt2"), tiny.text(2), tiny.memory(2)
-    result = answer(model, ids, memory=memory)
-    backwards = mmattn.Memory(memory.tokens.flip(1))
-    assert distance(answer(model, ids, memory=backwards), result) <= CLOSE
-    twice = mmattn.Memory(memory.tokens.repeat(1, 2, 1))
-    assert distance(answer(model, ids, memory=twice), result) > 10 * CLOSE
-    normed = adapted("llama", length_norm=3.0)
-    assert distance(answer(normed, ids, memory=twice), answer(normed, ids, memory=memory)) <= CLOSE
-
-
 def test_windows_do_not_hide_slots() -> None:
     """Far after its beginning a text still sees a memory, in layers that see back over a few tokens only."""
     model, ids = adapted("mistral", host={"sliding_window": 3}), tiny.text(1, 20)

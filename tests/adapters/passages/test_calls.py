@@ -42,17 +42,6 @@ def test_each_row_has_its_own(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_adapter_scale(family: str) -> None:
-    """adapter_scale 0 is the host, bit for bit; ½ lies between."""
-    model, passages = reader(family)
-    host, memory = answer(tiny.make(family), text()), passages.select([[0, 2]])
-    assert torch.equal(answer(model, text(), memory=memory, adapter_scale=0), host)
-    whole, half = (answer(model, text(), memory=memory, adapter_scale=one) for one in (1.0, 0.5))
-    assert distance(half, host) > 100 * CLOSE and distance(half, whole) > 100 * CLOSE
-    assert distance(half, host) < distance(whole, host)
-
-
 WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}}
 
 
@@ -100,18 +89,6 @@ def test_continuous_batching(family: str) -> None:
         alone = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         assert written == alone[0, len(ids) :].tolist()
     assert result[0] != result[3]
-
-
-def test_text_goes_on_in_a_cache_of_the_caller() -> None:
-    """Text given in two pieces with a cache of the caller's stands where it stands in one."""
-    for family in ("llama", "gpt2"):
-        model, passages = reader(family)
-        memory, ids = passages.select([[1, 2]]), text()
-        expected = answer(model, ids, memory=memory)
-        with torch.no_grad():
-            first = model(ids[:, :5], memory=memory, use_cache=True)
-            second = model(ids[:, 5:], memory=memory, **tiny.going_on(first.past_key_values))
-        assert distance(second.logits, expected[:, 5:]) <= CLOSE
 
 
 def test_two_that_stand_before_the_text_are_refused() -> None:

@@ -106,7 +106,7 @@ def _numbers(kwargs: Mapping[str, Any], rows: int, length: int) -> Tensor | None
     return (begins.flatten().cumsum(0) - 1).view(rows, -1).masked_fill(~real, -1)
 
 
-def _real(mask: Any, rows: int, length: int) -> Tensor | None:
+def _real(mask: object, rows: int, length: int) -> Tensor | None:
     """Return the tokens (b, l) that are no padding, or None without a mask."""
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
         return mask[:, -length:].bool().expand(rows, -1)

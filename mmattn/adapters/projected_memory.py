@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.prepared_memory import ABSORB_BELOW, PreparedMemory
-from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, View, check_one_row
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, Scale, View, check_one_row
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.kv_cache import KeyValue
@@ -25,7 +25,7 @@ class ProjectedView(View):
     def __init__(self, projected: Mapping[int, Any], attention_mask: Tensor | None, seen: Tensor | None) -> None:
         self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         out: Tensor = block(
             x,
             self.projected[layer],
@@ -229,7 +229,7 @@ class RequestsView(View):
     def __init__(self, views: Sequence[PackedView], keep: KeepFinite) -> None:
         self.views, self._keep = views, keep
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         out = x
         for view in self.views:
             out = view.apply(out, block, layer, adapter_scale)

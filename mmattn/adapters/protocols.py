@@ -18,6 +18,9 @@ from mmattn.memory import Memory
 
 POSITIONS = ("before", "after", "inside", "joined")
 
+#: Multiplies what an adapter adds: one number, or one for each row.
+Scale = float | Tensor
+
 
 @dataclass(frozen=True)
 class HeadSizes:
@@ -83,7 +86,7 @@ class View(ABC):
     stands_in_text = False
 
     @abstractmethod
-    def apply(self, x: Any, block: nn.Module, layer: int, adapter_scale: Any) -> Any:
+    def apply(self, x: Any, block: nn.Module, layer: int, adapter_scale: Scale) -> Any:
         """Apply an adapter at a site.
 
         Args:
@@ -108,7 +111,7 @@ class PackedView(View):
     def __init__(self, view: View, text: PackedText) -> None:
         self.view, self.text = view, text
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Apply an adapter to x (b, l, d) at a site."""
         return self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, register_memory_type
-from mmattn.adapters.protocols import BoundMemory, View
+from mmattn.adapters.protocols import BoundMemory, Scale, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.top_k_attention import SearchedSlots
 from mmattn.errors import ConditionError, ShapeError
@@ -22,7 +22,7 @@ class SearchedView(View):
     def __init__(self, adapter: AdapterLayers, entries: SearchedEntries, per_query: int) -> None:
         self.adapter, self.entries, self.per_query = adapter, entries, per_query
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         projection = self.adapter.attention(layer).kv_proj
         slots = SearchedSlots(
             partial(self._search, projection),

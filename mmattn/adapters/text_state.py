@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ class TextState:
     # ids (b, l) or embeddings (b, l, d) that the host was called with; None where only a part of the host was called
     inputs: Tensor | None = None
     past: int | None = None  # tokens in the host's cache; None where the host does not say
-    cache: Any = None  # the host's cache itself; None where it was given none
-    attention_mask: Any = None  # what the host was called with under this name
+    cache: object = None  # the host's cache itself; None where it was given none
+    attention_mask: object = None  # what the host was called with under this name
     images: Tensor | None = None  # (b, l) int, images begun at or before each token, where the caller says so
     arrivals: Arrivals | None = None  # how many slots of the memory had arrived at each token, where the caller says so
     prompt: Tensor | None = None  # what `generate` was called with, ids (b, l) or embeddings (b, l, d)

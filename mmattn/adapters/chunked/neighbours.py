@@ -9,14 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.block_adapter import BlockLayers
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layer
-from mmattn.adapters.protocols import BoundMemory, View
+from mmattn.adapters.protocols import BoundMemory, Scale, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.kv_cache import KeyValue
@@ -189,7 +188,7 @@ class ChunkView(View):
     def __init__(self, memory: ChunkMemory, tokens: Tensor, places: list[Place]) -> None:
         self.memory, self.tokens, self.places = memory, tokens, places
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the output of a block for x (b, l, d); tokens without neighbours stay as they are, bit for bit."""
         if not self.places:
             return x

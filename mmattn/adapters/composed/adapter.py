@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mmattn.adapters.block_adapter import BlockAdapter, BlockLayers
 from mmattn.adapters.composed.augmenting_model import AugmentingModel
 from mmattn.adapters.composed.text import AugmentedText, token_places
-from mmattn.adapters.protocols import BoundMemory, Site, View
+from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.settings import augmenting_layers_of, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
@@ -87,7 +87,7 @@ class ComposedAdapter(BlockAdapter):
         rotary = Rotary(self.head_dim) if self.rotary and self.head_dim is not None else None
         return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
 
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is another model."""
         raise ConfigError(
             "a composed adapter reads another language model, and none can be made up: give mmattn.AugmentingModel(lm)"
@@ -162,7 +162,7 @@ class AugmentedView(View):
     def __init__(self, text: AugmentedText, adapter: ComposedLayers) -> None:
         self.text, self.adapter = text, adapter
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the output of a block for x (b, l, d) of the last l tokens; padding stays as it is, bit for bit."""
         rows, length = x.shape[:2]
         total, real = self.text.length, self.text.real.to(x.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class AugmentedPrompt:
         """Number of rows b."""
         return len(self.real)
 
-    def __getitem__(self, rows: Any) -> AugmentedPrompt:
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> AugmentedPrompt:
         """Return some rows, by number, slice or list."""
         return self._map(lambda one: one[torch.arange(self.batch)[rows].reshape(-1)])
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.projected_memory import ProjectedView
-from mmattn.adapters.protocols import HeadSizes, Host, Site
+from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import VectorAdapter, default_norm, settle
@@ -150,7 +150,7 @@ class DecoupledBlock(KeyValueProjection):
 class DecoupledView(ProjectedView):
     """A memory beside the text of a host's attention layer."""
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the attention (b, h, l, k) of the host's queries x to the memory, times the scale."""
         heads: Tensor = block(x, self.projected[layer])
         return heads * adapter_scale

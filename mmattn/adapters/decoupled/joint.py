@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from mmattn.adapters.decoupled.adapter import InsideAdapter
 from mmattn.adapters.decoupled.timed_resampler import TimedPerceiver, TimedResampler
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
-from mmattn.adapters.protocols import HeadSizes, Site, View
+from mmattn.adapters.protocols import HeadSizes, Scale, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
@@ -150,7 +150,7 @@ class TimedView(View):
     def __init__(self, latents: Memory, time: Tensor) -> None:
         self.latents, self.time = latents, time
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Any) -> Tensor:
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the attention (b, h, l, k) over picture x (b, 3h, l, k) and memory, times the scale."""
         heads: Tensor = block(x, self.latents, self.time)
         return heads * adapter_scale

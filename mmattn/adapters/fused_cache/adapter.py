@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ from mmattn.adapters.composed.text import AugmentedPrompt, token_places
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.key_rotation import KeyRotation
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Site, View
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Scale, Site, View
 from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
@@ -82,7 +82,7 @@ class FusedCacheAdapter(LayeredAdapter):
         """Return the trainable part for these sites."""
         return FusedCacheLayers(self, sites)
 
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is the cache of another model."""
         raise ConfigError(
             "a fused cache is that of another language model, and none can be made up: give "
@@ -247,7 +247,7 @@ class FusedView(View):
         self.positions = rows.expand(len(self.real), -1)
         return positions
 
-    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Any) -> HostAttention:
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
         # A window that is cut to its length holds the last tokens only.
         first = max(0, self.real.shape[1] - x.key.shape[2])
         if first >= self.numbers.shape[1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -78,21 +79,24 @@ class HostAttention:
 
     def result(self) -> tuple[Tensor, Any]:
         """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
-        shared = [one for one in self.slots if one.gate is None]
         full = self._with_shared()
         result = full._call()
-        out = result[0]
-        if shared:
-            sees = None if any(one.sees is None for one in shared) else _any(one.sees for one in shared)
-            scale = shared[-1].adapter_scale
-            if sees is not None or scale != 1.0:
-                text, _ = self._call()
-                out = out if scale == 1.0 else text + scale * (out - text)
-                out = out if sees is None else torch.where(sees[..., None, None], out, text)
+        out = self._scaled(result[0])
         for one in self.slots:
             if one.gate is not None:
                 out = full._add_gated(one, one.gate, result[0], out)
         return out, *result[1:]
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        """Return attention over slots without a gate, scaled; tokens that see none have that over the text alone."""
+        shared = [one for one in self.slots if one.gate is None]
+        sees = [one.sees for one in shared if one.sees is not None]
+        scale, all_see = shared[-1].adapter_scale if shared else 1.0, len(sees) < len(shared) or not shared
+        if all_see and scale == 1.0:
+            return out
+        text, _ = self._call()
+        out = out if scale == 1.0 else text + scale * (out - text)
+        return out if all_see else torch.where(reduce(torch.logical_or, sees)[..., None, None], out, text)
 
     def weights(self, slots: ExtraSlots) -> Tensor:
         """Return the weights (b, h, l, m) of slots in their softmax; those of the text make up the rest of 1."""
@@ -218,14 +222,6 @@ class JoinSlots(nn.Module):
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
         """Return the mask of `m` slots, as `HostAttention.join` takes it."""
         return attention_mask
-
-
-def _any(masks: Any) -> Tensor:
-    """Return which tokens one of the masks (b, l or 1) has."""
-    first, *others = masks
-    for other in others:
-        first = first | other
-    return first
 
 
 def _added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.packed_text import PackedText
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
-from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, View, check_one_row
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, View, check_one_row
 from mmattn.adapters.text_state import TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError
@@ -107,7 +107,7 @@ class JoinedView(View):
             JoinedSlots(keys, values, every), (owned[..., None] & visible[:, :, None]).flatten(2), is_packed=True
         )
 
-    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: float) -> HostAttention:
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
         """Return the attention of a layer with the slots; a token attends back as far as its layer does."""
         if self.is_empty:
             return x
@@ -242,7 +242,7 @@ class Capture(BoundMemory, View):
         """Return the positions of the tokens of this forward."""
         return positions if self.view is None else self.view.shift_positions(positions)
 
-    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: float) -> HostAttention:
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
         """Record keys and values of a layer, and return its attention with the slots."""
         self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)

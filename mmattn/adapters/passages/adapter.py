@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class PassageAdapter:
         """Return the adapter for these sites."""
         return PassageLayers(self, sites)
 
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Any:
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the host itself computes passages."""
         raise ConfigError(
             "passages are read by the host, and none can be made up without it: make a "

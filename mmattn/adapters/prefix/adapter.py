@@ -198,7 +198,7 @@ class PrefixRows:
         """Number of rows."""
         return len(self.numbers)
 
-    def __getitem__(self, rows: Any) -> PrefixRows:
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> PrefixRows:
         """Return some rows, by number, slice or list."""
         chosen = torch.arange(len(self.numbers))[rows].reshape(-1).tolist()
         return PrefixRows([self.numbers[row] for row in chosen])

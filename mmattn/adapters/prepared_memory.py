@@ -18,13 +18,6 @@ from mmattn.core.tracing import all_finite, readable
 from mmattn.errors import NonFiniteError
 from mmattn.memory import Memory
 
-# Cached keys and values decode faster at every size measured, but the memory itself is stored once for all layers:
-# above this many bytes of K and V per adapter it is cached instead ("absorbed").
-ABSORB_ABOVE = 1 << 30
-# Queries per memory row from which an absorbed memory is projected for the occasion.
-ABSORB_BELOW = 32
-
-
 _TENSORS = attrgetter("tokens", "mask", "segments", "scores")
 
 
@@ -81,27 +74,20 @@ class PreparedMemory:
             adapter: the trainable part that reads.
             layer: number of the host's layer.
             memory: what `read` returned.
-            queries: how many attend to each row of the memory.
+            queries: how many attend to each row of the memory, where nothing is cached.
 
         Raises:
             NonFiniteError: they overflow, though the memory is finite.
         """
-        projection = adapter.kv_projection(layer)
 
-        def project(absorb: bool = False, queries: int | None = None) -> KeyValue:
-            projected = project_layer(adapter, layer, memory, absorb, queries)
+        def project(queries: int | None = None) -> KeyValue:
+            projected = project_layer(adapter, layer, memory, queries)
             check_projected(adapter, layer, self.memory, projected)
             return projected
 
         if self.is_uncached(adapter):
-            return project(queries=queries)
-        size = 2 * memory.batch * memory.length * projection.num_kv_heads * projection.head_dim * len(adapter.layers)
-        absorb = projection.absorbable and size * memory.tokens.element_size() > ABSORB_ABOVE
-        if absorb and queries > ABSORB_BELOW:
-            return project(queries=queries)
-        # Absorbed, every layer reads the same tensor: computed once.
-        shared = absorb and not (adapter.score_bias and memory.scores is not None)
-        cached: KeyValue = self.cache.get(adapter, "absorbed" if shared else layer, lambda: project(absorb))
+            return project(queries)
+        cached: KeyValue = self.cache.get(adapter, layer, project)
         return cached
 
     def read(self, adapter: Any) -> Memory:
@@ -138,14 +124,12 @@ def prepared_memory(memory: Memory | Tensor | PreparedMemory, check: Callable[[M
     return PreparedMemory(memory)
 
 
-def project_layer(
-    adapter: Reader, layer: int, memory: Memory, absorb: bool = False, queries: int | None = None
-) -> KeyValue:
-    """Return keys and values of a memory that an adapter has read; `absorb` and `queries` as in `project`."""
+def project_layer(adapter: Reader, layer: int, memory: Memory, queries: int | None = None) -> KeyValue:
+    """Return keys and values of a memory that an adapter has read, for so many queries per row (None: to be cached)."""
     projection = adapter.kv_projection(layer)
     tokens = memory.tokens.to(projection.projecting_parameters()[0].device)
     scores = memory.scores if adapter.score_bias else None
-    projected: KeyValue = projection.project(tokens, mask=memory.mask, scores=scores, absorb=absorb, queries=queries)
+    projected: KeyValue = projection.project(tokens, mask=memory.mask, scores=scores, queries=queries)
     return projected
 
 

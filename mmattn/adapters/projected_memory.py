@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.prepared_memory import ABSORB_BELOW, PreparedMemory
+from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, Scale, View, check_one_row
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
@@ -74,9 +74,6 @@ class ProjectedMemory(VectorMemory):
         if self.follows_text or text.layer is not None:
             return self.see(text)
         if (torch.is_grad_enabled() or torch.compiler.is_compiling()) and prepared.is_uncached(adapter):
-            return self.see(text)
-        # Longer texts may be projected otherwise than tokens that are written one by one.
-        if text.rows * text.length > ABSORB_BELOW * (self.rows or 1):
             return self.see(text)
         view: ProjectedView = prepared.cache.get(adapter, ("view", text.rows), lambda: self.see(text))
         return view
@@ -181,7 +178,7 @@ class GraphInputs:
     @staticmethod
     def of(memory: Memory, projected: Mapping[int, KeyValue]) -> GraphInputs | None:
         """Return the inputs; None for a layout whose lengths a graph would depend on."""
-        if any(one.lengths is not None or one.absorbed for one in projected.values()):
+        if any(one.lengths is not None for one in projected.values()):
             return None
         tensors = {layer: (one.keys, one.values, one.mask, one.bias) for layer, one in projected.items()}
         first = next(iter(projected.values()))

@@ -88,20 +88,15 @@ class KeyValueHeads(nn.Module):
         mask: Tensor | None = None,
         scores: Tensor | None = None,
         memory_positions: Tensor | None = None,
-        absorb: bool = False,
         queries: int | None = None,
     ) -> KeyValue:
-        """Compute keys and values of a memory once, to be given to `forward` in its place."""
-        if absorb and not self.absorbable:
-            raise ConfigError("keys that are normalised, rotated or have a null slot cannot be absorbed")
+        """Compute keys and values of a memory once, to be given to `forward` in its place; see `lay_out`."""
         slots = self.checked(Slots(memory, mask, scores, memory_positions))
-        kv = self.lay_out(slots, 0 if absorb else queries)
+        kv = self.lay_out(slots, queries)
         kv = replace(kv, visible=_rows_with_slots(kv.mask))
         if queries is not None:
             return kv
         finite = readable(kv.keys) and all_finite(kv.keys, kv.values)
-        if kv.absorbed:
-            return replace(kv, finite=finite)
         return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite)
 
     def lay_out(self, slots: Slots, queries: int | None, packable: bool = True) -> KeyValue:

@@ -107,7 +107,7 @@ class KeyValue:
 
     @staticmethod
     def gather(rows: Sequence[tuple[KeyValue, int]]) -> KeyValue:
-        """Pad rows of one or several `KeyValue`, each by its holder and its number there, to one batch."""
+        """Pad rows of `KeyValue`s that are not absorbed, each by its holder and its number there, to one batch."""
         first = rows[0][0]
         if [number for _, number in rows] == list(range(first.batch)) and all(holder is first for holder, _ in rows):
             return first
@@ -116,8 +116,7 @@ class KeyValue:
         bias = None if first.bias is None else pad_sequence(list(biases), batch_first=True)
         mask = _stack_masks(masks, [key.shape[1] - first.null for key in keys], stacked)
         finite = all(holder.finite for holder, _ in rows)
-        stacked_values = stacked if first.absorbed else _stack(values)
-        return KeyValue(stacked, stacked_values, mask, bias, absorbed=first.absorbed, null=first.null, finite=finite)
+        return KeyValue(stacked, _stack(values), mask, bias, null=first.null, finite=finite)
 
     def pick(self, rows: Tensor, slots: int) -> KeyValue:
         """Return the first `slots` slots of some rows, in the padded layout without a mask."""

@@ -181,7 +181,7 @@ def test_garbage_in_a_layer(options, once, layout, l, garbage, monkeypatch, read
         leaves = [x.clone().requires_grad_(), given.clone().requires_grad_()]
         held: Tensor | KeyValue = leaves[1]
         if once:
-            held = layer.project(leaves[1], mask=FIRST_SIX, absorb="absorbed" in layout)
+            held = layer.project(leaves[1], mask=FIRST_SIX, queries=0 if "absorbed" in layout else None)
             assert not reading or "packed" not in layout or options.get("null_slot") or kind(held) == layout
         out = layer(leaves[0], held, mask=None if once else FIRST_SIX, attention_mask=rule)
         results.append([out, *gradients(out, leaves, upstream)])
@@ -212,7 +212,7 @@ def test_scores_of_masked_slots_change_nothing(layout, options, rule, garbage, o
     for given in (scores, scores.masked_fill(~MASK, garbage)):
         leaf = memory.clone().requires_grad_()
         if once:
-            held = layer.project(leaf, mask=MASK, scores=given, absorb="absorbed" in layout)
+            held = layer.project(leaf, mask=MASK, scores=given, queries=0 if "absorbed" in layout else None)
             out = layer(x, held, attention_mask=rule)
         else:
             out = layer(x, leaf, mask=MASK, scores=given, attention_mask=rule)

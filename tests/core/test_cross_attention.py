@@ -96,7 +96,7 @@ def test_projected_once(l, beams, layout, real, monkeypatch):
     }
 
     def through(layer, x, memory, *, mask, scores, **rest):
-        kept = layer.project(memory, mask=mask, scores=scores, absorb="absorbed" in layout)
+        kept = layer.project(memory, mask=mask, scores=scores, queries=0 if "absorbed" in layout else None)
         assert kind(kept) == layout and (kept.batch, kept.slots) == (B, M)
         out, weights = layer(x, kept, **rest, return_weights=True)
         assert weights.shape == (B * beams, 6, l, M)
@@ -115,7 +115,7 @@ def test_layouts_hold_what_they_say(monkeypatch):
     sizes = {}
     for layout in LAYOUTS:
         force(monkeypatch, layout)
-        kept = layer.project(memory, mask=MASK, absorb="absorbed" in layout)
+        kept = layer.project(memory, mask=MASK, queries=0 if "absorbed" in layout else None)
         assert kept.keys.is_contiguous() or kept.absorbed
         sizes[layout] = kept.nbytes()
     real = int(MASK.sum())
@@ -127,7 +127,7 @@ def test_layouts_hold_what_they_say(monkeypatch):
         "packed absorbed": real * E * 4,
     }
     force(monkeypatch, "packed absorbed")
-    kept = layer.project(memory, mask=MASKS["in front"], absorb=True)
+    kept = layer.project(memory, mask=MASKS["in front"], queries=0)
     assert kept.keys.data_ptr() == memory.data_ptr(), "read where it lies, not copied"
 
 

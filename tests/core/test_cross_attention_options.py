@@ -125,9 +125,6 @@ def test_bad_calls():
         make(score_bias=True)(x, memory)
     with pytest.raises(ShapeError, match=r"scores must be \(b, m\) = \(2, 7\), got \(7, 2\)"):
         make(score_bias=True)(x, memory, scores=torch.zeros(M, B))
-    for options in ({"qk_norm": True}, {"rotary": Rotary(8)}, {"null_slot": True}):
-        with pytest.raises(ConfigError, match="absorbed"):
-            make(**options).project(memory, absorb=True)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def projected(kind: str, batch: int, m: int, monkeypatch: pytest.MonkeyPatch) ->
     mask = torch.rand(batch, m) > 0.3 if "whole" not in kind else None
     scores = torch.randn(batch, m) if "scored" in kind else None
     monkeypatch.setattr("mmattn.core.kv_cache.PACK_SAVES", 0 if "packed" in kind else 1 << 40)
-    return layer, layer.project(memory, mask=mask, scores=scores, absorb=kind.startswith("absorbed"))
+    return layer, layer.project(memory, mask=mask, scores=scores)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,6 @@ def projected(kind: str, batch: int, m: int, monkeypatch: pytest.MonkeyPatch) ->
         "whole",
         "padded",
         "packed",
-        "absorbed",
-        "absorbed and packed",
         "null slot",
         "null slot, whole",
         "scored",
@@ -68,7 +66,6 @@ def test_gathered_rows_are_the_rows(kind, monkeypatch):
     holders = [(second, 1), (first, 2), (first, 0), (second, 1)]
     gathered = KeyValue.gather(holders)
     assert gathered.batch == 4 and gathered.slots <= 17
-    assert (gathered.values is gathered.keys) == kind.startswith("absorbed")
     x = torch.randn(4, 19, 13)
     out = layer(x, gathered)
     for row, (holder, number) in enumerate(holders):

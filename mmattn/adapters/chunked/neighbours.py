@@ -211,17 +211,14 @@ class ChunkView(View):
         def rows(projected: dict[int, KeyValue]) -> list[tuple[KeyValue, int]]:
             return [(projected[id(batch)], row) for batch, row in self.places]
 
-        if not any(batch.is_uncached(adapter) for batch in batches.values()):
-            queries = self.tokens.shape[1]
-            cached = {
-                key: batch.project(adapter, layer, batch.read(adapter), queries) for key, batch in batches.items()
-            }
-            if len({one.absorbed for one in cached.values()}) == 1:
-                return neighbours.gather((adapter.name, layer), rows(cached))
-        projected = {key: project_layer(adapter, layer, batch.read(adapter)) for key, batch in batches.items()}
-        for key, batch in batches.items():
-            check_projected(adapter, layer, batch.memory, projected[key])
-        return KeyValue.gather(rows(projected))
+        if any(batch.is_uncached(adapter) for batch in batches.values()):
+            projected = {key: project_layer(adapter, layer, batch.read(adapter)) for key, batch in batches.items()}
+            for key, batch in batches.items():
+                check_projected(adapter, layer, batch.memory, projected[key])
+            return KeyValue.gather(rows(projected))
+        queries = self.tokens.shape[1]
+        cached = {key: batch.project(adapter, layer, batch.read(adapter), queries) for key, batch in batches.items()}
+        return neighbours.gather((adapter.name, layer), rows(cached))
 
 
 def grouped(labels: Tensor) -> tuple[list[int], Tensor]:

@@ -81,9 +81,6 @@ class JoinedAdapter(LayeredAdapter):
 class JoinedBlock(JoinSlots):
     """Keys and values of a memory for the attention of one host layer, and the gate of what they change."""
 
-    #: The host's attention reads keys and values, never the memory itself.
-    absorbable = False
-
     def __init__(self, config: JoinedAdapter, size: HeadSizes) -> None:
         super().__init__(Gate(size.num_heads if config.gate == "head" else 1))
         self.num_kv_heads, self.head_dim = size.num_kv_heads, size.head_dim
@@ -97,7 +94,6 @@ class JoinedBlock(JoinSlots):
         *,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
-        absorb: bool = False,
         queries: int | None = None,
     ) -> KeyValue:
         keys, values = (

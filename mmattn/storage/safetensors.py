@@ -146,7 +146,9 @@ def read_tensors(
     with _opened(path, expect_format) as (file, metadata, hashes):
         for name, expected in hashes.items():
             tensor = file.get_tensor(name)
-            tensors[name] = tensor if mapped else tensor.clone()
+            if not mapped:  # as bytes: a copy of bools would make a changed byte 1
+                tensor = tensor.view(-1).view(torch.uint8).clone().view(tensor.dtype).view(tensor.shape)
+            tensors[name] = tensor
             _check_tensor(path, name, tensors[name], expected, check_finite)
     return tensors, metadata
 

@@ -83,6 +83,8 @@ class EncodedRow(Row):
 
     def copied(self) -> EncodedRow:
         """Return the row with copies of its vectors, so that it keeps no block in memory."""
+        if "_read" not in vars(self):
+            return self
         copies = {number: one.copied() for number, one in zip(self.contents, self.vectors(), strict=True)}
         row = copy.copy(self)
         vars(row)["_read"] = copies.__getitem__

@@ -27,7 +27,7 @@ def demo() -> None:
     check_extras("mmattn demo", "vision", "diffusion", "viz", "data")
     with without_progress_bars():
         run = load_recipe(find_recipe("vision").folder, "demo").main()
-        drawn = load_recipe(find_recipe("diffusion").folder, "drawing").demo(run)
+        drawn = load_recipe(find_recipe("diffusion").folder, "pictures").demo(run)
         typer.echo(f"digits in the hand of examples {drawn}")
         load_recipe(find_recipe("rag").folder, "demo").demo(run)
     typer.echo("\nwhat all of them attended to, word by word, as a page:")

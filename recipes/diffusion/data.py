@@ -1,32 +1,46 @@
-"""Real pictures: scikit-learn's 1,797 handwritten digits, a folder with one folder per class, or torchvision's own."""
+"""scikit-learn's 1,797 handwritten digits, measures of their style, and sentences about both.
+
+* stroke: ink divided by the length of its outline, so *thick* and *thin*;
+* slant: how far ink moves right as it moves up, so *slanted right* and *left*;
+* width: spread of the ink from side to side, so *wide* and *narrow*.
+
+Each measure is standardised within its digit on the training pictures; a word is used beyond `THRESHOLD` standard
+deviations from the middle of the digit.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from random import Random
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mmattn
-from mmattn.encoders import away_from_paper
-from mmattn.errors import ConfigError
-
-from .attributes import INK, LIGHT, Attributes, Subject
-from .settings import DataSettings
-
+THRESHOLD = 0.6
+HELD_OUT = 5  # every fifth picture
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-KINDS = {"ink": INK, "light": LIGHT}
+# For a high and for a low value of each measure.
+WORDS = {
+    "stroke": (("thick", "bold", "heavy"), ("thin", "fine", "light")),
+    "slant": (("slanted right", "leaning right"), ("slanted left", "leaning left")),
+    "width": (("wide", "broad"), ("narrow", "slim")),
+}
+TEMPLATES = (
+    "a {adjectives} {name} {clause}",
+    "a handwritten {adjectives} {name} {clause}",
+    "the {adjectives} digit {name} {clause}",
+    "a {adjectives} handwritten digit {name} {clause}",
+    "{adjectives} {name} {clause}",
+    "a picture of a {adjectives} {name} {clause}",
+    "write a {adjectives} {name} {clause}",
+)
 
 
 @dataclass
 class Pictures:
-    """Pictures (n, c, size, size) from -1 to 1, their classes (n,) and standardised measures (n, 3)."""
+    """Pictures (n, c, size, size) from -1 to 1, their digits (n,) and standardised measures (n, 3)."""
 
     pictures: Tensor
     classes: Tensor
@@ -36,146 +50,93 @@ class Pictures:
         return len(self.classes)
 
     def __getitem__(self, rows: slice | Tensor) -> Pictures:
-        """The same of these rows."""
         return Pictures(self.pictures[rows], self.classes[rows], self.measures[rows])
 
 
-def load_data(
-    settings: DataSettings | None = None, size: int = 16, channels: int | None = None
-) -> tuple[Pictures, Pictures, Subject]:
-    """Training pictures, held-out pictures and what can be said of them, `size` pixels a side.
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation (10, 3) of each measure within each digit of the training pictures."""
 
-    Raises:
-        ConfigError: no such data, or too little of it to train and to measure.
-    """
-    settings = settings or DataSettings()
-    attributes = KINDS[settings.attributes]
-    read = {"digits": _digits, "folder": _folder, "torchvision": _torchvision}[settings.kind]
-    pictures, classes, away, names = read(settings, size, attributes)
-    if channels is not None and channels != pictures.shape[1]:
-        pictures = pictures.mean(1, keepdim=True).expand(-1, channels, -1, -1)
-    for number, called in enumerate(names):
-        if int((~away & (classes == number)).sum()) < 2:
-            raise ConfigError(f"there are fewer than two training pictures of {called[0]!r}; two of each are needed")
-    if len(names) < 2 or not away.any():
-        raise ConfigError(f"{len(names)} classes and {int(away.sum())} held-out pictures: two and one are needed")
-    raw = attributes.measure(pictures)
-    known, own = raw[~away], classes[~away]
-    subject = Subject(
-        names,
-        attributes,
-        torch.stack([known[own == number].mean(0) for number in range(len(names))]),
-        torch.stack([known[own == number].std(0) for number in range(len(names))]).clamp(min=1e-6),
-    )
-    whole = Pictures(pictures, classes, subject.standardised(raw, classes))
-    return whole[~away], whole[away], subject
+    mean: Tensor
+    deviation: Tensor
+
+    def measure(self, pictures: Tensor, classes: Tensor) -> Tensor:
+        """Return the standardised measures (n, 3) of pictures of these digits (n,)."""
+        return (measure_style(pictures) - self.mean[classes]) / self.deviation[classes]
 
 
-Read = tuple[Tensor, Tensor, Tensor, tuple[tuple[str, ...], ...]]
-
-
-def _digits(settings: DataSettings, size: int, attributes: Attributes) -> Read:
+def load_data(size: int = 16, channels: int = 1) -> tuple[Pictures, Pictures, Scale]:
+    """Return training pictures, held-out pictures, and the scale of their measures."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()
-    pictures = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
-    pictures = F.interpolate(pictures, size=(size, size), mode="bicubic", align_corners=False).clamp(0, 1)
-    if attributes is not INK:
-        raise ConfigError("data.attributes must be ink for the digits: they have no colours")
-    every = round(1 / settings.held_out)
-    away = torch.arange(len(pictures)) % every == every - 1
+    ink = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
+    ink = F.interpolate(ink, size=(size, size), mode="bicubic", align_corners=False).clamp(0, 1)
+    pictures, classes = (2 * ink - 1).expand(-1, channels, -1, -1), torch.tensor(raw.target)
+    held_out = torch.arange(len(pictures)) % HELD_OUT == HELD_OUT - 1
+    measures = measure_style(pictures)
+    digits = [measures[~held_out & (classes == digit)] for digit in range(10)]
+    scale = Scale(torch.stack([one.mean(0) for one in digits]), torch.stack([one.std(0) for one in digits]))
+    data = Pictures(pictures, classes, scale.measure(pictures, classes))
+    return data[~held_out], data[held_out], scale
+
+
+def measure_style(pictures: Tensor) -> Tensor:
+    """Return stroke, slant and width (n, 3) of pictures (n, c, size, size), ink from -1 for paper to 1."""
+    ink = ((pictures.mean(1) + 1) / 2).clamp(0, 1)
+    size = ink.shape[-1]
+    total = ink.sum((1, 2)).clamp(min=1e-6)
+    padded = F.pad(ink, (1, 1, 1, 1))
+    outline = padded.diff(dim=1).abs().sum((1, 2)) + padded.diff(dim=2).abs().sum((1, 2))
+    places = (torch.arange(size) + 0.5) / size
+    x, y = places[None, None, :], 1 - places[None, :, None]
+    x, y = (axis - (ink * axis).sum((1, 2), keepdim=True) / total[:, None, None] for axis in (x, y))
+    xx, yy, xy = ((ink * product).sum((1, 2)) / total for product in (x * x, y * y, x * y))
+    return torch.stack([total / outline.clamp(min=1e-6), xy / yy.clamp(min=1e-6), xx.sqrt()], 1)
+
+
+def describe(digit: int, signs: Mapping[str, int], random: Random) -> str:
+    """Return a random sentence for a digit with attributes: 7 and {"stroke": 1} may give "thick 7"."""
+    adjectives, clauses = [], []
+    for name, sign in signs.items():
+        word = random.choice(WORDS[name][0 if sign > 0 else 1])
+        (clauses if name == "slant" and random.random() < 0.7 else adjectives).append(word)
+    random.shuffle(adjectives)
     # Twice in words for each time in figures.
-    names = tuple((name, name, str(number)) for number, name in enumerate(NUMBERS))
-    return 2 * pictures - 1, torch.tensor(raw.target), away, names
+    name = random.choice((NUMBERS[digit], NUMBERS[digit], str(digit)))
+    text = random.choice(TEMPLATES).format(adjectives=" ".join(adjectives), name=name, clause=" ".join(clauses))
+    return " ".join(text.split())
 
 
-def _folder(settings: DataSettings, size: int, attributes: Attributes) -> Read:
-    """One folder of pictures per class; the last of every few are held out."""
-    from torchvision.datasets import ImageFolder
-
-    root = _place(settings)
-    try:
-        found = ImageFolder(str(root))
-    except (FileNotFoundError, OSError) as error:
-        raise ConfigError(f"data.path={root} must hold one folder of pictures per class: {error}") from error
-    classes = torch.tensor([label for _, label in found.samples])
-    chosen = _spread(len(classes), settings.most)
-    pictures = _framed((found.samples[row][0] for row in chosen), size, attributes)
-    classes = classes[chosen]
-    return pictures, classes, _last_of_each(classes, settings.held_out), _names(found.classes)
+def plain(digit: int) -> str:
+    """Return the sentence that names the digit alone: "a seven"."""
+    return f"a {NUMBERS[digit]}"
 
 
-def _torchvision(settings: DataSettings, size: int, attributes: Attributes) -> Read:
-    """A dataset class by its name, split as it comes where it does, and otherwise as a folder is."""
-    from torchvision import datasets
-
-    made = getattr(datasets, settings.name or "", None)
-    if made is None:
-        raise ConfigError(f"torchvision.datasets has no {settings.name!r}; data.name=MNIST would be one")
-    takes = inspect.signature(made).parameters
-    splits: list[dict[str, Any]] = [{}]
-    if "train" in takes:
-        splits = [{"train": True}, {"train": False}]
-    elif "split" in takes and "split" not in settings.options:
-        splits = [{"split": "train"}, {"split": "test"}]
-    given = {**({"download": settings.download} if "download" in takes else {}), **settings.options}
-    try:
-        parts = [made(str(_place(settings)), **split, **given) for split in splits]
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"torchvision's {settings.name} cannot be read from {settings.path}: {error}; data.download=true fetches "
-            "it, data.options={...} are further arguments"
-        ) from error
-    pictures, classes = [], []
-    for part, most in zip(parts, (settings.most, max(1, settings.most // 4)), strict=False):
-        rows = [part[row] for row in _spread(len(part), most)]
-        pictures.append(_framed((image for image, _ in rows), size, attributes))
-        classes.append(torch.tensor([int(label) for _, label in rows]))
-    labels = torch.cat(classes)
-    away = torch.zeros(len(labels), dtype=torch.bool)
-    away[len(classes[0]) :] = True
-    if len(parts) == 1:
-        away = _last_of_each(labels, settings.held_out)
-    called = getattr(parts[0], "classes", None) or [f"class {number}" for number in range(int(labels.max()) + 1)]
-    return torch.cat(pictures), labels, away, _names(called)
+def choose_attributes(measures: Tensor, random: Random, chance: float = 0.7) -> dict[str, int]:
+    """Return {measure: +1 or -1} of attributes that fit a picture's measures (3,), each with this chance."""
+    signs = {}
+    for name, value in zip(WORDS, measures.tolist(), strict=True):
+        if abs(value) > THRESHOLD and random.random() < chance:
+            signs[name] = 1 if value > 0 else -1
+    return signs
 
 
-def _place(settings: DataSettings) -> Path:
-    if settings.path is None:
-        raise ConfigError(f"data.kind={settings.kind} needs data.path=FOLDER")
-    return Path(settings.path)
+def style_words(measures: Tensor) -> str:
+    """Return the words for a picture's measures (3,), such as "thick, slanted left", or "as most are"."""
+    pairs = zip(WORDS.values(), measures.tolist(), strict=True)
+    words = [both[0 if value > 0 else 1][0] for both, value in pairs if abs(value) > THRESHOLD]
+    return ", ".join(words) or "as most are"
 
 
-def _names(classes: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    # MNIST calls its classes "7 - seven".
-    return tuple((name.split(" - ")[-1].replace("_", " ").lower(),) for name in classes)
+def vocabulary() -> list[str]:
+    """Return every word and phrase of `describe`."""
+    texts = {word for template in TEMPLATES for word in template.split() if "{" not in word}
+    texts |= {word for both in WORDS.values() for group in both for word in group}
+    return sorted(texts | {*NUMBERS, *map(str, range(10))})
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the numbers below `count`, evenly over all."""
-    return torch.linspace(0, count - 1, min(most, count)).long().tolist()
-
-
-def _last_of_each(classes: Tensor, held_out: float) -> Tensor:
-    """The last share of each class (n,) bool, at least one."""
-    away = torch.zeros(len(classes), dtype=torch.bool)
-    for number in classes.unique():
-        rows = (classes == number).nonzero()[:, 0]
-        away[rows[-max(1, round(held_out * len(rows))) :]] = True
-    return away
-
-
-def _framed(sources: Iterable[Any], size: int, attributes: Attributes) -> Tensor:
-    """Pictures (n, c, size, size): the middle square; of writing the ink, whatever colours it and the paper have."""
-    made = []
-    for source in sources:
-        image = mmattn.load_image(source)
-        side = min(image.size)
-        left, top = (image.width - side) // 2, (image.height - side) // 2
-        image = image.crop((left, top, left + side, top + side)).resize((size, size))
-        pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.float32)).permute(2, 0, 1) / 255
-        if attributes is INK:
-            pixels = away_from_paper(pixels.mean(0, keepdim=True))
-            pixels = pixels / pixels.max().clamp(min=0.1)
-        made.append(2 * pixels - 1)
-    return torch.stack(made)
+def sample_sentences() -> list[str]:
+    """Return the sentences of the grids: one for a high and one for a low value of each measure."""
+    random, sides = Random(1), [(name, sign) for name in WORDS for sign in (1, -1)]
+    return [describe((7 + index // 2) % 10, {name: sign}, random) for index, (name, sign) in enumerate(sides)]

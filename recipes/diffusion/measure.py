@@ -1,4 +1,4 @@
-"""Judges that took no part in training: who reads the drawn digits, and how they are measured."""
+"""Judges that took no part in training, and the rows of both tables."""
 
 from __future__ import annotations
 
@@ -16,131 +16,120 @@ from torch import Tensor
 import mmattn
 from mmattn.encoders import StyleEncoder
 from mmattn.evaluation import frechet_distance
-from mmattn.pipelines import DiffusionHost
+from mmattn.pipelines import DiffusionHost, PromptEncoder
 
-from .attributes import THRESHOLD, Subject
-from .data import Pictures
-from .models import Denoiser
-from .sampling import draw
-from .style import style_memory
+from .data import THRESHOLD, WORDS, Pictures, Scale, describe, plain
+from .models import Concatenated, Denoiser, style_memory
+from .pictures import draw
+from .settings import SampleSettings
 
 GUIDANCE_SCALES = (1.0, 1.1, 1.3, 2.0, 3.0, 5.0)
 ADAPTER_SCALES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 @dataclass
-class Asked:
-    """What was asked for: sentences, classes (n,), and (n, 3) signs of the attributes, 0 where none was named."""
+class Prompts:
+    """Sentences, their classes (n,), and the signs (n, 3) of their attributes, 0 without a word for it."""
 
     sentences: list[str]
     classes: Tensor
     signs: Tensor
 
-    def __len__(self) -> int:
-        return len(self.sentences)
 
-
-def questions(subject: Subject, each: int, seed: int) -> Asked:
-    """Every class, plain and with every single attribute, `each` times in random words."""
-    random, names = Random(seed), subject.attributes.names
-    asked = Asked([], torch.empty(0), torch.empty(0))
-    plain: list[dict[str, int]] = [{}, *({name: sign} for name, sign in product(names, (1, -1)))]
-    classes, signs = [], []
-    for number, said, _ in product(range(len(subject.classes)), plain, range(each)):
-        asked.sentences.append(subject.describe(number, said, random))
-        classes.append(number)
-        signs.append([said.get(name, 0) for name in names])
-    asked.classes, asked.signs = torch.tensor(classes), torch.tensor(signs)
-    return asked
+def make_prompts(each: int, seed: int) -> Prompts:
+    """Return `each` random sentences for every digit alone and with every single attribute."""
+    random = Random(seed)
+    attributes: list[dict[str, int]] = [{}, *({name: sign} for name, sign in product(WORDS, (1, -1)))]
+    rows = [(digit, signs) for digit, signs, _ in product(range(10), attributes, range(each))]
+    sentences = [describe(digit, signs, random) for digit, signs in rows]
+    signs = torch.tensor([[signs.get(name, 0) for name in WORDS] for _, signs in rows])
+    return Prompts(sentences, torch.tensor([digit for digit, _ in rows]), signs)
 
 
 class Judge:
-    """A support vector machine that reads classes, and a kernel regression that sees the style, from 8 × 8 pixels.
+    """A support vector machine for classes and a kernel regression for style, on 8 × 8 pixels.
 
     Both are fitted to the real training pictures only; neither took part in training any model here.
     """
 
-    def __init__(self, real: Pictures, subject: Subject) -> None:
+    def __init__(self, real: Pictures, scale: Scale) -> None:
         from sklearn.kernel_ridge import KernelRidge
         from sklearn.svm import SVC
 
-        self.real, self.subject = real, subject
-        features = pixels(real.pictures)
-        self.reader = SVC(C=10, gamma=0.1, decision_function_shape="ovr").fit(features, real.classes.numpy())
-        self.styles = KernelRidge(alpha=0.1, kernel="rbf", gamma=0.02).fit(features, real.measures.numpy())
-        self.seen = self.values(real.pictures)
+        self.real, self.scale = real, scale
+        pixels = to_pixels(real.pictures)
+        self.classifier = SVC(C=10, gamma=0.1, decision_function_shape="ovr").fit(pixels, real.classes.numpy())
+        self.regression = KernelRidge(alpha=0.1, kernel="rbf", gamma=0.02).fit(pixels, real.measures.numpy())
+        self.real_decisions = self.decisions(real.pictures)
 
     def read(self, pictures: Tensor) -> Tensor:
-        """The classes (n,) that pictures show."""
-        return torch.tensor(self.reader.predict(pixels(pictures)))
+        """Return the classes (n,) of pictures."""
+        return torch.tensor(self.classifier.predict(to_pixels(pictures)))
 
     def style(self, pictures: Tensor) -> Tensor:
-        """The measures (n, 3) as the regression sees them."""
-        return torch.tensor(self.styles.predict(pixels(pictures)), dtype=torch.float32)
+        """Return the measures (n, 3) of pictures by the regression."""
+        return torch.tensor(self.regression.predict(to_pixels(pictures)), dtype=torch.float32)
 
-    def values(self, pictures: Tensor) -> Tensor:
-        """The reader's decision values (n, classes), or (n, 1) for two classes."""
-        return torch.tensor(self.reader.decision_function(pixels(pictures))).reshape(len(pictures), -1)
+    def decisions(self, pictures: Tensor) -> Tensor:
+        """Return the classifier's decision values (n, classes)."""
+        return torch.tensor(self.classifier.decision_function(to_pixels(pictures)))
 
     def frechet(self, pictures: Tensor) -> float:
-        """The Fréchet distance between drawn and real pictures in the reader's decision values."""
-        return frechet_distance(self.seen, self.values(pictures))
+        """Return the Fréchet distance between drawn and real pictures in decision values."""
+        return frechet_distance(self.real_decisions, self.decisions(pictures))
 
     def credentials(self, held_out: Pictures) -> str:
-        """How right the judges are about real pictures that they never saw."""
+        """Describe the accuracy of the judges on held-out real pictures."""
         right = float((self.read(held_out.pictures) == held_out.classes).float().mean())
-        seen = similarity(held_out.measures, self.style(held_out.pictures))
-        styles = ", ".join(
-            f"{name} {value:+.2f}" for name, value in zip(self.subject.attributes.names, seen, strict=True)
-        )
+        correlations = similarity(held_out.measures, self.style(held_out.pictures))
+        styles = ", ".join(f"{name} {value:+.2f}" for name, value in zip(WORDS, correlations, strict=True))
         return (
             f"Of {len(held_out)} real held-out pictures the judge reads {100 * right:.1f} % right; its "
             f"correlation with what is measured: {styles}; "
             f"their Fréchet distance: {self.frechet(held_out.pictures):.2f}."
         )
 
-    def obedience(self, asked: Asked, pictures: Tensor) -> dict[str, float]:
-        """Shares of pictures that show the asked class, and of named attributes that are there.
+    def obedience(self, prompts: Prompts, pictures: Tensor) -> dict[str, float]:
+        """Return the figures of a row of stage A.
 
-        *read*: read as asked. *attribute*: measured on the asked side of the middle of its class. *clearly*: beyond
-        the threshold from which real pictures are called so. *diversity*: mean distance between pictures of one
-        class, for each unit of that between real ones.
+        *read*: pictures of the right class. *attribute*: of the named attributes those on the right side of the middle
+        of their class. *clearly*: those beyond the threshold. *diversity*: mean distance between pictures of one class,
+        for each unit of that between real ones.
         """
-        measured = self.subject.measure(pictures, asked.classes)
-        named = asked.signs != 0
-        towards = (measured * asked.signs)[named]
+        measures = self.scale.measure(pictures, prompts.classes)
+        towards = (measures * prompts.signs)[prompts.signs != 0]
         return {
-            "read": float((self.read(pictures) == asked.classes).float().mean()),
+            "read": float((self.read(pictures) == prompts.classes).float().mean()),
             "attribute": float((towards > 0).float().mean()),
             "clearly": float((towards > THRESHOLD).float().mean()),
-            "diversity": spread(pictures, asked.classes) / spread(self.real.pictures, self.real.classes),
+            "diversity": spread(pictures, prompts.classes) / spread(self.real.pictures, self.real.classes),
             "frechet": self.frechet(pictures),
         }
 
 
-class WithExamples(torch.nn.Module):
-    """Prompts with their examples as more words, for a host without adapters."""
+class PromptsWithExamples(torch.nn.Module):
+    """A prompt encoder that appends examples as words, for a host without adapters."""
 
-    def __init__(self, prompts: Any, concatenated: Any, memory: mmattn.Memory) -> None:
+    def __init__(self, prompts: PromptEncoder, concatenated: Concatenated, memory: mmattn.Memory) -> None:
         super().__init__()
         self.prompts, self.concatenated, self.memory = prompts, concatenated, memory
         self.null, self.pooled = prompts.null, prompts.pooled
 
     def forward(self, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """States (b, m + 16, e) and their mask."""
+        """Return states (b, m + 16, e) and their mask."""
         states, mask = self.prompts(sentences)
-        found: tuple[Tensor, Tensor] = self.concatenated(states, mask, self.memory.to(states.device, states.dtype))
-        return found
+        output: tuple[Tensor, Tensor] = self.concatenated(states, mask, self.memory.to(states.device, states.dtype))
+        return output
 
 
 def text_rows(
-    model: Denoiser, host: DiffusionHost, judge: Judge, steps: int, seed: int, each: int
+    model: Denoiser, host: DiffusionHost, judge: Judge, settings: SampleSettings, seed: int
 ) -> list[dict[str, Any]]:
-    """For each guidance scale: classes and attributes as asked, diversity, and the distance to real pictures."""
-    asked, rows = questions(judge.subject, each, seed), []
+    """Return the row of each guidance scale."""
+    prompts, rows = make_prompts(settings.each, seed), []
     for guidance_scale in GUIDANCE_SCALES:
-        made = draw(model, host, asked.sentences, steps, guidance_scale, seed=seed)
-        rows.append({"name": f"{guidance_scale:g}", **judge.obedience(asked, made)})
+        drawings = draw(model, host, prompts.sentences, settings.steps, guidance_scale, seed=seed)
+        rows.append({"name": f"{guidance_scale:g}", **judge.obedience(prompts, drawings)})
     return rows
 
 
@@ -150,63 +139,51 @@ def style_rows(
     judge: Judge,
     encoder: StyleEncoder,
     held_out: Pictures,
-    concatenated: Any,
-    steps: int,
-    guidance_scale: float,
+    concatenated: Concatenated | None,
+    settings: SampleSettings,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """For each adapter_scale: likeness to a held-out example of another class, and the class read as the text asked."""
+    """Return the row of each adapter_scale and control; each example has a sentence that asks for another class."""
     generator = torch.Generator().manual_seed(seed)
-    n, classes = len(held_out), len(judge.subject.classes)
-    asked = (held_out.classes + torch.randint(1, classes, (n,), generator=generator)) % classes
-    sentences = [judge.subject.plain(number) for number in asked.tolist()]
-    wanted = judge.style(held_out.pictures)
+    n = len(held_out)
+    others = (held_out.classes + torch.randint(1, 10, (n,), generator=generator)) % 10
+    sentences = [plain(digit) for digit in others.tolist()]
+    styles = judge.style(held_out.pictures)
     memory = style_memory(encoder, held_out.pictures)
     # Each example exchanged for the one half the pictures further on.
     shuffled = memory[[(index + n // 2) % n for index in range(n)]]
 
-    def row(name: str, host: DiffusionHost = host, **given: Any) -> dict[str, Any]:
-        made = draw(model, host, sentences, steps, guidance_scale, seed=seed, **given)
-        found = similarity(wanted, judge.style(made))
+    def row(name: str, host: DiffusionHost = host, **options: Any) -> dict[str, Any]:
+        drawings = draw(model, host, sentences, settings.steps, settings.guidance_scale, seed=seed, **options)
+        correlations = similarity(styles, judge.style(drawings))
         return {
             "name": name,
-            **dict(zip(judge.subject.attributes.names, found, strict=True)),
-            "likeness": mean(found),
-            "read": float((judge.read(made) == asked).float().mean()),
+            **dict(zip(WORDS, correlations, strict=True)),
+            "likeness": sum(correlations) / len(correlations),
+            "read": float((judge.read(drawings) == others).float().mean()),
         }
 
     rows = [row("no example")]
-    rows += [
-        row(f"decoupled, adapter_scale {adapter_scale}", memory=memory, adapter_scale=adapter_scale)
-        for adapter_scale in ADAPTER_SCALES
-    ]
+    rows += [row(f"decoupled, adapter_scale {s}", memory=memory, adapter_scale=s) for s in ADAPTER_SCALES]
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
         for name, examples in (("concatenated with the text", memory), ("concatenated, shuffled examples", shuffled)):
-            rows.append(row(name, replace(host, prompts=WithExamples(host.prompts, concatenated, examples))))
+            prompts = PromptsWithExamples(host.prompts, concatenated, examples)
+            rows.append(row(name, replace(host, prompts=prompts)))
     return rows
 
 
-def pixels(pictures: Tensor) -> np.ndarray:
-    """Pictures (n, c, size, size) from -1 to 1 as 64 numbers from 0 to 1 for each channel."""
+def to_pixels(pictures: Tensor) -> np.ndarray:
+    """Return pictures (n, c, size, size) from -1 to 1 as 8 × 8 numbers from 0 to 1 for each channel."""
     return F.adaptive_avg_pool2d((pictures + 1) / 2, 8).flatten(1).numpy().astype(np.float64)
 
 
 def spread(pictures: Tensor, classes: Tensor) -> float:
-    """Mean distance between pictures of one class, as the mean over classes."""
+    """Return the mean distance between pictures of one class, as the mean over classes."""
     parts = [torch.pdist(pictures[classes == number].flatten(1)).mean() for number in classes.unique()]
     return float(torch.stack(parts).mean())
 
 
-def similarity(wanted: Tensor, found: Tensor) -> list[float]:
-    """Correlation over pictures between two estimates (n, 3) of style, for each measure."""
-
-    def correlation(a: Tensor, b: Tensor) -> float:
-        return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
-
-    return [correlation(wanted[:, index], found[:, index]) for index in range(wanted.shape[1])]
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of a list."""
-    return sum(values) / len(values)
+def similarity(expected: Tensor, measured: Tensor) -> list[float]:
+    """Return for each measure the correlation over pictures between two estimates (n, 3)."""
+    return [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in zip(expected.T, measured.T, strict=True)]

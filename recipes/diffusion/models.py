@@ -1,11 +1,11 @@
-"""The models that this recipe trains from nothing: a small UNet or transformer, a text encoder and its words."""
+"""The models of both stages: a small UNet or transformer, a text encoder, the control of stage B, and their loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from diffusers import DDPMScheduler, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -13,27 +13,29 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
 
 import mmattn
+from mmattn import training
+from mmattn.encoders import StyleEncoder
 from mmattn.pipelines import DiffusionHost, PromptEncoder
 
-from .attributes import Subject
+from .data import vocabulary
 from .settings import ModelSettings
 
 Denoiser = mmattn.hosts.AdaptedUNet | mmattn.hosts.AdaptedDiffusionTransformer
 
 WIDTH = 64
-LONGEST = 16
+MAX_LENGTH = 16
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per word of these texts, and no others."""
+    """Return a tokenizer with one token per word of these texts."""
     splits = pre_tokenizers.Whitespace()
-    known = sorted({word for text in texts for word, _ in splits.pre_tokenize_str(text.lower())})
-    words = {word: index for index, word in enumerate(["[pad]", "[begin]", "[end]", "[unknown]", *known])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[unknown]"))
+    words = sorted({word for text in texts for word, _ in splits.pre_tokenize_str(text.lower())})
+    ids = {word: index for index, word in enumerate(["[pad]", "[begin]", "[end]", "[unknown]", *words])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[unknown]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splits])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[begin] $A [end]", special_tokens=[("[begin]", words["[begin]"]), ("[end]", words["[end]"])]
+        single="[begin] $A [end]", special_tokens=[("[begin]", ids["[begin]"]), ("[end]", ids["[end]"])]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -41,20 +43,20 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         bos_token="[begin]",
         eos_token="[end]",
         unk_token="[unknown]",
-        model_max_length=LONGEST,
+        model_max_length=MAX_LENGTH,
     )
 
 
-def make_prompt_encoder(subject: Subject, attends_to_padding: bool = False) -> PromptEncoder:
-    """A text encoder of two layers with random weights."""
-    tokenizer = make_tokenizer(subject.vocabulary())
+def make_prompt_encoder(attends_to_padding: bool) -> PromptEncoder:
+    """Return a text encoder of two layers with random weights."""
+    tokenizer = make_tokenizer(vocabulary())
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         intermediate_size=4 * WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=MAX_LENGTH,
         projection_dim=WIDTH,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -63,14 +65,16 @@ def make_prompt_encoder(subject: Subject, attends_to_padding: bool = False) -> P
     return PromptEncoder(tokenizer, CLIPTextModel(config), attends_to_padding)
 
 
-def make_unet(size: int, channels: tuple[int, ...], colours: int = 1) -> UNet2DConditionModel:
-    """A UNet of about a million and a half parameters."""
-    depth = len(channels)
+def make_denoiser(settings: ModelSettings) -> UNet2DConditionModel | SD3Transformer2DModel:
+    """Return the host of stage A with random weights: a UNet of 1.7, or a transformer of 2.9 million parameters."""
+    if settings.kind == "transformer":
+        return make_transformer(settings)
+    depth = len(settings.channels)
     return UNet2DConditionModel(
-        sample_size=size,
-        in_channels=colours,
-        out_channels=colours,
-        block_out_channels=channels,
+        sample_size=settings.size,
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=settings.channels,
         layers_per_block=1,
         norm_num_groups=8,
         cross_attention_dim=WIDTH,
@@ -80,16 +84,16 @@ def make_unet(size: int, channels: tuple[int, ...], colours: int = 1) -> UNet2DC
     )
 
 
-def make_transformer(settings: ModelSettings, colours: int = 1) -> SD3Transformer2DModel:
-    """A transformer of under three million parameters, of which picture and text are one sequence (arXiv 2403.03206).
+def make_transformer(settings: ModelSettings) -> SD3Transformer2DModel:
+    """Return a transformer with picture and text in one sequence (arXiv 2403.03206).
 
-    What the time step and the text multiply and shift starts at 0, as in arXiv 2212.09748 (adaLN-Zero).
+    Modulations and the last layer start at 0, as in arXiv 2212.09748 (adaLN-Zero).
     """
     transformer = SD3Transformer2DModel(
         sample_size=settings.size,
         patch_size=settings.patch,
-        in_channels=colours,
-        out_channels=colours,
+        in_channels=1,
+        out_channels=1,
         num_layers=settings.layers,
         attention_head_dim=settings.head_dim,
         num_attention_heads=settings.heads,
@@ -106,17 +110,35 @@ def make_transformer(settings: ModelSettings, colours: int = 1) -> SD3Transforme
     return transformer
 
 
-def make_denoiser(settings: ModelSettings, colours: int = 1) -> UNet2DConditionModel | SD3Transformer2DModel:
-    """What stage A trains, with random weights."""
-    if settings.kind == "transformer":
-        return make_transformer(settings, colours)
-    return make_unet(settings.size, settings.channels, colours)
-
-
-def attach_bare(host: DiffusionHost) -> Denoiser:
-    """The host with its text through the core where padding is to be hidden from it."""
+def attach_without_adapter(host: DiffusionHost) -> Denoiser:
+    """Return the host with its text through the core, unless it was trained to attend to padding."""
     model: Denoiser = mmattn.attach(host.unet)
     return model if host.prompts.attends_to_padding else model.use_core()
+
+
+class Concatenated(nn.Module):
+    """The control of stage B: the example as more words after the text, for the host's own projections.
+
+    Has `parameters` trained parameters, to within one hidden unit.
+    """
+
+    def __init__(self, parameters: int, text_dim: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        hidden = round((parameters - 2 * width - text_dim) / (width + text_dim + 1))
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, text_dim)
+
+    def forward(self, text: Tensor, mask: Tensor, memory: mmattn.Memory) -> tuple[Tensor, Tensor]:
+        """Return text (b, m + 16, e) and its mask; masked memory stays masked."""
+        slots = self.down(nn.functional.gelu(self.up(self.norm(memory.tokens))))
+        visible = torch.ones_like(slots[..., 0], dtype=torch.bool) if memory.mask is None else memory.mask
+        return torch.cat([text, slots], 1), torch.cat([mask, visible], 1)
+
+
+def style_memory(encoder: StyleEncoder, pictures: Tensor) -> mmattn.Memory:
+    """Return a memory (b, 16, 64) of pictures (b, c, size, size) from -1 to 1."""
+    with torch.no_grad():
+        return mmattn.Memory(encoder.features(pictures.to(encoder.device)).flatten(2).transpose(1, 2))
 
 
 def predict(
@@ -126,38 +148,61 @@ def predict(
     text: Tensor,
     mask: Tensor,
     inputs: dict[str, Tensor],
-    memory: Any = None,
+    memory: mmattn.Memory | None = None,
 ) -> Tensor:
-    """What the model makes of noisy pictures (b, c, size, size) at time steps (b,), in their shape.
-
-    Args:
-        model: with its adapter.
-        noisy: pictures.
-        times: of each.
-        text: (b, m, e).
-        mask: (b, m), what of the text is read, where the model reads it through the core.
-        inputs: what else it takes of the text.
-        memory: of examples.
-    """
+    """Return the host's prediction (b, c, size, size) at time steps (b,), with text (b, m, e) and its mask."""
     with model.condition(memory, text_mask=mask if model.through_core else None):
         predicted: Tensor = model.predict(noisy, times, text, **inputs)
     return predicted
 
 
 def denoising_loss(
-    schedule: DDPMScheduler, predict: Any, clean: Tensor, noise: Tensor, times: Tensor, min_snr: float
+    schedule: DDPMScheduler,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    clean: Tensor,
+    noise: Tensor,
+    times: Tensor,
+    min_snr: float,
 ) -> Tensor:
-    """The min-SNR weighted error (b,) (arXiv 2303.09556) of the predicted v, or noise, of pictures at time steps."""
+    """Return the min-SNR weighted error (b,) (arXiv 2303.09556) of the predicted v, or noise."""
     noisy, snr = schedule.add_noise(clean, noise, times), compute_snr(schedule, times)
     if schedule.config.prediction_type == "v_prediction":
-        wanted, weight = schedule.get_velocity(clean, noise, times), snr.clamp(max=min_snr) / (snr + 1)
+        target, weight = schedule.get_velocity(clean, noise, times), snr.clamp(max=min_snr) / (snr + 1)
     else:
-        wanted, weight = noise, snr.clamp(max=min_snr) / snr
-    return weight * (predict(noisy, times) - wanted).square().mean((1, 2, 3))
+        target, weight = noise, snr.clamp(max=min_snr) / snr
+    return weight * (predict(noisy, times) - target).square().mean((1, 2, 3))
+
+
+def minimise(
+    module: nn.Module,
+    compute_loss: Callable[[], Tensor],
+    steps: int,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    warmup_steps: int,
+    max_grad_norm: float,
+    label: str,
+    progress: bool,
+) -> Iterator[float]:
+    """Train a module with AdamW, a warm-up and a cosine; yield the loss after each step."""
+    groups = training.parameter_groups(module, learning_rate, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: training.learning_rate_factor(step, steps, warmup_steps)
+    )
+    for _ in training.tracked(steps, label, progress):
+        loss = compute_loss()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        yield float(loss.detach())
 
 
 def save_models(folder: Path, denoiser: UNet2DConditionModel | SD3Transformer2DModel, prompts: PromptEncoder) -> None:
-    """Write both in half precision, as folders that diffusers and transformers read."""
+    """Write both in half precision, as folders for diffusers and transformers."""
     kind = "unet" if isinstance(denoiser, UNet2DConditionModel) else "transformer"
     denoiser.half().save_pretrained(folder / kind)
     prompts.encoder.half().save_pretrained(folder / "text")

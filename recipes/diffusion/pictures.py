@@ -1,4 +1,4 @@
-"""Grids of pictures and plots."""
+"""Drawing from a seed, grids of pictures, and the attention of a drawing to its words and its example."""
 
 from __future__ import annotations
 
@@ -10,38 +10,52 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-CELL, GAP, LINE, LETTER, DPI = (
-    64,
-    6,
-    18,
-    6.5,
-    100,
-)  # in pixels, of the grid; a picture is at least CELL wide or as it is
+import mmattn
+from mmattn import inspect
+from mmattn.pipelines import DiffusionHost, as_image
+from mmattn.recipes import assets_folder
+
+from .models import Denoiser
+
+EXPLORED = 4  # sentences, or examples, in attention.safetensors
+CELL, GAP, LINE, LETTER, DPI = 64, 6, 18, 6.5, 100  # of a grid, in pixels; a picture is at least CELL wide
 
 
-def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str] = (), headings: Sequence[str] = ()) -> None:
-    """Pictures (n, c, size, size) from -1 to 1 row by row, each of their pixels a square of whole pixels.
+def draw(
+    model: Denoiser,
+    host: DiffusionHost,
+    sentences: Sequence[str],
+    steps: int,
+    guidance_scale: float,
+    *,
+    seed: int,
+    **options: Any,
+) -> Tensor:
+    """Return a picture (c, size, size) from -1 to 1 of each sentence; equal seeds draw equal pictures."""
+    settings = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
+    return host.generate(model, sentences, generator=torch.Generator().manual_seed(seed), **settings, **options)
 
-    Args:
-        pictures: the pictures.
-        columns: pictures in a row.
-        path: the file.
-        labels: one for each row, or none.
-        headings: one for each column, or none.
-    """
+
+def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str], headings: Sequence[str] = ()) -> None:
+    """Save pictures (n, c, size, size) from -1 to 1 row by row, each pixel a square of whole pixels."""
     rows, size = -(-len(pictures) // columns), pictures.shape[-1]
     cell = size * -(-CELL // size)
-    left = GAP + (round(LETTER * max(map(len, labels))) + GAP if labels else 0)
-    top = GAP + (LINE if headings else 0)
+    left, top = 2 * GAP + round(LETTER * max(map(len, labels))), GAP + (LINE if headings else 0)
     width, height = left + columns * (cell + GAP), top + rows * (cell + GAP)
     figure = plt.figure(figsize=(width / DPI, height / DPI), facecolor="#e9e9e6")
     for index, picture in enumerate(pictures):
         x, y = left + index % columns * (cell + GAP), top + (index // columns + 1) * (cell + GAP) - GAP
         axis = figure.add_axes((x / width, 1 - y / height, cell / width, cell / height))
         axis.axis("off")
-        _show(axis, picture)
+        if len(picture) == 1:  # ink on paper
+            axis.imshow(-picture[0].numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
+        else:
+            axis.imshow(((picture + 1) / 2).permute(1, 2, 0).numpy(), interpolation="nearest")
     for row, label in enumerate(labels):
         y = top + row * (cell + GAP) + cell / 2
         figure.text((left - GAP) / width, 1 - y / height, label, ha="right", va="center", fontsize=8)
@@ -52,36 +66,75 @@ def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str] = (),
     plt.close(figure)
 
 
-def word_maps(words: Sequence[str], times: Sequence[int], maps: Tensor, drawn: Tensor, path: Path) -> None:
-    """A row for each word, a column for each of some steps: the attention to the word; the picture above them.
+def trace_drawing(
+    model: Denoiser,
+    host: DiffusionHost,
+    sentence: str,
+    steps: int,
+    *,
+    seed: int,
+    memory: mmattn.Memory | None = None,
+    example: Tensor | None = None,
+) -> list[inspect.Trace]:
+    """Return the attention of each place of a drawing to the words, and to the patches of an example with its memory.
 
-    Args:
-        words: of the sentence.
-        times: the time steps.
-        maps: (steps, words, h, w), each word's from none to the most that any place gave it at that step.
-        drawn: the picture.
-        path: the file.
+    Weights are the mean over the steps, without guidance. A host with picture and text in one softmax has no attention
+    to words.
     """
-    chosen = sorted({round(i * (len(times) - 1) / 5) for i in range(6)})
-    figure, axes = plt.subplots(len(words) + 1, len(chosen), figsize=(1.1 * len(chosen) + 1, 1.0 * len(words) + 1.2))
-    for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
-    for column, step in enumerate(chosen):
-        axes[0][column].axis("off")
-        for row, word in enumerate(words):
-            axes[row + 1][column].imshow(maps[step, row].numpy(), cmap="magma", vmin=0)
-            axes[row + 1][0].set_ylabel(word, rotation=0, ha="right", va="center", fontsize=9)
-        axes[1][column].set_title(f"t = {times[step]}", fontsize=8)
-    _show(axes[0][0], drawn)
-    figure.subplots_adjust(left=0.16, right=0.99, top=0.99, bottom=0.01, wspace=0.05, hspace=0.22)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with inspect.record(model) as weights:
+        drawing = draw(model, host, [sentence], steps, 1.0, seed=seed, memory=memory)
+    side = model.host.config.sample_size
+    options: dict[str, Any] = {"queries": "sources", "grid": (side, side), "picture": enlarge(drawing[0])}
+    traces = []
+    if any(name == "text" for name, _ in weights):
+        words = host.prompts.tokens(sentence)
+        maps = attention_maps(weights, "text", len(words), side)
+        traces.append(inspect.Trace(words, patch_names(side), *maps, sentence, **options))
+    if memory is not None and example is not None:
+        edge = round(memory.length**0.5)
+        options |= {"word_grid": (edge, edge), "word_picture": enlarge(example)}
+        maps = attention_maps(weights, "default", memory.length, side)
+        title = f"{sentence}, in this hand"
+        traces.append(inspect.Trace(patch_names(edge), patch_names(side), *maps, title, **options))
+    return traces
 
 
-def _show(axis: Any, picture: Tensor) -> None:
-    """One channel is ink on paper, three are colours."""
-    if len(picture) == 1:
-        axis.imshow(-picture[0].numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
-    else:
-        axis.imshow(((picture + 1) / 2).permute(1, 2, 0).numpy(), interpolation="nearest")
+def attention_maps(weights: Any, adapter: str, slots: int, side: int) -> tuple[Tensor, list[str]]:
+    """Return weights (layers, heads, slots, places) over a square of side × side places, and the layers' names."""
+    maps, names = [], []
+    for index, calls in ((index, calls) for (name, index), calls in weights.items() if name == adapter):
+        mean = torch.stack(calls)[:, 0].mean(0)[..., :slots].cpu()  # (heads, places, slots)
+        height = round(mean.shape[1] ** 0.5)
+        square = mean.transpose(1, 2).unflatten(2, (height, height))
+        maps.append(F.interpolate(square, size=(side, side), mode="bilinear", align_corners=False).flatten(2))
+        names.append(f"attention {index}, {height} × {height} places")
+    return torch.stack(maps), names
+
+
+def patch_names(side: int) -> list[str]:
+    """Return the names of the patches of a square picture, row by row."""
+    return [f"row {row + 1}, column {column + 1}" for row in range(side) for column in range(side)]
+
+
+def enlarge(picture: Tensor) -> Image.Image:
+    """Return a picture (c, height, width) from -1 to 1 for a page, its pixels as squares."""
+    image = as_image(picture)
+    return image.resize((256, 256), resample=0 if image.width < 256 else None)
+
+
+def demo(out: Path, steps: int = 20) -> Path:
+    """Draw the ten digits plain and in the style of each shipped example; save the attention of two drawings."""
+    pipe = mmattn.pipeline("assets/diffusion/adapter")
+    model, host, encoder = pipe.model, pipe.host, pipe.encoder
+    sentences, labels = [f"a {digit}" for digit in range(10)], ["no example"]
+    rows = [-torch.ones(1, 1, host.size, host.size), draw(model, host, sentences, steps, 2.0, seed=0)]
+    for path in sorted((assets_folder() / "digits").glob("*.png")):
+        example, memory = encoder.image_processor([path]), encoder(path)
+        rows += [example, draw(model, host, sentences, steps, 2.0, seed=0, memory=memory.expand(len(sentences)))]
+        labels.append(f"like {path.stem}.png")
+    grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels, ["example", *map(str, range(10))])
+    (out / "digits").mkdir(exist_ok=True)
+    traces = trace_drawing(model, host, "a thick seven", steps, seed=0)
+    traces += trace_drawing(model, host, "a 3", steps, seed=0, memory=memory, example=example[0])  # the last example
+    inspect.save_traces(traces, out / "digits")
+    return out / "digits.png"

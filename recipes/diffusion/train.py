@@ -1,42 +1,44 @@
-"""One stage of training, from the pictures to the table: `mmattn train config.yaml`."""
+"""A small diffusion model that follows a sentence, and then, frozen, the style of an example.
+
+    mmattn train config.yaml                              # stage A: UNet and text encoder from nothing
+    mmattn train config_style.yaml unet=runs/diffusion    # stage B: the UNet frozen, an adapter follows an example
+
+Stage B is in train_style.py.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
 
-import mmattn
 from mmattn import inspect, training
-from mmattn.encoders import StyleEncoder
 from mmattn.errors import import_extra
-from mmattn.pipelines import DiffusionHost, EncoderReference, ModelReference, PipelineConfig, load_diffusion_host
-from mmattn.recipes import resolve_asset
+from mmattn.pipelines import DiffusionHost, load_diffusion_host, noise_schedule
 
-from .attributes import Subject, style_words
-from .data import Pictures, load_data
-from .measure import Judge, style_rows, text_rows
-from .models import Denoiser, attach_bare, save_models
-from .pictures import grid, word_maps
-from .sampling import draw, traces, word_attention
+from . import models
+from .data import WORDS, Pictures, choose_attributes, describe, load_data, sample_sentences
+from .measure import Judge, text_rows
+from .models import Denoiser, denoising_loss, minimise, predict
+from .pictures import EXPLORED, draw, grid, trace_drawing
 from .settings import Config
-from .style import style_memory, train_encoder
-from .train_style import Concatenated, train_style
-from .train_text import shown, train_text
-
-EXPLORED = 4  # sentences, or examples, that `mmattn explore` shows, at most
+from .train_style import train_style
 
 
 def main(settings: dict[str, Any]) -> Path:
-    """Train one stage and leave settings, metrics, plots, samples, weights and the table in the run's folder."""
+    """Run one stage with these settings (see settings.py) and return the run's folder."""
     config = Config(**settings)
-    import_extra("matplotlib", "viz")  # rather missed now than after the last step
+    import_extra("matplotlib", "viz")  # fail now rather than after the last step
     run = training.RunFolder(config.out)
     if run.begin(config.model_dump(mode="json")):
         accelerator = training.make_accelerator(device=config.device)
-        content = {"stage": config.stage, "seed": config.seed}
-        content |= (stage_text if config.stage == "text" else stage_style)(config, run, accelerator)
+        stage = train_text if config.stage == "text" else train_style
+        content = {"stage": config.stage, "seed": config.seed, **stage(config, run, accelerator)}
         run.write_json("table.json", content)
         text = table([content])
         run.write_text("table.md", text)
@@ -44,130 +46,107 @@ def main(settings: dict[str, Any]) -> Path:
     return run.path
 
 
-def stage_text(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
-    """Stage A: UNet or transformer and text encoder from nothing, then obedience by guidance."""
-    data, held_out, subject = load_data(config.data, config.model.size)
-    host, seconds = train_text(config, data, subject, run, accelerator.device)
-    save_models(run.path, host.unet, host.prompts)
-    host = load_diffusion_host(run.path, device=accelerator.device)
-    model = attach_bare(host)
-    judge = Judge(data, subject)
-    rows = text_rows(model, host, judge, config.sample.steps, config.seed, config.sample.each)
-    sentence = shown(subject)[0]
-    given = {"steps": config.sample.steps, "seed": config.seed}
-    if model.through_core:
-        word_maps(*word_attention(model, host, sentence, **given), run.path / "words.png")
-        found = [traces(model, host, one, **given) for one in shown(subject)[:EXPLORED]]
-        inspect.save_traces([one for some in found for one in some], run.path)
-    name = {"unet": "UNet", "transformer": "transformer"}[config.model.kind]
-    took = {f"{name} and text encoder": {"steps": config.optim.max_steps, "seconds": round(seconds)}}
-    return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
-
-
-def stage_style(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
-    """Stage B: a UNet or transformer frozen, an adapter that follows an example, and the other way beside it."""
-    host = load_diffusion_host(resolve_asset(config.unet), device=accelerator.device)
-    data, held_out, subject = load_data(config.data, host.size, host.channels)
-    encoder = train_encoder(data, subject.attributes, config.style.encoder_steps, config.seed, config.progress)
-    encoder.save(run.path / "style.safetensors")
-    encoder.to(accelerator.device)
+def train_text(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+    """Stage A: train a UNet or transformer and a text encoder; measure whether drawings follow the sentences."""
+    # Data, and models with random weights.
+    data, held_out, scale = load_data(config.model.size)
     torch.manual_seed(config.seed)
-    adapter = mmattn.DecoupledAdapter(memory_dim=encoder.dim)
-    model = mmattn.attach(host.unet, adapter).use_core()
-    given = (config, data, subject, model, host, encoder)
-    done, generator = {}, torch.Generator()
-    shared = (run, accelerator, generator)
-    generator.manual_seed(config.seed)
-    done["decoupled"], losses = train_style(*given, model.adapters, "decoupled", *shared)
-    inspect.plot_curves({"loss": {"training": [dict(losses)]}}, run.path / "loss.png", log=True)
-    model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
-    describe(config, host, len(data)).save(run.path / "adapter")
-    concatenated = None
-    if config.style.control:
-        wanted, _ = model.trainable_parameters()
-        torch.set_rng_state(generator.get_state())  # its first weights are those of the published table
-        concatenated = Concatenated(wanted, host.prompts.encoder.config.hidden_size).to(accelerator.device)
-        generator.manual_seed(config.seed)
-        done["concatenated"], _ = train_style(*given, concatenated, "concatenated", *shared)
-    judge, examples = Judge(data, subject), held_out[: config.sample.examples]
-    sampling = (config.sample.steps, config.sample.guidance_scale, config.seed)
-    rows = style_rows(model, host, judge, encoder, examples, concatenated, *sampling)
-    show(model, host, encoder, subject, held_out, config, run)
-    took = {name: {"steps": one.global_step, "seconds": round(one.seconds)} for name, one in done.items()}
+    prompts = models.make_prompt_encoder(attends_to_padding=config.model.kind == "transformer")
+    denoiser = models.make_denoiser(config.model)
+    host = DiffusionHost(denoiser, prompts, noise_schedule()).to(accelerator.device)
+    model = models.attach_without_adapter(host)
+    denoiser.requires_grad_(True)
+    both = nn.ModuleDict({"denoiser": denoiser, "prompts": prompts}).train()
+    average = EMAModel(both.parameters(), decay=config.optim.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
+    random, labels, sample = Random(config.seed), sample_sentences(), config.sample
+
+    # Training.
+    began, recent, losses = time.perf_counter(), [], {}
+    steps = minimise(
+        both,
+        lambda: text_loss(config, data, host, model, random),
+        config.optim.max_steps,
+        label="stage A",
+        progress=config.progress,
+        **config.optim.model_dump(include={"learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"}),
+    )
+    for step, loss in enumerate(steps, start=1):
+        average.step(both.parameters())
+        recent.append(loss)
+        if step % 20 == 0 or step == config.optim.max_steps:
+            losses[step] = sum(recent) / len(recent)
+            recent.clear()
+            run.log(step=step, loss=losses[step])
+        if step % sample.every == 0 and step < config.optim.max_steps:
+            average.store(both.parameters())
+            average.copy_to(both.parameters())
+            both.eval()
+            sentences = [text for text in labels for _ in range(8)]
+            drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=0)
+            grid(drawings, 8, run.path / f"samples_{step:05d}.png", labels)
+            both.train()
+            average.restore(both.parameters())
+    average.copy_to(both.parameters())
+    both.eval().requires_grad_(False)
+    seconds = round(time.perf_counter() - began)
+    inspect.plot_curves({"loss": {"training": [losses]}}, run.path / "loss.png", log=True)
+    model.unload()
+    models.save_models(run.path, denoiser, prompts)
+
+    # Measuring, with the weights of the files.
+    host = load_diffusion_host(run.path, device=accelerator.device)
+    model, judge = models.attach_without_adapter(host), Judge(data, scale)
+    rows = text_rows(model, host, judge, sample, config.seed)
+    if model.through_core:
+        traces = [
+            trace
+            for sentence in labels[:EXPLORED]
+            for trace in trace_drawing(model, host, sentence, sample.steps, seed=config.seed)
+        ]
+        inspect.plot_heat_maps(traces[0], run.path / "words.png")
+        inspect.save_traces(traces, run.path)
+    name = {"unet": "UNet", "transformer": "transformer"}[config.model.kind]
+    took = {f"{name} and text encoder": {"steps": config.optim.max_steps, "seconds": seconds}}
     return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
 
 
-def describe(config: Config, host: DiffusionHost, count: int) -> PipelineConfig:
-    """How to run the adapter, trained on so many pictures, from sentences and examples to pictures."""
-    return PipelineConfig(
-        task="text-to-image",
-        host=ModelReference.of(config.unet, host.prompts.tokenizer),
-        encoder=EncoderReference(name="../style.safetensors"),
-        generation={"num_inference_steps": config.sample.steps, "guidance_scale": config.sample.guidance_scale},
-        trained_on=f"{count:,} pictures of {config.data.path or 'handwritten digits, of scikit-learn'}.",
-        training={"recipe": "diffusion", "seed": config.seed, "steps": config.optim.max_steps},
-    )
-
-
-def show(
-    model: Denoiser,
-    host: DiffusionHost,
-    encoder: StyleEncoder,
-    subject: Subject,
-    held_out: Pictures,
-    config: Config,
-    run: training.RunFolder,
-) -> None:
-    """A grid: in each row an example, then up to ten classes in its style; of some, their attention as traces."""
-    rows = held_out.measures.abs().sum(1).topk(min(8, len(held_out))).indices.tolist()
-    sentences = [subject.plain(number) for number in range(min(10, len(subject.classes)))]
-    pictures = []
-    for row in rows:
-        memory = style_memory(encoder, held_out.pictures[row : row + 1]).expand(len(sentences))
-        made = draw(
-            model, host, sentences, config.sample.steps, config.sample.guidance_scale, seed=config.seed, memory=memory
-        )
-        pictures += [held_out.pictures[row], *made]
-    labels = [style_words(subject.attributes, held_out.measures[row]) for row in rows]
-    grid(torch.stack(pictures), len(sentences) + 1, run.path / "examples.png", labels, ["example", *sentences])
-    found = []
-    for row in rows[:EXPLORED]:
-        other = subject.plain((int(held_out.classes[row]) + 1) % len(subject.classes))
-        example = held_out.pictures[row]
-        given = {"memory": style_memory(encoder, example[None]), "example": example}
-        found += traces(model, host, other, config.sample.steps, seed=config.seed, **given)
-    inspect.save_traces(found, run.path)
-
-
-def text_table(contents: list[dict[str, Any]]) -> str:
-    """The rows of `text_rows` in markdown, of one or several runs."""
-    columns = {
-        "read": ("read as asked", 100, ".1f", " %"),
-        "attribute": ("attribute on the asked side", 100, ".1f", " %"),
-        "clearly": ("attribute clearly", 100, ".1f", " %"),
-        "diversity": ("diversity", 1, ".2f", ""),
-        "frechet": ("Fréchet", 1, ".2f", ""),
-    }
-    return training.spread_table("guidance_scale", columns, [table["rows"] for table in contents])
-
-
-def style_table(contents: list[dict[str, Any]]) -> str:
-    """The rows of `style_rows` in markdown, of one or several runs."""
-    measures = [name for name in contents[0]["rows"][0] if name not in ("name", "likeness", "read")]
-    columns = {
-        **{name: (name, 1, "+.2f", "") for name in measures},
-        "likeness": ("mean likeness", 1, "+.2f", ""),
-        "read": ("read as asked", 100, ".1f", " %"),
-    }
-    return training.spread_table("", columns, [table["rows"] for table in contents])
+def text_loss(config: Config, data: Pictures, host: DiffusionHost, model: Denoiser, random: Random) -> Tensor:
+    """Return the loss of a random batch of pictures with sentences about them, some of them left out."""
+    rows = [random.randrange(len(data)) for _ in range(config.optim.batch_size)]
+    sentences: list[str | None] = [
+        describe(int(data.classes[row]), choose_attributes(data.measures[row], random), random) for row in rows
+    ]
+    dropped = (torch.rand(len(rows), 1) < config.conditioning_dropout_prob)[:, 0].tolist()
+    sentences = [None if drop else text for text, drop in zip(sentences, dropped, strict=True)]
+    clean = data.pictures[rows]
+    noise, times = torch.randn_like(clean), torch.randint(0, host.schedule.config.num_train_timesteps, (len(rows),))
+    (text, mask), inputs = host.prompts(sentences), host.inputs(sentences)
+    return denoising_loss(
+        host.schedule,
+        lambda noisy, times: predict(model, noisy, times, text, mask, inputs),
+        *(tensor.to(text.device) for tensor in (clean, noise, times)),
+        config.optim.min_snr,
+    ).mean()
 
 
 def table(contents: list[dict[str, Any]]) -> str:
-    """The table of one stage from one or several `table.json`, and what its training took."""
-    made = (text_table if contents[0]["stage"] == "text" else style_table)(contents)
-    took = []
+    """Return the table of one stage from one or several `table.json`, and the cost of its training."""
+    share, ratio, correlation = (100, ".1f", " %"), (1, ".2f", ""), (1, "+.2f", "")
+    if contents[0]["stage"] == "text":
+        columns = {
+            "read": ("read as asked", *share),
+            "attribute": ("attribute on the asked side", *share),
+            "clearly": ("attribute clearly", *share),
+            "diversity": ("diversity", *ratio),
+            "frechet": ("Fréchet", *ratio),
+        }
+    else:
+        columns = {name: (name, *correlation) for name in WORDS}
+        columns |= {"likeness": ("mean likeness", *correlation), "read": ("read as asked", *share)}
+    title = "guidance_scale" if contents[0]["stage"] == "text" else ""
+    rows, costs = training.spread_table(title, columns, [content["rows"] for content in contents]), []
     for name in contents[0]["training"]:
-        runs = [run["training"][name] for run in contents]
+        runs = [content["training"][name] for content in contents]
         seconds = training.mean_and_spread([run["seconds"] for run in runs], 1, ".0f", " s")
-        took.append(f"{name}: {runs[0]['steps']} steps in {seconds}")
-    return "\n\n".join([made, "; ".join(took) + ".", contents[0]["judge"]])
+        costs.append(f"{name}: {runs[0]['steps']} steps in {seconds}")
+    return "\n\n".join([rows, "; ".join(costs) + ".", contents[0]["judge"]])

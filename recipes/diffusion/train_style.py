@@ -1,8 +1,8 @@
 """Stage B: the UNet or transformer frozen, adapters learn to follow the style of an example.
 
-An example is never the picture to be drawn, nor of the same class: it is one of the pictures of other classes whose
-measures are nearest. What both share is the style, so that is what the adapter can learn from it; what to draw is said
-by the text alone.
+In training an example is never the picture itself, nor the same digit: it is one of the pictures of other digits with
+the nearest measures. Both share nothing but the style, so the adapter can learn nothing else from it; the text alone
+names the digit.
 """
 
 from __future__ import annotations
@@ -13,138 +13,200 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmattn
-from mmattn import training
-from mmattn.encoders import StyleEncoder
-from mmattn.pipelines import DiffusionHost
+from mmattn import inspect, training
+from mmattn.encoders import StyleEncoder, StyleNetwork
+from mmattn.pipelines import DiffusionHost, EncoderReference, ModelReference, PipelineConfig, load_diffusion_host
+from mmattn.recipes import resolve_asset
 
-from .attributes import Subject, asked_for
-from .data import Pictures
-from .models import Denoiser, denoising_loss, predict
+from .data import Pictures, choose_attributes, describe, load_data, plain, style_words
+from .measure import Judge, style_rows
+from .models import Concatenated, Denoiser, denoising_loss, minimise, predict, style_memory
+from .pictures import EXPLORED, draw, grid, trace_drawing
 from .settings import Config
-from .style import style_memory
 
-NEAREST = 8
+NEAREST = 8  # pictures of other digits that may be the example of a picture
 
 
 @dataclass(frozen=True)
 class Row:
-    """A picture to draw with an example beside it: their numbers, what is said, and the noise at a time step."""
+    """The numbers of a picture and its example, a sentence or None, whether the example is visible, noise and time."""
 
     picture: int
     example: int
     sentence: str | None
-    sees_example: bool
+    with_example: bool
     noise: Tensor
     time: int
 
 
-def nearest(data: Pictures, rows: list[int]) -> Tensor:
-    """For each row the numbers (b, n) of the at most NEAREST pictures of other classes nearest in their measures."""
-    distance = torch.cdist(data.measures[rows], data.measures)
-    same = data.classes[rows, None] == data.classes[None]
-    fewest = int((~same).sum(1).min())
-    return distance.masked_fill(same, float("inf")).topk(min(NEAREST, fewest), largest=False).indices
+def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+    """Train an adapter and its control on the same rows; measure whether drawings follow the examples."""
+    # Data, and an encoder of style.
+    host = load_diffusion_host(resolve_asset(config.unet), device=accelerator.device)
+    data, held_out, scale = load_data(host.size, host.channels)
+    encoder = train_encoder(data, config)
+    encoder.save(run.path / "style.safetensors")
+    encoder.to(accelerator.device)
+
+    # Model.
+    torch.manual_seed(config.seed)
+    model = mmattn.attach(host.unet, mmattn.DecoupledAdapter(memory_dim=encoder.dim)).use_core()
+
+    # Training.
+    generator = torch.Generator().manual_seed(config.seed)
+    arguments = (config, data, model, host, encoder, run, accelerator, generator)
+    results = {}
+    results["decoupled"], losses = train(model.adapters, "decoupled", *arguments)
+    inspect.plot_curves({"loss": {"training": [losses]}}, run.path / "loss.png", log=True)
+    model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
+    make_pipeline_config(config, host, len(data)).save(run.path / "adapter")
+    concatenated = None
+    if config.style.control:
+        torch.set_rng_state(generator.get_state())  # the first weights of the published table
+        text_dim = host.prompts.encoder.config.hidden_size
+        concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(accelerator.device)
+        generator.manual_seed(config.seed)
+        results["concatenated"], _ = train(concatenated, "concatenated", *arguments)
+
+    # Measuring.
+    judge, examples = Judge(data, scale), held_out[: config.sample.examples]
+    rows = style_rows(model, host, judge, encoder, examples, concatenated, config.sample, config.seed)
+    save_examples(model, host, encoder, held_out, config, run)
+    took = {name: {"steps": one.global_step, "seconds": round(one.seconds)} for name, one in results.items()}
+    return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
 
 
-class Concatenated(nn.Module):
-    """The other way, as a control: the example as more words after the text, read by the host's own projections.
+def train_encoder(data: Pictures, config: Config) -> StyleEncoder:
+    """Train a network on the measures of the training pictures, moved by up to a pixel."""
+    torch.manual_seed(config.seed)
+    network = StyleNetwork(data.pictures.shape[1], data.measures.shape[1]).train()
 
-    Has as many trained parameters as `wanted`, to within one hidden unit.
-    """
+    def loss() -> Tensor:
+        rows = torch.randint(0, len(data), (128,))
+        down, right = torch.randint(-1, 2, (2,)).tolist()
+        pictures = torch.roll(data.pictures[rows], (down, right), (2, 3))
+        return F.mse_loss(network(pictures), data.measures[rows])
 
-    def __init__(self, wanted: int, text_dim: int, width: int = 64) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        hidden = round((wanted - 2 * width - text_dim) / (width + text_dim + 1))
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, text_dim)
-
-    def forward(self, text: Tensor, mask: Tensor, memory: mmattn.Memory) -> tuple[Tensor, Tensor]:
-        """Text (b, m + 16, e) and its mask; rows whose memory is left out keep their text alone."""
-        slots = self.down(nn.functional.gelu(self.up(self.norm(memory.tokens))))
-        real = torch.ones_like(slots[..., 0], dtype=torch.bool) if memory.mask is None else memory.mask
-        return torch.cat([text, slots], 1), torch.cat([mask, real], 1)
+    optim = {"learning_rate": 2e-3, "weight_decay": 0.05, "warmup_steps": 50, "max_grad_norm": 1.0}
+    for _ in minimise(
+        network, loss, config.style.encoder_steps, label="style encoder", progress=config.progress, **optim
+    ):
+        pass
+    return StyleEncoder(network, data.pictures.shape[-1], ink=True)
 
 
-def train_style(
+def train(
+    module: nn.Module,
+    name: str,
     config: Config,
     data: Pictures,
-    subject: Subject,
     model: Denoiser,
     host: DiffusionHost,
     encoder: StyleEncoder,
-    trained: nn.Module,
-    label: str,
     run: training.RunFolder,
     accelerator: Any,
     generator: torch.Generator,
-) -> tuple[training.TrainingResult, list[tuple[int, float]]]:
-    """Train the adapters of `model`, or a `Concatenated`, on the same rows; what was done, and the losses by step."""
-    memories, settings = style_memory(encoder, data.pictures), config.optim
-
-    def batches() -> Iterator[list[Row]]:
-        random = Random(config.seed)
-        seen, names = host.unet.config, subject.attributes.names
-        count, shape = settings.batch_size, (seen.in_channels, seen.sample_size, seen.sample_size)
-        while True:
-            rows = [random.randrange(len(data)) for _ in range(count)]
-            examples = [int(one[random.randrange(len(one))]) for one in nearest(data, rows)]
-            told = [asked_for(names, data.measures[row], random, 0.2) for row in rows]
-            said = [subject.describe(int(data.classes[row]), one, random) for row, one in zip(rows, told, strict=True)]
-            reads, sees = (
-                (torch.rand(count, generator=generator) >= config.conditioning_dropout_prob).tolist() for _ in range(2)
-            )
-            noise = torch.randn(count, *shape, generator=generator)
-            times = torch.randint(0, host.schedule.config.num_train_timesteps, (count,), generator=generator)
-            said = [one if here else None for one, here in zip(said, reads, strict=True)]
-            yield [Row(*one) for one in zip(rows, examples, said, sees, noise, times.tolist(), strict=True)]
+) -> tuple[training.TrainingResult, dict[int, float]]:
+    """Train the adapters of `model`, or a `Concatenated`; return the result and the losses by step."""
+    memories, optim, losses = style_memory(encoder, data.pictures), config.optim, {}
 
     def loss(rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        device = accelerator.device
-        said = [row.sentence for row in rows]
+        sentences = [row.sentence for row in rows]
         with torch.no_grad():
-            (text, mask), inputs = host.prompts(said), host.inputs(said)
+            (text, mask), inputs = host.prompts(sentences), host.inputs(sentences)
         tokens = memories.tokens[[row.example for row in rows]]
-        sees = torch.tensor([row.sees_example for row in rows], device=device)
-        memory: mmattn.Memory | None = mmattn.Memory(tokens, sees[:, None].expand(tokens.shape[:2]))
-        if isinstance(trained, Concatenated):
-            (text, mask), memory = trained(text, mask, memory), None
+        visible = torch.tensor([row.with_example for row in rows], device=accelerator.device)
+        memory: mmattn.Memory | None = mmattn.Memory(tokens, visible[:, None].expand(tokens.shape[:2]))
+        if isinstance(module, Concatenated):
+            (text, mask), memory = module(text, mask, memory), None
         errors = denoising_loss(
             host.schedule,
             lambda noisy, times: predict(model, noisy, times, text, mask, inputs, memory),
             host.encode(data.pictures[[row.picture for row in rows]]),
-            torch.stack([row.noise for row in rows]).to(device),
-            torch.tensor([row.time for row in rows], device=device),
-            settings.min_snr,
+            torch.stack([row.noise for row in rows]).to(accelerator.device),
+            torch.tensor([row.time for row in rows], device=accelerator.device),
+            optim.min_snr,
         )
         return errors.sum(), len(rows)
 
-    losses: list[tuple[int, float]] = []
+    def log(**metrics: Any) -> None:
+        losses[metrics["step"]] = metrics["loss"]
+        run.log(model=name, **metrics)
 
-    def log(**figures: Any) -> None:
-        losses.append((figures["step"], figures["loss"]))
-        run.log(model=label, **figures)
-
-    learning = training.TrainingConfig(
-        max_steps=settings.max_steps,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        warmup_steps=settings.warmup_steps,
-        max_grad_norm=settings.max_grad_norm,
-        seed=config.seed,
+    settings = training.TrainingConfig(
+        **optim.model_dump(exclude={"batch_size", "min_snr", "ema_decay"}), seed=config.seed
     )
-    done = training.train(
-        trained.requires_grad_(True),
-        loss,
-        batches(),
-        learning,
-        accelerator,
-        log=log,
-        label=label,
-        progress=config.progress,
-    )
-    if done.interrupted:
+    batches, progress = make_batches(config, data, host, generator), config.progress
+    module.requires_grad_(True)
+    result = training.train(module, loss, batches, settings, accelerator, log=log, label=name, progress=progress)
+    if result.interrupted:
         raise KeyboardInterrupt
-    return done, losses
+    return result, losses
+
+
+def make_batches(
+    config: Config, data: Pictures, host: DiffusionHost, generator: torch.Generator
+) -> Iterator[list[Row]]:
+    """Yield random batches; sentence and example of a row are left out independently."""
+    random, count, unet = Random(config.seed), config.optim.batch_size, host.unet.config
+    shape = (unet.in_channels, unet.sample_size, unet.sample_size)
+    while True:
+        pictures = [random.randrange(len(data)) for _ in range(count)]
+        examples = [int(near[random.randrange(len(near))]) for near in nearest(data, pictures)]
+        signs = [choose_attributes(data.measures[row], random, 0.2) for row in pictures]
+        sentences = [describe(int(data.classes[row]), one, random) for row, one in zip(pictures, signs, strict=True)]
+        with_text, with_example = (
+            (torch.rand(count, generator=generator) >= config.conditioning_dropout_prob).tolist() for _ in range(2)
+        )
+        noise = torch.randn(count, *shape, generator=generator)
+        times = torch.randint(0, host.schedule.config.num_train_timesteps, (count,), generator=generator).tolist()
+        texts = [text if keep else None for text, keep in zip(sentences, with_text, strict=True)]
+        yield [Row(*row) for row in zip(pictures, examples, texts, with_example, noise, times, strict=True)]
+
+
+def nearest(data: Pictures, rows: list[int]) -> Tensor:
+    """Return for each row the numbers (b, n) of the pictures of other digits with the nearest measures."""
+    distance = torch.cdist(data.measures[rows], data.measures)
+    same = data.classes[rows, None] == data.classes[None]
+    return distance.masked_fill(same, float("inf")).topk(NEAREST, largest=False).indices
+
+
+def make_pipeline_config(config: Config, host: DiffusionHost, pictures: int) -> PipelineConfig:
+    """Return the file that lets `mmattn draw` load the adapter with its models."""
+    return PipelineConfig(
+        task="text-to-image",
+        host=ModelReference.of(config.unet, host.prompts.tokenizer),
+        encoder=EncoderReference(name="../style.safetensors"),
+        generation={"num_inference_steps": config.sample.steps, "guidance_scale": config.sample.guidance_scale},
+        trained_on=f"{pictures:,} pictures of handwritten digits, of scikit-learn.",
+        training={"recipe": "diffusion", "seed": config.seed, "steps": config.optim.max_steps},
+    )
+
+
+def save_examples(
+    model: Denoiser,
+    host: DiffusionHost,
+    encoder: StyleEncoder,
+    held_out: Pictures,
+    config: Config,
+    run: training.RunFolder,
+) -> None:
+    """Save a grid with an example and the ten digits in its style in each row, and the attention of some drawings."""
+    rows = held_out.measures.abs().sum(1).topk(8).indices.tolist()
+    sentences, sample, pictures = [plain(digit) for digit in range(10)], config.sample, []
+    for row in rows:
+        memory = style_memory(encoder, held_out.pictures[row : row + 1]).expand(10)
+        drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=config.seed, memory=memory)
+        pictures += [held_out.pictures[row], *drawings]
+    labels = [style_words(held_out.measures[row]) for row in rows]
+    grid(torch.stack(pictures), 11, run.path / "examples.png", labels, ["example", *sentences])
+    traces = []
+    for row in rows[:EXPLORED]:
+        sentence, example = plain((int(held_out.classes[row]) + 1) % 10), held_out.pictures[row]
+        memory = style_memory(encoder, example[None])
+        traces += trace_drawing(model, host, sentence, sample.steps, seed=config.seed, memory=memory, example=example)
+    inspect.save_traces(traces, run.path)

@@ -57,9 +57,3 @@ def test_a_grid_shows_every_pixel_as_a_square(
     assert len(rows) == 2, "both rows of pictures, pixel by pixel"
     left, top = grey[:, : grey.shape[1] - 3 * (size * scale + 6)], grey[: rows[0]]
     assert left.min() < 100 and top.min() < 100, "labels and headings"
-
-
-def test_the_words_of_an_example(load_files: Callable[..., SimpleNamespace]) -> None:
-    recipe = load_files("diffusion", "attributes").attributes
-    assert recipe.style_words(recipe.INK, torch.tensor([0.7, -0.9, 0.5])) == "thick, slanted left"
-    assert recipe.style_words(recipe.INK, torch.tensor([0.1, 0.0, -0.5])) == "as most are"

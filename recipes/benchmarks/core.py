@@ -9,13 +9,14 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmattn
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, ratio, ratios
 
 Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -52,19 +53,19 @@ QUICK = (SIZES[1], SIZES[3], RAGGED[2])
 
 
 def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
-    """Layers of the same sizes as (name, call); what is not installed or cannot take the sizes is left out."""
+    """Yield (name, call) of layers of the same sizes; layers that are not installed or do not fit are left out."""
     d, e, h = size.d, size.e, size.h
     k = d // h
     ours = mmattn.CrossAttention(d, e, h).to(dtype).eval()
     yield "mmattn", lambda x, memory, mask: ours(x, memory, mask=mask)
     if dtype.itemsize == 2:
-        # A backend by name computes in half precision throughout: what going through float32 with gradients saves.
+        # A backend by name computes in half precision throughout.
         half = mmattn.CrossAttention(d, e, h, backend="sdpa").to(dtype).eval()
         half.load_state_dict(ours.state_dict())
         yield "mmattn in half precision", lambda x, memory, mask: half(x, memory, mask=mask)
 
     q, key, value, out = (nn.Linear(i, o, bias=False, dtype=dtype) for i, o in ((d, d), (e, d), (e, d), (d, d)))
-    # Copies: what another candidate has just read would still lie in the processor's cache.
+    # Copies: weights of another candidate would still lie in the processor's cache.
     q2, key2, value2, out2 = copy.deepcopy([q, key, value, out])
 
     def split(tensor: Tensor) -> Tensor:
@@ -72,8 +73,8 @@ def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
 
     def bare(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         rule = None if mask is None else mask[:, None, None, :]
-        made = F.scaled_dot_product_attention(split(q(x)), split(key(memory)), split(value(memory)), rule)
-        return out(made.transpose(1, 2).reshape(x.shape[0], -1, d))
+        heads = F.scaled_dot_product_attention(split(q(x)), split(key(memory)), split(value(memory)), rule)
+        return out(heads.transpose(1, 2).reshape(x.shape[0], -1, d))
 
     yield "bare operations", bare
 
@@ -81,8 +82,8 @@ def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
         scores = torch.einsum("bhlk,bhmk->bhlm", split(q2(x)), split(key2(memory))) * k**-0.5
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
-        made = torch.einsum("bhlm,bhmk->bhlk", scores.softmax(-1), split(value2(memory)))
-        return out2(made.transpose(1, 2).reshape(x.shape[0], -1, d))
+        heads = torch.einsum("bhlm,bhmk->bhlk", scores.softmax(-1), split(value2(memory)))
+        return out2(heads.transpose(1, 2).reshape(x.shape[0], -1, d))
 
     yield "einsum", einsum
 
@@ -97,9 +98,9 @@ def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
 
 
 def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
-    """Cross-attention layers of diffusers, transformers and torchtune, where installed."""
+    """Yield cross-attention layers of diffusers, transformers and torchtune, if installed."""
     b, l, m, d, e, h = size.b, size.l, size.m, size.d, size.e, size.h
-    if (diffusers := found("diffusers.models.attention_processor")) is not None:
+    if (diffusers := import_if_installed("diffusers.models.attention_processor")) is not None:
         layer = diffusers.Attention(d, cross_attention_dim=e, heads=h, dim_head=d // h, out_bias=False).to(dtype).eval()
 
         def diffuse(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -110,7 +111,7 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
         yield "diffusers Attention", diffuse
     if d != e:
         return
-    if (bart := found("transformers.models.bart.modeling_bart")) is not None:
+    if (bart := import_if_installed("transformers.models.bart.modeling_bart")) is not None:
         config = bart.BartConfig(d_model=d, decoder_attention_heads=h, attn_implementation="sdpa")
         bart_layer = bart.BartAttention(d, h, is_decoder=True, bias=False, is_causal=False, config=config, layer_idx=0)
         bart_layer = bart_layer.to(dtype).eval()
@@ -120,7 +121,7 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
             return bart_layer(x, key_value_states=memory, attention_mask=rule)[0]
 
         yield "BART layer", run_bart
-    if (t5 := found("transformers.models.t5.modeling_t5")) is not None:
+    if (t5 := import_if_installed("transformers.models.t5.modeling_t5")) is not None:
         config = t5.T5Config(d_model=d, d_kv=d // h, num_heads=h, is_decoder=True, dropout_rate=0.0)
         t5_layer = t5.T5Attention(config, has_relative_attention_bias=False, layer_idx=0).to(dtype).eval()
 
@@ -131,24 +132,11 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
             return t5_layer(x, mask=rule, key_value_states=memory)[0]
 
         yield "T5 layer", run_t5
-    if (tune := found("torchtune.modules")) is not None:
-        linears = [nn.Linear(d, d, bias=False) for _ in range(4)]
-        tune_layer = (
-            tune.MultiHeadAttention(
-                embed_dim=d,
-                num_heads=h,
-                num_kv_heads=h,
-                head_dim=d // h,
-                q_proj=linears[0],
-                k_proj=linears[1],
-                v_proj=linears[2],
-                output_proj=linears[3],
-                is_causal=False,
-                max_seq_len=max(l, m),
-            )
-            .to(dtype)
-            .eval()
-        )
+    if (tune := import_if_installed("torchtune.modules")) is not None:
+        names = ("q_proj", "k_proj", "v_proj", "output_proj")
+        sizes = {"embed_dim": d, "num_heads": h, "num_kv_heads": h, "head_dim": d // h, "max_seq_len": max(l, m)}
+        linears = {name: nn.Linear(d, d, bias=False) for name in names}
+        tune_layer = tune.MultiHeadAttention(**sizes, **linears, is_causal=False).to(dtype).eval()
 
         def run_tune(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
             return tune_layer(x, memory, mask=None if mask is None else mask[:, None].expand(-1, x.shape[1], -1))
@@ -156,8 +144,8 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
         yield "torchtune", run_tune
 
 
-def found(module: str) -> object:
-    """The module, or None where it is not installed or does not load beside this torch."""
+def import_if_installed(module: str) -> Any:
+    """Return the module, or None if it is not installed or does not load beside this torch."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -165,7 +153,7 @@ def found(module: str) -> object:
 
 
 def measure(size: Size, dtype: torch.dtype, backward: bool, seconds: float) -> dict[str, float]:
-    """Time of each layer for each unit of the bare operations, and of ours."""
+    """Return the time of each layer for each unit of the bare operations, and of ours."""
     torch.manual_seed(0)
     x = torch.randn(size.b, size.l, size.d, dtype=dtype)
     memory = torch.randn(size.b, size.m, size.e, dtype=dtype)
@@ -180,12 +168,24 @@ def measure(size: Size, dtype: torch.dtype, backward: bool, seconds: float) -> d
 
         def once(run: Run = run) -> None:
             with torch.set_grad_enabled(backward):
-                made = run(x, memory, mask)
+                output = run(x, memory, mask)
                 if backward:
-                    made.sum().backward()
+                    output.sum().backward()
 
         candidates[name] = once
     times = interleaved(candidates, seconds=seconds)
-    return {name: ratio(times, name, "bare operations") for name in times} | {
-        f"mmattn / {name}": ratio(times, "mmattn", name) for name in times if name != "mmattn"
-    }
+    ours = {f"mmattn / {name}": ratio(times, "mmattn", name) for name in times if name != "mmattn"}
+    return ratios(times, "bare operations") | ours
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield the time of ours for each unit of theirs: below 1 ours is faster."""
+    for dtype in dtypes:
+        for backward in (False, True):
+            rows: Rows = {}
+            for size in QUICK if quick else SIZES + RAGGED:
+                times = measure(size, dtype, backward, 0.2 if quick else 1.0)
+                prefix = "mmattn / "
+                rows[str(size)] = {name.removeprefix(prefix): times[name] for name in times if name.startswith(prefix)}
+            what = f"{name_of(dtype)}, {'forward and backward' if backward else 'forward'}"
+            yield f"Core, {what}: time of mmattn.CrossAttention for each unit of …", "size", rows

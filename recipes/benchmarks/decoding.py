@@ -1,6 +1,6 @@
 """Generating text with a memory: time per token against the same host alone.
 
-    python -m recipes.benchmarks decoding [--dtype float32 bfloat16] [--slots 64 1024] [--rows 1 8]
+    python -m recipes.benchmarks decoding compiled [--dtype float32 bfloat16]
 
 A GPT-2-small-shaped host with three gated adapters, feed-forward included. Beside our figures stands the host with keys
 and values of the memory projected again at every step, as open_flamingo does it.
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Tables, interleaved, name_of, plural, ratio, ratios
 
 WIDTH = 768
 
 
 def make_host(dtype: torch.dtype, positions: int = 1024) -> torch.nn.Module:
-    """A random GPT-2 small for texts of so many tokens; its answers do not matter, its sizes do."""
+    """Return a random GPT-2 small for texts of `positions` tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropouts = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -29,42 +29,42 @@ def make_host(dtype: torch.dtype, positions: int = 1024) -> torch.nn.Module:
     return GPT2LMHeadModel(config).to(dtype).eval()
 
 
-def going_on(host: torch.nn.Module, cache: object) -> dict[str, Any]:
-    """The argument with which a host goes on from a cache: `cache` since transformers 5.24."""
-    known = inspect.signature(host.forward).parameters
-    return {"past_key_values" if "past_key_values" in known else "cache": cache}
+def from_cache(host: torch.nn.Module, cache: object) -> dict[str, Any]:
+    """Return the argument for a KV cache: `cache` since transformers 5.24."""
+    parameters = inspect.signature(host.forward).parameters
+    return {"past_key_values" if "past_key_values" in parameters else "cache": cache}
+
+
+def open_gates(model: mmattn.hosts.AdaptedModel, dtype: torch.dtype) -> None:
+    """Bring adapters to a dtype and their gates to 0.5, so that the memory has an effect."""
+    model.adapters.to(dtype)
+    for name, parameter in model.adapters.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(0.5)
 
 
 def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[..., None]:
-    """A step of decoding after a prompt of 16 tokens; the cache is cut back, so that every step is the same."""
+    """Return a step of decoding after a prompt; the cache is cropped, so that every step is the same."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=host.config)
     ids = torch.ones(rows, prompt, dtype=torch.long)
-    host(input_ids=ids, **going_on(host, cache), use_cache=True)
+    host(input_ids=ids, **from_cache(host, cache), use_cache=True)
 
-    def step(call: Callable[..., object], **given: object) -> None:
-        call(input_ids=ids[:, :1], **going_on(host, cache), use_cache=True, **given)
+    def step(call: Callable[..., object], **options: object) -> None:
+        call(input_ids=ids[:, :1], **from_cache(host, cache), use_cache=True, **options)
         cache.crop(-1)
 
     return step
 
 
-def conditioned(slots: int, rows: int, dtype: torch.dtype) -> tuple[mmattn.hosts.AdaptedCausalLM, mmattn.Memory]:
-    """The host with three gated adapters whose gates are open, and a memory for it."""
-    torch.manual_seed(0)
-    model = mmattn.attach(make_host(dtype), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
-    model.adapters.to(dtype)
-    for name, parameter in model.adapters.named_parameters():
-        if "gate" in name:
-            parameter.data.fill_(0.5)
-    return model, mmattn.Memory(torch.randn(rows, slots, WIDTH, dtype=dtype))
-
-
 @torch.no_grad()
 def measure(slots: int, rows: int, dtype: torch.dtype, seconds: float = 6.0) -> dict[str, float]:
-    """Time of a step for each unit of the host alone."""
-    model, memory = conditioned(slots, rows, dtype)
+    """Return the time of a step for each unit of the host alone."""
+    torch.manual_seed(0)
+    model = mmattn.attach(make_host(dtype), mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
+    open_gates(model, dtype)
+    memory = mmattn.Memory(torch.randn(rows, slots, WIDTH, dtype=dtype))
     prepared = model.prepare(memory)
     step = decoder(model.host, rows)
     times = interleaved(
@@ -75,68 +75,55 @@ def measure(slots: int, rows: int, dtype: torch.dtype, seconds: float = 6.0) -> 
         },
         seconds=seconds,
     )
-    return {name: ratio(times, name, "host alone") for name in times}
-
-
-@torch.no_grad()
-def measure_beams(slots: int, beams: int, dtype: torch.dtype, seconds: float = 12.0) -> dict[str, float]:
-    """Time of writing 16 tokens with beams for each unit of the host alone: shared, and a copy for each beam."""
-    model, memory = conditioned(slots, 1, dtype)
-    ids = torch.ones(1, 16, dtype=torch.long)
-    settings = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    shared, copies = model.prepare(memory), model.prepare(memory[[0] * beams])
-    rows = ids.repeat(beams, 1)
-    times = interleaved(
-        {
-            "host alone": lambda: model.generate(ids, num_beams=beams, **settings),
-            "shared": lambda: model.generate(ids, memory=shared, num_beams=beams, **settings),
-            "host alone, rows": lambda: model.generate(rows, **settings),
-            "copied": lambda: model.generate(rows, memory=copies, **settings),
-        },
-        seconds=seconds,
-        least=5,
-    )
-    return {
-        "shared": ratio(times, "shared", "host alone"),
-        "a copy per beam": ratio(times, "copied", "host alone, rows"),
-        "bytes shared": float(shared.nbytes()),
-        "bytes copied": float(copies.nbytes()),
-    }
+    return ratios(times, "host alone")
 
 
 @torch.no_grad()
 def measure_compiled(slots: int, dtype: torch.dtype, seconds: float = 15.0) -> dict[str, float]:
-    """Time of a step of a compiled Llama with a static cache, for each unit of the same step as it is.
-
-    Args:
-        slots: m.
-        dtype: of everything.
-        seconds: to measure for.
-    """
+    """Return the time of a step of a compiled Llama with a static cache, for each unit of the eager step."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 4096, "max_position_embeddings": 1024}
     host = LlamaForCausalLM(LlamaConfig(hidden_size=WIDTH, intermediate_size=4 * WIDTH, **sizes)).to(dtype).eval()
     model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
-    model.adapters.to(dtype)
-    for name, parameter in model.adapters.named_parameters():
-        if "gate" in name:
-            parameter.data.fill_(0.5)
+    open_gates(model, dtype)
     ids, calls = torch.ones(1, 16, dtype=torch.long), {"eager": host, "compiled": torch.compile(host, fullgraph=True)}
     with model.condition(mmattn.Memory(torch.randn(1, slots, WIDTH, dtype=dtype))):
         steps: dict[str, Callable[[], object]] = {}
         for name, call in calls.items():
             cache = StaticCache(config=host.config, max_cache_len=1024)
-            host(input_ids=ids, **going_on(host, cache), use_cache=True)
+            host(input_ids=ids, **from_cache(host, cache), use_cache=True)
             places = iter(range(16, 1024))
 
             def step(call: Callable[..., object] = call, cache: object = cache, places: object = places) -> None:
                 place = torch.tensor([[next(places)]])  # type: ignore[call-overload]
-                call(input_ids=ids[:, :1], **going_on(host, cache), use_cache=True, position_ids=place)
+                call(input_ids=ids[:, :1], **from_cache(host, cache), use_cache=True, position_ids=place)
 
             for _ in range(3):
                 step()
             steps[name] = step
         times = interleaved(steps, seconds=seconds)
     return {"compiled": ratio(times, "compiled", "eager")}
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield the time per token for each unit of the host alone."""
+    for dtype in dtypes:
+        rows = {
+            f"{slots} slots, {plural(count, 'row')}": measure(slots, count, dtype, 1.0 if quick else 5.0)
+            for count in ((1,) if quick else (1, 8))
+            for slots in ((64, 257) if quick else (64, 257, 1024, 4096))
+        }
+        title = "time per token for each unit of the host alone (GPT-2 small, three gated adapters)"
+        yield f"Decoding, {name_of(dtype)}: {title}", "memory", rows
+
+
+def compiled_tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield the time of a compiled step for each unit of the eager one."""
+    rows = {
+        f"{name_of(dtype)}, {slots} slots": measure_compiled(slots, dtype, 1.0 if quick else 15.0)
+        for dtype in dtypes
+        for slots in ((257,) if quick else (257, 1601, 4096))
+    }
+    yield "Compiled: time of a step for each unit of the step as it is", "memory", rows

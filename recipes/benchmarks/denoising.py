@@ -12,8 +12,6 @@ Peak memory is taken in a process for each way, because the peak of a process ne
 from __future__ import annotations
 
 import copy
-import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import mmattn
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Rows, Tables, interleaved, megabytes, name_of, plural, ratio
 
 WIDTH = 768
 # Slots, rows, share of real slots, and whether the rows come twice under guidance.
@@ -39,33 +37,30 @@ QUICK = ((77, 1, 1.0, False), (1024, 1, 0.3, True))
 
 
 def make_unet(dtype: torch.dtype) -> torch.nn.Module:
-    """A random UNet; its answers do not matter, its shape does."""
+    """Return a random UNet."""
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(0)
-    return (
-        UNet2DConditionModel(
-            sample_size=32,
-            block_out_channels=(128, 256, 256),
-            layers_per_block=1,
-            cross_attention_dim=WIDTH,
-            attention_head_dim=8,
-            down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        )
-        .to(dtype)
-        .eval()
+    unet = UNet2DConditionModel(
+        sample_size=32,
+        block_out_channels=(128, 256, 256),
+        layers_per_block=1,
+        cross_attention_dim=WIDTH,
+        attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     )
+    return unet.to(dtype).eval()
 
 
 @torch.no_grad()
 def measure(
     slots: int, rows: int, fill: float, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
 ) -> dict[str, float]:
-    """Time of a step and of a picture for each unit of diffusers', and of a step that projects keys and values anew."""
+    """Return the time of a step, cached or projecting keys and values anew, and of a picture, beside diffusers'."""
     theirs = make_unet(dtype)
     model = mmattn.attach(copy.deepcopy(theirs)).use_core()
-    x, text, mask = given(slots, 2 * rows if guided else rows, fill, dtype)
+    x, text, mask = make_inputs(slots, 2 * rows if guided else rows, fill, dtype)
 
     def projected_anew() -> None:
         with model.condition(None, text_mask=mask):
@@ -88,10 +83,10 @@ def measure(
     }
 
 
-def given(
+def make_inputs(
     slots: int, rows: int, fill: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Latents, a text and which of it is real."""
+    """Return latents, a text, and the mask of the text."""
     x, text = torch.randn(rows, 4, 32, 32, dtype=dtype), torch.randn(rows, slots, WIDTH, dtype=dtype)
     if fill == 1:
         return x, text, None
@@ -103,7 +98,7 @@ def given(
 def measure_adapter(
     images: int, rows: int, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
 ) -> dict[str, float]:
-    """Time of a step with an IP-Adapter for each unit of diffusers' with the same one."""
+    """Return the time of a step with an IP-Adapter for each unit of diffusers' with the same one."""
     theirs = make_unet(dtype)
     host = copy.deepcopy(theirs)
     tensors = {name: value.to(dtype) for name, value in ip_adapter(theirs).items()}
@@ -117,7 +112,7 @@ def measure_adapter(
     theirs._load_ip_adapter_weights([nested], low_cpu_mem_usage=False)
     theirs.to(dtype)
     rows = 2 * rows if guided else rows
-    x, text, _ = given(77, rows, 1.0, dtype)
+    x, text, _ = make_inputs(77, rows, 1.0, dtype)
     memory = mmattn.Memory(torch.randn(rows, images, WIDTH, dtype=dtype))
     added = {"image_embeds": [memory.tokens]}
     with mmattn.Guidance(1.0).run(model, text, memory=memory) as predict:
@@ -132,7 +127,7 @@ def measure_adapter(
 
 
 def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A random IP-Adapter for this UNet, as a file holds it."""
+    """Return the tensors of a random IP-Adapter for this UNet, by the names of its file."""
     tensors = {
         "image_proj.proj.weight": torch.randn(TOKENS * WIDTH, WIDTH) / WIDTH**0.5,
         "image_proj.proj.bias": torch.zeros(TOKENS * WIDTH),
@@ -147,29 +142,27 @@ def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def peak(slots: int, rows: int, fill: float, dtype: torch.dtype) -> dict[str, float]:
-    """Megabytes that three steps need above the loaded model, with diffusers and with keys and values cached."""
-    made = {}
+    """Return the megabytes of three steps above the loaded model, with diffusers and with keys and values cached."""
+    peaks = {}
     for way in ("diffusers", "cached"):
-        name = str(dtype).removeprefix("torch.")
-        order = [sys.executable, "-m", "recipes.benchmarks.denoising", way, str(slots), str(rows), str(fill), name]
-        made[f"peak MB, {way}"] = float(
-            json.loads(subprocess.run(order, check=True, capture_output=True, text=True).stdout)
-        )
-    return made
+        arguments = [way, str(slots), str(rows), str(fill), name_of(dtype)]
+        command = [sys.executable, "-m", "recipes.benchmarks.denoising", *arguments]
+        peaks[f"peak MB, {way}"] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return peaks
 
 
 @torch.no_grad()
 def one_peak(way: str, slots: int, rows: int, fill: float, dtype: torch.dtype) -> float:
-    """Megabytes above the loaded model in this process."""
+    """Return the megabytes above the loaded model in this process."""
     unet = make_unet(dtype)
-    x, text, mask = given(slots, rows, fill, dtype)
+    x, text, mask = make_inputs(slots, rows, fill, dtype)
     model = mmattn.attach(unet).use_core() if way == "cached" else None
-    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loaded = megabytes("VmHWM")
 
     def steps(step: Callable[[], object]) -> float:
         for _ in range(3):
             step()
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - loaded) / 1024
+        return megabytes("VmHWM") - loaded
 
     if model is None:
         return steps(lambda: unet(x, 10, text, encoder_attention_mask=mask))
@@ -177,6 +170,27 @@ def one_peak(way: str, slots: int, rows: int, fill: float, dtype: torch.dtype) -
         return steps(lambda: predict(x, 10))
 
 
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield a denoising step with cached keys and values, for each unit of diffusers as it ships."""
+    seconds = 1.0 if quick else 4.0
+    for dtype in dtypes:
+        rows: Rows = {}
+        for slots, count, fill, guided in QUICK if quick else SIZES:
+            name = f"{slots} slots, {plural(count, 'row')}, {'guided, ' if guided else ''}{fill:.0%} full"
+            rows[name] = measure(slots, count, fill, dtype, guided, seconds)
+            if not guided and dtype == torch.float32:
+                rows[name] |= peak(slots, count, fill, dtype)
+        title = "time of a step for each unit of diffusers as it ships"
+        yield f"Denoising, {name_of(dtype)}: {title}", "text memory", rows
+        adapters = {
+            f"{TOKENS * images} slots, {plural(count, 'row')}{', guided' * guided}": measure_adapter(
+                images, count, dtype, guided, seconds
+            )
+            for images, count, guided in (IMAGES[:1] if quick else IMAGES)
+        }
+        yield f"Denoising, {name_of(dtype)}: an IP-Adapter beside the text", "its memory", adapters
+
+
 if __name__ == "__main__":
-    asked = sys.argv[1:]
-    print(json.dumps(one_peak(asked[0], int(asked[1]), int(asked[2]), float(asked[3]), getattr(torch, asked[4]))))
+    way, slots, rows, fill, dtype = sys.argv[1:]
+    print(one_peak(way, int(slots), int(rows), float(fill), getattr(torch, dtype)))

@@ -19,12 +19,12 @@ from torch import Tensor
 
 import mmattn
 from recipes.benchmarks.bank import WIDTH, make_reader
-from recipes.benchmarks.decoding import going_on
+from recipes.benchmarks.decoding import from_cache
 from recipes.benchmarks.search import bytes_held, make_vectors
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Tables, interleaved, ratio
 
 SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000), (2_000,)
-FOUND, EXACT_UP_TO, PROMPT = 64, 100_000, 32
+HITS, EXACT_UP_TO, PROMPT = 64, 100_000, 32
 #: How much longer queries are than the keys that they look for: attention as of a trained adapter, on few entries.
 SHARPNESS = 4.0
 STORES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ STORES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def make_seeking(model: Any, vectors: Tensor) -> None:
-    """Fit the query projections so that states ask for entries near those that are drawn for them."""
+    """Fit the query projections so that the query of a state lies near a random entry."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 50_000, (8, PROMPT), generator=generator)
     states: dict[int, Tensor] = {}
@@ -53,25 +53,24 @@ def make_seeking(model: Any, vectors: Tensor) -> None:
     for layer, x in states.items():
         attention = adapter.attention(layer)
         heads, width = attention.num_heads, attention.head_dim
-        wanted = vectors[torch.randint(len(vectors), (len(x),), generator=generator)]
+        targets = vectors[torch.randint(len(vectors), (len(x),), generator=generator)]
         keys = attention.kv_proj.k_proj.weight.view(heads, width, -1)
-        aimed = SHARPNESS * torch.einsum("ne,hke->nhk", wanted * WIDTH**0.5, keys).flatten(1)
+        aimed = SHARPNESS * torch.einsum("ne,hke->nhk", targets * WIDTH**0.5, keys).flatten(1)
         ridge = 1e-2 * torch.eye(x.shape[1]) * x.square().mean() * len(x)
         attention.q_proj.weight.copy_(torch.linalg.solve(x.T @ x + ridge, x.T @ aimed).T)
 
 
 @torch.no_grad()
 def found_of_exact(model: Any, index: mmattn.Index, count: int) -> dict[str, float]:
-    """What `count` found entries are of exact attention over all, in the mean over layers, heads and tokens."""
+    """Compare attention over `count` found entries with exact attention, as the mean over layers, heads and tokens."""
     ids = torch.randint(5, 50_000, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     shares, errors = [], []
 
     def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        everything = mmattn.Memory(index.as_memory().entries(None).memory().tokens)
-        read = model.adapter("default").read(everything).tokens
-        exact, weights = module.forward(args[0], read, return_weights=True)
-        _, own = module.forward(*args, return_weights=True)
-        shares.append((weights * (own > 0)).sum(-1).mean())
+        entries = mmattn.Memory(index.as_memory().entries(None).memory().tokens)
+        exact, weights = module.forward(args[0], model.adapter("default").read(entries).tokens, return_weights=True)
+        _, sparse = module.forward(*args, return_weights=True)
+        shares.append((weights * (sparse > 0)).sum(-1).mean())
         errors.append((out - exact).norm() / exact.norm())
 
     adapter = model.adapter("default")
@@ -87,20 +86,20 @@ def found_of_exact(model: Any, index: mmattn.Index, count: int) -> dict[str, flo
 
 @torch.no_grad()
 def measure(count: int, store: str, seconds: float = 12.0) -> dict[str, float]:
-    """Time of a token for each unit of the host alone, what the index takes, and what it finds."""
+    """Return the time of a token beside the host alone, the cost of the index, and its share of the weights."""
     model = make_reader(torch.float32).eval()
     vectors, _ = make_vectors(count, 1)
     make_seeking(model, vectors)
     begin = time.perf_counter()
     index = mmattn.Index.build(vectors, metric="ip", store=store, **STORES[store])
-    memory = index.as_memory(FOUND)
+    memory = index.as_memory(HITS)
     ids = torch.randint(5, 50_000, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     model(ids, memory=memory)
     building = time.perf_counter() - begin
     caches = {name: model.host(ids, use_cache=True).past_key_values for name in ("alone", "searching")}
 
-    def token(name: str, given: Any) -> None:
-        model(ids[:, :1], memory=given, **going_on(model.host, caches[name]))
+    def token(name: str, memory: Any) -> None:
+        model(ids[:, :1], memory=memory, **from_cache(model.host, caches[name]))
         caches[name].crop(-1)
 
     times = interleaved(
@@ -112,6 +111,16 @@ def measure(count: int, store: str, seconds: float = 12.0) -> dict[str, float]:
         "bytes an entry": bytes_held(index) / count,
     }
     if count <= EXACT_UP_TO:
-        for number in (16, FOUND):
+        for number in (16, HITS):
             row |= found_of_exact(model, index, number)
     return row
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield attention that searches an index, for each unit of the host alone."""
+    rows = {
+        f"{count:,} entries, {store}": measure(count, store, 1.0 if quick else 12.0)
+        for count in (QUICK_SIZES if quick else SIZES)
+        for store in STORES
+    }
+    yield "Index memory: a token whose attention searches all entries of an index", "index", rows

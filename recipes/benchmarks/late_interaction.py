@@ -1,11 +1,11 @@
-"""Whether MaxSim over the token states of MiniLM finds more than its one vector, on real text, and at which price.
+"""MaxSim over the token states of MiniLM beside its one vector, on real text: recall, time and bytes.
 
     python -m recipes.benchmarks late_interaction [--quick]
 
-Two tasks, each with one entry that is right:
+Two tasks, each with one right entry:
 
-- sentences: a sentence of Python's own documentation (`pydoc_data`) finds the paragraph that it was taken out of, among
-  all paragraphs (the inverse cloze task, arXiv 1906.00300);
+- sentences: a sentence of Python's own documentation (`pydoc_data`) finds its paragraph, from which it was removed,
+  among all paragraphs (the inverse cloze task, arXiv 1906.00300);
 - facts: "What is the currency of Inde?" finds "The currency of Inde is Indian Rupee." among facts of 140 languages.
 
 How many entries must be scored for the ten best of all: candidates by the nearest mean vectors (`num_candidates`), and
@@ -24,7 +24,7 @@ from torch import Tensor
 import mmattn
 from mmattn.evaluation import retrieval_scores
 from mmattn.retrieval import Hits, MultiVectorIndex
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Tables, interleaved, ratio
 from recipes.rag.documents import load_topics, paragraphs
 from recipes.rag.facts import load_facts
 
@@ -35,42 +35,42 @@ Task = tuple[list[str], list[str], list[int]]
 
 
 def sentences(count: int, seed: int = 0) -> Task:
-    """Paragraphs, some without one of their sentences; these sentences, and the paragraph of each."""
+    """Return paragraphs, the sentences removed from some of them, and the paragraph of each sentence."""
     random = Random(seed)
     texts = [
         " ".join(part.split()) for topics in load_topics() for text in topics.values() for part in paragraphs(text)
     ]
     texts = list(dict.fromkeys(text for text in texts if len(text) > 40))
     parts = {row: re.split(r"(?<=[.!?])\s+", text) for row, text in enumerate(texts)}
-    asked = random.sample([row for row, part in parts.items() if len(part) > 1], count)
+    rows = random.sample([row for row, part in parts.items() if len(part) > 1], count)
     queries = []
-    for row in asked:
+    for row in rows:
         queries.append(parts[row].pop(random.randrange(len(parts[row]))))
         texts[row] = " ".join(parts[row])
-    return texts, queries, asked
+    return texts, queries, rows
 
 
 def facts(count: int, seed: int = 0) -> Task:
-    """Facts of the languages that the recipe holds out, questions, and the fact that answers each."""
+    """Return facts of the held-out languages, questions, and the fact that answers each."""
     held = load_facts()[1]
-    asked = Random(seed).sample(range(len(held)), count)
-    return [fact.sentence for fact in held], [held[row].question for row in asked], asked
+    rows = Random(seed).sample(range(len(held)), count)
+    return [fact.sentence for fact in held], [held[row].question for row in rows], rows
 
 
 def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str, dict[str, float]]:
-    """Recall of both indexes; of the candidates of both kinds; and times for each unit of the single vector's."""
+    """Return the recall of both indexes and kinds of candidates, and times for each unit of the one vector's."""
     texts, queries, right = {"sentences": sentences, "facts": facts}[task](count)
     pooled, states = mmattn.TextEncoder(), mmattn.TextEncoder(pooling="none")
     one = mmattn.Index.build(texts, encoder=pooled)
     many = MultiVectorIndex.build(texts, encoder=states)
     memory = states.encode(queries)
-    asked = [row[real] for row, real in zip(memory.tokens, memory.mask, strict=True)]
+    token_states = [row[real] for row, real in zip(memory.tokens, memory.mask, strict=True)]
     vectors = pooled.encode(queries).tokens[:, 0]
-    best = many.search(asked, TOP)
+    best = many.search(token_states, TOP)
     rows = {"one vector": _recall(one.search(vectors, TOP), right), "MaxSim": _recall(best, right)}
-    near = _by_tokens(many, asked, max(CANDIDATES))
+    near = _by_tokens(many, token_states, max(CANDIDATES))
     for limit in CANDIDATES:
-        hits = many.search(asked, TOP, num_candidates=limit)
+        hits = many.search(token_states, TOP, num_candidates=limit)
         rows[f"MaxSim, {limit} candidates"] = {
             **_recall(hits, right),
             "of the ten best of all": _shared(hits.ids, best.ids),
@@ -79,9 +79,11 @@ def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str,
     times = interleaved(
         {
             "one vector": lambda: one.search(vectors[:1], TOP),
-            "MaxSim": lambda: many.search(asked[:1], TOP),
+            "MaxSim": lambda: many.search(token_states[:1], TOP),
             **{
-                f"MaxSim, {limit} candidates": lambda limit=limit: many.search(asked[:1], TOP, num_candidates=limit)
+                f"MaxSim, {limit} candidates": lambda limit=limit: many.search(
+                    token_states[:1], TOP, num_candidates=limit
+                )
                 for limit in CANDIDATES
             },
         },
@@ -97,23 +99,30 @@ def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str,
 
 
 def _recall(hits: Hits, right: Sequence[int]) -> dict[str, float]:
-    found = retrieval_scores(hits, [[row] for row in right], ["R@1", f"R@{TOP}"])
-    return {"recall@1": found["R@1"], f"recall@{TOP}": found[f"R@{TOP}"]}
+    scores = retrieval_scores(hits, [[row] for row in right], ["R@1", f"R@{TOP}"])
+    return {"recall@1": scores["R@1"], f"recall@{TOP}": scores[f"R@{TOP}"]}
 
 
-def _shared(found: Sequence[Sequence[int]], best: Sequence[Sequence[int]]) -> float:
-    """Share of the best that were found."""
-    return retrieval_scores(found, best, ["R@1000"])["R@1000"]
+def _shared(ids: Sequence[Sequence[int]], best: Sequence[Sequence[int]]) -> float:
+    """Return the share of the best that are among these ids."""
+    return retrieval_scores(ids, best, ["R@1000"])["R@1000"]
 
 
-def _by_tokens(many: MultiVectorIndex, asked: Sequence[Tensor], count: int) -> list[list[int]]:
-    """For each query `count` entries in the order in which the nearest vectors of its vectors name them."""
+def _by_tokens(many: MultiVectorIndex, queries: Sequence[Tensor], count: int) -> list[list[int]]:
+    """Return for each query `count` entries in the order of the vectors nearest to its vectors."""
     parts = [many[name].tokens for name in many.ids]
     owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts]))
     vectors = torch.nn.functional.normalize(torch.cat(parts), dim=-1)
     lines = []
-    for query in asked:
+    for query in queries:
         nearest = (torch.nn.functional.normalize(query, dim=-1) @ vectors.T).topk(min(4 * count, len(vectors))).indices
         ranked = owner[nearest].T.reshape(-1).tolist()  # the nearest of every vector first
         lines.append(list(dict.fromkeys(ranked))[:count])
     return lines
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield MaxSim over token states, beside the one vector of the same network."""
+    for task in ("sentences", "facts"):
+        rows = measure(task, *((20, 1.0) if quick else ()))
+        yield f"Late interaction, {task}: MiniLM's token states beside its one vector", "search", rows

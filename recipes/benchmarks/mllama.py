@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.decoding import going_on
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.decoding import from_cache
+from recipes.benchmarks.timing import Tables, interleaved, name_of, ratio
 
 SIZES = ((1, 257), (1, 1601), (1, 6404), (8, 257), (8, 1601))
 QUICK = ((1, 257),)
@@ -29,68 +29,49 @@ PROMPT = 16
 
 @dataclass
 class Pair:
-    """Their model and ours, and one step of each.
-
-    Args:
-        model: the Llama of its other layers, with the adapter.
-        memory: what it reads.
-        steps: the logits of a step of decoding, by name; caches are cut back, so that every step is the same.
-    """
+    """Our model with its memory, and a decoding step of both models by name; every step is the same."""
 
     model: Any
     memory: Any
     steps: dict[str, Callable[[], torch.Tensor]]
 
 
-def make_models(width: int, dtype: torch.dtype, cross: tuple[int, ...] = CROSS, others: int = 12) -> tuple[Any, Any]:
-    """A random Mllama with open gates, and ours with its weights.
-
-    Args:
-        width: d, of heads of 64 or four.
-        dtype: of all weights.
-        cross: the numbers of its cross-attention layers.
-        others: how many layers of self-attention there are.
-    """
+def make_models(width: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return a random Mllama of this width with open gates, and ours with its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig
     from transformers.models.mllama.modeling_mllama import MllamaForCausalLM
 
     torch.manual_seed(0)
+    others = 12
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 4096, "rms_norm_eps": 1e-5}
     sizes |= {"num_attention_heads": max(4, width // 64), "num_key_value_heads": max(4, width // 64)}
     sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "max_position_embeddings": 1024}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     config = MllamaTextConfig(
-        num_hidden_layers=others + len(cross), cross_attention_layers=list(cross), **sizes, **special
+        num_hidden_layers=others + len(CROSS), cross_attention_layers=list(CROSS), **sizes, **special
     )
     theirs = MllamaForCausalLM(config).eval()
     for name, weight in theirs.named_parameters():
         if name.endswith("gate"):
             weight.data.fill_(0.5)
     host = LlamaForCausalLM(LlamaConfig(num_hidden_layers=others, **sizes, **special)).eval()
-    own = [layer for layer in range(others + len(cross)) if layer not in cross]
-    state, given = {}, theirs.state_dict()
+    layers = [layer for layer in range(others + len(CROSS)) if layer not in CROSS]
+    state, weights = {}, theirs.state_dict()
     for name in host.state_dict():
-        there = name
+        source = name
         if name.startswith("model.layers."):
             _, _, number, rest = name.split(".", 3)
-            there = f"model.layers.{own[int(number)]}.{rest}"
-        state[name] = given[there][:4096] if "embed_tokens" in name else given[there]
+            source = f"model.layers.{layers[int(number)]}.{rest}"
+        state[name] = weights[source][:4096] if "embed_tokens" in name else weights[source]
     host.load_state_dict(state)
-    model = mmattn.load_published(host.to(dtype), "mllama", given, visible_segments="all")
+    model = mmattn.load_published(host.to(dtype), "mllama", weights, visible_segments="all")
     model.adapters.to(dtype)
     return theirs.to(dtype), model
 
 
 def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pair:
-    """Both models, with a prompt and a memory read.
-
-    Args:
-        rows: b.
-        slots: m; without any both pass over their cross-attention.
-        dtype: of all weights.
-        width: d.
-    """
+    """Return both models after a prompt and a memory; without slots both skip their cross-attention."""
     from transformers import DynamicCache
 
     theirs, model = make_models(width, dtype)
@@ -103,10 +84,10 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
         if slots:
             masks["cross_attention_mask"] = torch.zeros(rows, 1, ids.shape[1], slots, dtype=dtype)
             masks["full_text_row_masked_out_mask"] = torch.ones(rows, 1, ids.shape[1], 1, dtype=dtype)
-        return theirs(input_ids=ids, **going_on(theirs, caches["mllama"]), use_cache=True, **masks, **more)
+        return theirs(input_ids=ids, **from_cache(theirs, caches["mllama"]), use_cache=True, **masks, **more)
 
     def our_step(ids: torch.Tensor) -> Any:
-        return model.host(input_ids=ids, **going_on(model.host, caches["mmattn"]), use_cache=True)
+        return model.host(input_ids=ids, **from_cache(model.host, caches["mmattn"]), use_cache=True)
 
     def cut(name: str) -> None:
         for number, layer in enumerate(caches[name].layers):
@@ -131,7 +112,7 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
 
 @torch.no_grad()
 def measure(rows: int, slots: int, dtype: torch.dtype, seconds: float = 8.0) -> float:
-    """Our time of a step for each unit of Mllama's."""
+    """Return our time of a step for each unit of Mllama's."""
     pair = make_pair(rows, slots, dtype)
     with pair.model.condition(pair.memory):  # for all steps, as in `generate`
         furthest = (pair.steps["mmattn"]() - pair.steps["mllama"]()).abs().max()
@@ -141,7 +122,7 @@ def measure(rows: int, slots: int, dtype: torch.dtype, seconds: float = 8.0) -> 
 
 @torch.no_grad()
 def measure_layer(seconds: float = 12.0) -> dict[str, float]:
-    """Microseconds of a cross-attention layer of width 64 on one thread: what a step takes longer with a memory."""
+    """Return the microseconds of a layer of width 64 on one thread: a step with a memory less one without."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -154,5 +135,17 @@ def measure_layer(seconds: float = 12.0) -> dict[str, float]:
             )
     finally:
         torch.set_num_threads(threads)
-    middle = {name: statistics.median(found) for name, found in times.items()}
-    return {name: 1e3 * (middle[name] - middle[f"{name} without"]) / len(CROSS) for name in seeing.steps}
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {name: 1e3 * (medians[name] - medians[f"{name} without"]) / len(CROSS) for name in seeing.steps}
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield our time of a step for each unit of Mllama's, and of a small layer, where only Python costs."""
+    seconds = 1.0 if quick else 12.0
+    rows = {
+        name_of(dtype): {f"{b} × {m}": measure(b, m, dtype, seconds) for b, m in (QUICK if quick else SIZES)}
+        for dtype in dtypes
+    }
+    yield "Decoding beside Mllama: our time of a step for each unit of its", "rows × slots", rows
+    layer = {name: {"µs": time} for name, time in measure_layer(seconds).items()}
+    yield "A cross-attention layer of width 64, one thread", "layer", layer

@@ -13,25 +13,25 @@ import torch
 import mmattn
 from mmattn import training
 from recipes.benchmarks.bank import WIDTH, make_reader
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Tables, interleaved, ratio
 
 DOCUMENTS, LONGEST, SLOTS = 8, 64, 64
 FILLS, QUICK_FILLS = (0.2, 0.35, 0.5, 0.8), (0.35,)
 
 
 def documents(fill: float, count: int = DOCUMENTS, longest: int = LONGEST) -> list[list[int]]:
-    """Ids of documents whose lengths are drawn such that a padded batch of them is so full; the longest is there."""
+    """Return ids of documents of random lengths that fill this share of a padded batch."""
     generator = torch.Generator().manual_seed(0)
     shares = torch.rand(count - 1, generator=generator)
-    wanted = fill * count - 1  # of the others together, in units of the longest
-    # A power of the uniform draws has the mean that is wanted.
-    power = next(one / 100 for one in range(1, 2000) if float((shares ** (one / 100)).sum()) <= wanted)
+    total = fill * count - 1  # of the others together, in units of the longest
+    # A power of the uniform draws has this total.
+    power = next(one / 100 for one in range(1, 2000) if float((shares ** (one / 100)).sum()) <= total)
     lengths = [longest, *(max(4, round(longest * float(share))) for share in shares**power)]
     return [torch.randint(5, 50_000, (length,), generator=generator).tolist() for length in lengths]
 
 
 def measure(fill: float, seconds: float = 60.0, longest: int = LONGEST) -> dict[str, float]:
-    """Time of forward and backward for each unit of the padded batch, and what is text of both."""
+    """Return the time of forward and backward for each unit of the padded batch, and the share of text in both."""
     rows = documents(fill, longest=longest)
     memory = mmattn.Memory(torch.randn(len(rows), SLOTS, WIDTH, generator=torch.Generator().manual_seed(1)))
     batches = {"padded": training.collate(rows, memory), "packed": training.pack(rows, memory)}
@@ -52,3 +52,12 @@ def measure(fill: float, seconds: float = 60.0, longest: int = LONGEST) -> dict[
         "fill, packed": text / batches["packed"].input_ids.numel(),
         "loss, relative difference": abs(losses["packed"] / losses["padded"] - 1),
     }
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield packed rows for each unit of padded ones."""
+    rows = {
+        f"{fill:.0%} of the padded batch is text": measure(fill, *((2.0, 32) if quick else ()))
+        for fill in (QUICK_FILLS if quick else FILLS)
+    }
+    yield "Packing: time of a training step for each unit of padded rows", "documents", rows

@@ -18,7 +18,7 @@ import torch
 import mmattn
 from recipes.benchmarks.bank import PASSAGE, PROMPT
 from recipes.benchmarks.decoding import make_host
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Tables, interleaved, name_of, ratios
 
 PASSAGES, QUICK_PASSAGES = 16, 3
 RECOMPUTED = 16
@@ -26,7 +26,7 @@ WORDS = 30_000
 
 
 def make_llama(dtype: torch.dtype, positions: int) -> Any:
-    """A random Llama of 12 layers, width 768."""
+    """Return a random Llama of 12 layers and width 768."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -41,7 +41,7 @@ SHAPES: dict[str, Callable[[torch.dtype, int], Any]] = {"GPT-2 small": make_host
 
 @torch.no_grad()
 def measure(shape: str, dtype: torch.dtype, passages: int = PASSAGES, seconds: float = 20.0) -> dict[str, float]:
-    """Time to the first token for each unit of reading the passages in the prompt; then MB of keys and values."""
+    """Return the time to the first token for each unit of the prompt's, and MB of keys and values."""
     length = passages * PASSAGE
     host = SHAPES[shape](dtype, length + PROMPT + 1)
     model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
@@ -50,16 +50,23 @@ def measure(shape: str, dtype: torch.dtype, passages: int = PASSAGES, seconds: f
     cache.add(list(texts), progress=False)
     row, prompt = list(range(passages)), torch.cat([texts.reshape(1, -1), question], 1)
     prepared = cache.select([row])
-    given = {"use_cache": True, "logits_to_keep": 1}
+    options = {"use_cache": True, "logits_to_keep": 1}
     candidates = {
-        "prompt": lambda: host(prompt, **given),
-        "selected": lambda: model(question, memory=cache.select([row]), **given),
-        "the same again": lambda: model(question, memory=prepared, **given),
-        "the question alone": lambda: host(question, **given),
+        "prompt": lambda: host(prompt, **options),
+        "selected": lambda: model(question, memory=cache.select([row]), **options),
+        "the same again": lambda: model(question, memory=prepared, **options),
+        "the question alone": lambda: host(question, **options),
     }
     if shape == "Llama":
         candidates[f"{RECOMPUTED} tokens again"] = lambda: model(
-            question, memory=cache.select([row], recomputed_tokens=RECOMPUTED), **given
+            question, memory=cache.select([row], recomputed_tokens=RECOMPUTED), **options
         )
     times = interleaved(candidates, seconds=seconds)
-    return {"MB": cache.nbytes() / 1e6} | {name: ratio(times, name, "prompt") for name in times}
+    return {"MB": cache.nbytes() / 1e6} | ratios(times, "prompt")
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield passages that the host has read before, for each unit of the same passages in the prompt."""
+    options: dict[str, Any] = {"passages": QUICK_PASSAGES, "seconds": 1.0} if quick else {}
+    rows = {f"{shape}, {name_of(dtype)}": measure(shape, dtype, **options) for shape in SHAPES for dtype in dtypes}
+    yield "Passages read before: time to the first token for each unit of reading them in the prompt", "host", rows

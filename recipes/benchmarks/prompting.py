@@ -13,15 +13,15 @@ from __future__ import annotations
 import torch
 
 from recipes.benchmarks.bank import PASSAGE, PROMPT, WIDTH, make_reader
-from recipes.benchmarks.decoding import going_on, make_host
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.decoding import from_cache, make_host
+from recipes.benchmarks.timing import Tables, interleaved, name_of, ratios
 
 PASSAGES, QUICK_PASSAGES = (4, 16, 64), (4, 16)
 
 
 @torch.no_grad()
 def measure(passages: int, dtype: torch.dtype, seconds: float = 20.0) -> dict[str, float]:
-    """Time to the first token for each unit of reading the passages in the prompt; then MB of keys and values."""
+    """Return the time to the first token for each unit of the prompt's, and MB of keys and values."""
     from transformers import DynamicCache
 
     length = passages * PASSAGE
@@ -31,10 +31,10 @@ def measure(passages: int, dtype: torch.dtype, seconds: float = 20.0) -> dict[st
     memory = torch.randn(1, length, WIDTH, dtype=dtype)
     prepared = model.prepare(memory)
     cache = DynamicCache(config=host.config)
-    host(prompt[:, :length], **going_on(host, cache), logits_to_keep=1)
+    host(prompt[:, :length], **from_cache(host, cache), logits_to_keep=1)
 
     def continued() -> None:
-        host(question, **going_on(host, cache), logits_to_keep=1)
+        host(question, **from_cache(host, cache), logits_to_keep=1)
         cache.crop(-PROMPT)
 
     times = interleaved(
@@ -46,6 +46,16 @@ def measure(passages: int, dtype: torch.dtype, seconds: float = 20.0) -> dict[st
         },
         seconds=seconds,
     )
-    ratios = {name: ratio(times, name, "prompt") for name in times}
     held = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
-    return ratios | {"MB of the prompt": held / 1e6, "MB of the memory": prepared.nbytes() / 1e6}
+    return ratios(times, "prompt") | {"MB of the prompt": held / 1e6, "MB of the memory": prepared.nbytes() / 1e6}
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield passages as a memory, for each unit of the same passages in the prompt."""
+    for dtype in dtypes:
+        rows = {
+            f"{passages} passages": measure(passages, dtype, 1.0 if quick else 20.0)
+            for passages in (QUICK_PASSAGES if quick else PASSAGES)
+        }
+        title = "time to the first token for each unit of reading the passages in the prompt"
+        yield f"Prompting, {name_of(dtype)}: {title}", "passages of 64 tokens", rows

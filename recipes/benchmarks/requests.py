@@ -18,6 +18,7 @@ import torch
 
 import mmattn
 from recipes.benchmarks.bank import WIDTH, make_reader
+from recipes.benchmarks.timing import Rows, Tables
 
 COUNT, STATIC = 200, 8
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -25,7 +26,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 @dataclass
 class Request:
-    """A prompt, its memory, and how many tokens are to be written."""
+    """A prompt, its memory, and the number of new tokens."""
 
     ids: list[int]
     memory: mmattn.Memory | None
@@ -33,21 +34,20 @@ class Request:
 
 
 def draw(count: int, slots: int = 1024, prompt: int = 200, new: int = 64) -> list[Request]:
-    """Requests of all sizes; a third share one memory."""
+    """Return requests of all sizes; a third share one memory."""
     random_numbers, generator = random.Random(0), torch.Generator().manual_seed(0)
     shared = mmattn.Memory(torch.randn(1, slots // 2, WIDTH, generator=generator))
     requests = []
     for number in range(count):
         ids = [random_numbers.randrange(5, 50_000) for _ in range(random_numbers.randint(4, prompt))]
         length = random_numbers.randint(0, slots)
-        own = mmattn.Memory(torch.randn(1, length, WIDTH, generator=generator)) if length else None
-        memory = shared if number % 3 == 0 else own
-        requests.append(Request(ids, memory, random_numbers.randint(new // 8, new)))
+        memory = mmattn.Memory(torch.randn(1, length, WIDTH, generator=generator)) if length else None
+        requests.append(Request(ids, shared if number % 3 == 0 else memory, random_numbers.randint(new // 8, new)))
     return requests
 
 
 def one_by_one(model: Any, requests: list[Request]) -> list[list[int]]:
-    """`generate` for each."""
+    """Call `generate` for each request."""
     answers = []
     for one in requests:
         out = model.generate(torch.tensor([one.ids]), memory=one.memory, max_new_tokens=one.new, **GREEDY)
@@ -56,7 +56,7 @@ def one_by_one(model: Any, requests: list[Request]) -> list[list[int]]:
 
 
 def static(model: Any, requests: list[Request]) -> list[list[int]]:
-    """`generate` for eight at a time, as they came."""
+    """Call `generate` for eight requests at a time, in order."""
     answers = []
     for begin in range(0, len(requests), STATIC):
         some = requests[begin : begin + STATIC]
@@ -73,11 +73,7 @@ def static(model: Any, requests: list[Request]) -> list[list[int]]:
 
 
 def continuous(model: Any, requests: list[Request], blocks: int = 128) -> list[list[int]]:
-    """Through transformers' scheduler, as many at once as the blocks of its cache hold.
-
-    On the CPU each token is compared with the cached ones of all requests that run, and masked: some thirty at once are
-    the quickest, two hundred slower than one after the other.
-    """
+    """Run requests through transformers' scheduler; on the CPU some thirty at once are the quickest."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     settings = {
@@ -96,20 +92,26 @@ def continuous(model: Any, requests: list[Request], blocks: int = 128) -> list[l
     return [answers[name] for name in names]
 
 
-def measure(count: int = COUNT, **sizes: int) -> dict[str, dict[str, float]]:
-    """For each way: tokens a second, throughput for each unit of one after the other, and answers equal to it."""
+def measure(count: int = COUNT, **sizes: int) -> Rows:
+    """Return for each way tokens a second, and throughput and equal answers beside one after the other."""
     model, requests = make_reader(torch.float32).eval(), draw(count, **sizes)
     for way in (one_by_one, static, continuous):
         way(model, requests[:3])
-    rows, tokens, wanted, first = {}, sum(one.new for one in requests), None, 0.0
+    rows, tokens, expected, first = {}, sum(one.new for one in requests), None, 0.0
     for name, way in (("one after the other", one_by_one), ("batches of eight", static), ("continuous", continuous)):
         begin = time.perf_counter()
         answers = way(model, requests)
         seconds = time.perf_counter() - begin
-        wanted, first = (answers, seconds) if wanted is None else (wanted, first)
+        expected, first = (answers, seconds) if expected is None else (expected, first)
         rows[name] = {
             "tokens a second": tokens / seconds,
             "throughput": first / seconds,
-            "answers equal": sum(a == b for a, b in zip(answers, wanted, strict=True)) / count,
+            "answers equal": sum(a == b for a, b in zip(answers, expected, strict=True)) / count,
         }
     return rows
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield mixed requests through continuous batching, for each unit of one after the other."""
+    rows = measure(**({"count": 6, "slots": 64, "prompt": 16, "new": 8} if quick else {}))
+    yield f"Requests: {COUNT} with memories of their own", "way", rows

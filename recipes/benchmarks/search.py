@@ -18,7 +18,7 @@ import torch
 
 import mmattn
 from mmattn.evaluation import retrieval_scores
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Rows, Tables, interleaved, ratio
 
 WIDTH, TOP = 384, 10
 SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000), (10_000,)
@@ -27,7 +27,7 @@ LARGEST_GRAPH = 100_000
 
 
 def make_vectors(count: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unit vectors (n, e) around centres, and queries (b, e) near some of them."""
+    """Return unit vectors (n, e) around centres, and queries (b, e) near some of them."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(max(10, count // 1000), WIDTH, generator=generator)
     vectors = torch.empty(count, WIDTH)
@@ -42,10 +42,7 @@ def make_vectors(count: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """For each number of queries: time for each unit of faiss' flat index, queries per second, and recall@10.
-
-    With it the bytes that each index holds for an entry.
-    """
+    """Return time beside faiss' flat index, queries a second and recall@10 by number of queries; bytes an entry."""
     import faiss
 
     vectors, queries = make_vectors(count, max(QUERIES))
@@ -56,9 +53,9 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
     for store in ("exact", "ivf", "ivfpq", *(("hnsw",) if count <= LARGEST_GRAPH else ())):
         indexes[store] = mmattn.Index.build(vectors, metric="ip", store=store)
     for number in QUERIES:
-        asked = queries[:number]
-        array = asked.numpy()
-        true = (asked @ vectors.T).topk(TOP).indices
+        some = queries[:number]
+        array = some.numpy()
+        best = (some @ vectors.T).topk(TOP).indices
 
         def by_numpy(array: np.ndarray = array) -> object:
             scores = array @ arrays.T
@@ -69,10 +66,10 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
         times = interleaved(
             {
                 "faiss": lambda array=array: flat.search(array, TOP),
-                "torch": lambda asked=asked: (asked @ vectors.T).topk(TOP),
+                "torch": lambda some=some: (some @ vectors.T).topk(TOP),
                 "numpy": by_numpy,
                 **{
-                    f"mmattn {name}": lambda index=index, asked=asked: index.search(asked, TOP)
+                    f"mmattn {name}": lambda index=index, some=some: index.search(some, TOP)
                     for name, index in indexes.items()
                 },
             },
@@ -80,18 +77,16 @@ def measure(count: int, seconds: float = 6.0) -> tuple[dict[str, dict[str, float
             most=100,
         )
         row = {name: ratio(times, name, "faiss") for name in times if name != "faiss"}
-        best = times["mmattn exact"]
-        row["mmattn exact, queries a second"] = number / statistics.median(best) * 1e3
+        row["mmattn exact, queries a second"] = number / statistics.median(times["mmattn exact"]) * 1e3
         for name, index in indexes.items():
-            # The share of the true best that were found.
-            row[f"{name} recall@10"] = retrieval_scores(index.search(asked, TOP), true.tolist(), ["R@10"])["R@10"]
-        rows[f"{count:,} entries, {number} quer{'ies' if number > 1 else 'y'}"] = row
+            row[f"{name} recall@10"] = retrieval_scores(index.search(some, TOP), best.tolist(), ["R@10"])["R@10"]
+        rows[f"{count:,} entries, {number} {'queries' if number > 1 else 'query'}"] = row
     held = {f"mmattn {name}": bytes_held(index) / count for name, index in indexes.items()}
     return rows, {"faiss": faiss.serialize_index(flat).nbytes / count, **held}
 
 
 def bytes_held(index: mmattn.Index) -> int:
-    """The vectors, which every index keeps for the true scores, and what was built over them, for attention too."""
+    """Return the bytes of the vectors, which every index keeps for exact scores, and of its search structures."""
     import faiss
 
     store: Any = index.store
@@ -99,8 +94,20 @@ def bytes_held(index: mmattn.Index) -> int:
     for version in (store.version, *index.search_structures.versions()):
         structure = version.parts[0].structure
         if hasattr(structure, "index"):  # one of faiss
-            made = faiss.serialize_index(structure.index).nbytes
+            size = faiss.serialize_index(structure.index).nbytes
         else:
-            made = sum(value.nbytes for value in vars(structure).values() if isinstance(value, torch.Tensor))
-        held += version.entries.vectors.nbytes + made
+            size = sum(value.nbytes for value in vars(structure).values() if isinstance(value, torch.Tensor))
+        held += version.entries.vectors.nbytes + size
     return held
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield top-10 search for each unit of faiss' flat index, and bytes of an entry."""
+    rows: Rows = {}
+    sizes: Rows = {}
+    for count in QUICK_SIZES if quick else SIZES:
+        times, sizes[f"{count:,} entries"] = measure(count, 1.0 if quick else 6.0)
+        rows |= times
+    title = "time of the ten best of so many entries of width 384, for each unit of faiss IndexFlatIP"
+    yield f"Search: {title}", "index", rows
+    yield "Search: bytes held for an entry", "index", sizes

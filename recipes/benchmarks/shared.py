@@ -14,17 +14,17 @@ import torch
 
 import mmattn
 from recipes.benchmarks.bank import WIDTH, make_reader
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Tables, interleaved, name_of, ratio
 
-ROWS, SHARED, OWN = 16, 4096, 64
+ROWS, SHARED, SEPARATE = 16, 4096, 64
 
 
 @torch.no_grad()
 def measure(dtype: torch.dtype, seconds: float = 20.0, rows: int = ROWS, shared: int = SHARED) -> dict[str, float]:
-    """Times and kept bytes for each unit of a copy for each row, and the difference of the logits."""
+    """Return times and bytes for each unit of a copy for each row, and the difference of the logits."""
     generator = torch.Generator().manual_seed(0)
     handbook = torch.randn(1, shared, WIDTH, generator=generator).to(dtype)
-    pages = torch.randn(rows, OWN, WIDTH, generator=generator).to(dtype)
+    pages = torch.randn(rows, SEPARATE, WIDTH, generator=generator).to(dtype)
     ids = torch.randint(5, 50_000, (rows, 1), generator=generator)
     model = make_reader(dtype).eval()
     memories = {
@@ -40,10 +40,10 @@ def measure(dtype: torch.dtype, seconds: float = 20.0, rows: int = ROWS, shared:
     adapter = next(iter(model.adapters.values()))
     attention = adapter.attention(adapter.layers[0])
     x = torch.randn(rows, 1, model.config.n_embd, generator=generator).to(dtype)
-    seen = {name: _layer(model, memory, rows) for name, memory in memories.items()}
+    keys = {name: _layer(model, memory, rows) for name, memory in memories.items()}
     q = torch.randn(rows, attention.num_heads, 1, attention.head_dim, generator=generator).to(dtype)
     layer, alone = (
-        interleaved({name: lambda kv=kv, run=run: run(kv) for name, kv in seen.items()}, seconds=seconds)
+        interleaved({name: lambda kv=kv, run=run: run(kv) for name, kv in keys.items()}, seconds=seconds)
         for run in (lambda kv: attention(x, kv), lambda kv: attention.kv_proj.attend(q, kv))
     )
     return {
@@ -67,3 +67,10 @@ def _layer(model: mmattn.hosts.AdaptedCausalLM, memory: Any, rows: int) -> Any:
     model(torch.ones(rows, 1, dtype=torch.long), memory=memory)
     hook.remove()
     return caught[0]
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield a shared memory for each unit of a copy of it for each row."""
+    options: dict[str, Any] = {"seconds": 1.0, "rows": 4, "shared": 512} if quick else {}
+    rows = {name_of(dtype): measure(dtype, **options) for dtype in dtypes}
+    yield "Shared memory: for each unit of a copy of it for each row", "dtype", rows

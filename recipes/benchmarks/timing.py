@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
+
+Rows = dict[str, dict[str, float]]
+#: Parts of the output: a title, the heading of the first column, and the rows of a table.
+Tables = Iterator[tuple[str, str, Rows]]
 
 
 def interleaved(
@@ -28,7 +33,7 @@ def interleaved(
 
 
 def timed(candidate: Callable[[], object]) -> float:
-    """Milliseconds of one call, everything it started on the device included."""
+    """Return the milliseconds of one call, with everything it started on the device."""
     synchronize()
     begin = time.perf_counter()
     candidate()
@@ -37,11 +42,32 @@ def timed(candidate: Callable[[], object]) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the device, where there is one."""
+    """Wait for the device, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def ratio(times: Mapping[str, list[float]], name: str, to: str) -> float:
-    """How long `name` takes for each unit of `to`: the median over rounds of the ratio within the round."""
-    return statistics.median(own / other for own, other in zip(times[name], times[to], strict=True))
+    """Return the time of `name` for each unit of `to`: the median over rounds of the ratio within the round."""
+    return statistics.median(one / other for one, other in zip(times[name], times[to], strict=True))
+
+
+def ratios(times: Mapping[str, list[float]], to: str) -> dict[str, float]:
+    """Return the time of each candidate for each unit of `to`."""
+    return {name: ratio(times, name, to) for name in times}
+
+
+def megabytes(field: str) -> float:
+    """Return a memory figure of this process: "VmRSS" now, "VmHWM" at its peak, "RssAnon" without files."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024 / 1e6
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 row" or "8 rows"."""
+    return f"{count:,} {noun}{'s' if count > 1 else ''}"

@@ -2,8 +2,8 @@
 
     python -m recipes.benchmarks training [--quick]
 
-Hosts in bfloat16 with random weights, two rows of 256 tokens, all of which are learned. The times are measured in one
-process, all candidates in turn; the memory each in a process of its own, because a peak never falls again.
+Hosts in bfloat16 with random weights, two rows of 256 tokens, all of them labels. Times are measured in one process,
+all candidates in turn; each memory in a separate process, because a peak never falls again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import mmattn
 from mmattn import training
 from recipes.benchmarks.host_shapes import make_host
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.timing import Rows, Tables, interleaved, megabytes, ratio
 
 ROWS, TOKENS, CHUNK = 2, 256, 256
 LORA, LORA_CHUNKS = "LoRA", "LoRA, loss in chunks"
@@ -35,14 +35,7 @@ CANDIDATES = (LORA, LORA_CHUNKS, ADAPTERS, CHUNKS, CACHED)
 
 @dataclass(frozen=True)
 class Setting:
-    """A host, its adapters, and its memory.
-
-    Args:
-        shape: of the host.
-        layers: after which adapters act.
-        memory: slots and width of the memory of a row.
-        checkpointing: gradient checkpointing of the host.
-    """
+    """A host, the layers of its adapters, slots and width of a row's memory, and gradient checkpointing of the host."""
 
     shape: str
     layers: tuple[int, ...]
@@ -67,14 +60,14 @@ QUICK = [Setting("small", (3, 5), (7, 64), checkpointing) for checkpointing in (
 
 
 def trained_model(setting: Setting, name: str, host: Any) -> tuple[Any, training.TextBatch, int | None]:
-    """A candidate on a host, what it learns, and the size of the chunks of its loss."""
+    """Return a candidate on a host, its batch, and the chunk size of its loss."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(5, host.config.vocab_size, (ROWS, TOKENS), generator=random)
     model = mmattn.attach(host, mmattn.GatedAdapter(setting.memory[1], layers=setting.layers, num_heads=8, head_dim=64))
     memory = mmattn.Memory(torch.randn(ROWS, *setting.memory, generator=random))
     if name in (LORA, LORA_CHUNKS):
-        wanted, _ = model.trainable_parameters()
-        model, memory = training.matched_lora(model.unload(), wanted), None
+        parameters, _ = model.trainable_parameters()
+        model, memory = training.matched_lora(model.unload(), parameters), None
     if setting.checkpointing:
         enable = getattr(host, "activation_checkpointing_enable", host.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
@@ -87,7 +80,7 @@ def trained_model(setting: Setting, name: str, host: Any) -> tuple[Any, training
 
 @contextlib.contextmanager
 def stepping(setting: Setting, name: str, host: Any) -> Iterator[tuple[Callable[[], None], int]]:
-    """A step of a candidate, optimizer included, and how many parameters it trains."""
+    """Give a step of a candidate, with its optimizer, and the number of its trained parameters."""
     model, batch, chunk_size = trained_model(setting, name, host)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
@@ -105,73 +98,71 @@ def stepping(setting: Setting, name: str, host: Any) -> Iterator[tuple[Callable[
         yield step, sum(parameter.numel() for parameter in trained)
 
 
-def times(setting: Setting, seconds: float, least: int) -> dict[str, dict[str, float]]:
-    """The time of a step for each unit of LoRA's, and with cached hidden states of the step without."""
+def times(setting: Setting, seconds: float, least: int) -> Rows:
+    """Return the time of a step for each unit of LoRA's, and with cached hidden states of the step without."""
     host = make_host(setting.shape)
     weights = {id(tensor): tensor for tensor in (*host.parameters(), *host.buffers())}
     with contextlib.ExitStack() as contexts:
-        made = {
-            # Hosts of their own, with the same weights in memory.
+        steps = {
+            # Separate hosts, with the same weights in memory.
             name: contexts.enter_context(stepping(setting, name, copy.deepcopy(host, dict(weights))))
             for name in CANDIDATES
         }
-        measured = interleaved({name: step for name, (step, _) in made.items()}, seconds=seconds, least=least)
-    found = {
+        measured = interleaved({name: step for name, (step, _) in steps.items()}, seconds=seconds, least=least)
+    rows = {
         name: {
-            "trained, millions": made[name][1] / 1e6,
+            "trained, millions": steps[name][1] / 1e6,
             "seconds": min(measured[name]) / 1e3,
             "time of LoRA's": ratio(measured, name, LORA),
         }
         for name in CANDIDATES
     }
-    found[CACHED]["time of the step without"] = ratio(measured, CACHED, CHUNKS)
-    return found
+    rows[CACHED]["time of the step without"] = ratio(measured, CACHED, CHUNKS)
+    return rows
 
 
 def peak_of(setting: Setting, name: str) -> float:
-    """Peak resident memory of two steps above the loaded host, in MB; in a process of its own."""
+    """Return the peak resident memory of two steps above the loaded host, in MB; for a fresh process."""
     (small, *_) = QUICK
     with stepping(small, name, make_host(small.shape)) as (step, _):
         step()  # what is imported at the first step is no part of it
     host = make_host(setting.shape)
     with stepping(setting, name, host) as (step, _):
         gc.collect()
-        before = resident("VmRSS")
+        before = megabytes("VmRSS")
         forget_peak()
         for _ in range(2):
             step()
-        return resident("VmHWM") - before
+        return megabytes("VmHWM") - before
 
 
 def forget_peak() -> None:
-    """The peak of this process begins anew."""
+    """Reset the peak of this process."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def resident(which: str) -> float:
-    """Resident memory of this process in MB: "VmRSS" now, "VmHWM" at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(which)) * 1024 / 1e6
-
-
-def peaks(setting: Setting) -> dict[str, dict[str, float]]:
-    """The peak of every candidate, each in its own process, and for each unit of LoRA's."""
-    found = {}
+def peaks(setting: Setting) -> Rows:
+    """Return the peak of every candidate, each in a separate process, and for each unit of LoRA's."""
+    peak = {}
     for name in CANDIDATES:
-        words = [sys.executable, "-m", "recipes.benchmarks.training_memory", json.dumps([vars(setting), name])]
-        found[name] = float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
-    return {
-        name: {"peak MB above the host": value, "memory of LoRA's": value / found[LORA]}
-        for name, value in found.items()
-    }
+        command = [sys.executable, "-m", "recipes.benchmarks.training_memory", json.dumps([vars(setting), name])]
+        peak[name] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return {name: {"peak MB above the host": peak[name], "memory of LoRA's": peak[name] / peak[LORA]} for name in peak}
 
 
-def measure(setting: Setting, seconds: float = 60.0, least: int = 4) -> dict[str, dict[str, float]]:
-    """Time and peak memory of every candidate."""
+def measure(setting: Setting, seconds: float = 60.0, least: int = 4) -> Rows:
+    """Return the time and peak memory of every candidate."""
     measured, memory = times(setting, seconds, least), peaks(setting)
     return {name: {**measured[name], **memory[name]} for name in CANDIDATES}
 
 
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield a training step of adapters above the middle of a host, beside a LoRA of equal size."""
+    for setting in QUICK if quick else SETTINGS:
+        rows = measure(setting, *((1.0, 2) if quick else ()))
+        yield f"Training, {setting}: a step of two rows of 256 tokens in bfloat16", "what is trained", rows
+
+
 if __name__ == "__main__":
-    given, candidate = json.loads(sys.argv[1])
-    print(peak_of(Setting(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}), candidate))
+    setting, candidate = json.loads(sys.argv[1])
+    print(peak_of(Setting(**{name: tuple(v) if isinstance(v, list) else v for name, v in setting.items()}), candidate))

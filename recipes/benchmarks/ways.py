@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.decoding import WIDTH, decoder, make_host
-from recipes.benchmarks.timing import interleaved, ratio
+from recipes.benchmarks.decoding import WIDTH, decoder, make_host, open_gates
+from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, ratio
 
 SLOTS, QUICK_SLOTS = (64, 1024, 4096), (16,)
 PROMPT = 16
@@ -35,43 +35,44 @@ ADAPTERS: dict[str, Callable[[int], Any]] = {
 
 @torch.no_grad()
 def measure(slots: int, dtype: torch.dtype, seconds: float = 20.0) -> dict[str, dict[str, float]]:
-    """Of each way the time of a step for each unit of the host alone, and MB of what is kept of the memory.
-
-    Args:
-        slots: m.
-        dtype: of everything.
-        seconds: to measure for.
-    """
+    """Return for each way the time of a step for each unit of the host alone, and MB of keys and values."""
     torch.manual_seed(0)
     host = make_host(dtype, positions=slots + PROMPT + 2)
     memory = mmattn.Memory(torch.randn(1, slots, WIDTH, dtype=dtype))
     step = decoder(host, rows=1, prompt=PROMPT)
     steps: dict[str, Callable[[], object]] = {"host alone": lambda: step(host)}
-    kept: dict[str, float] = {"host alone": 0.0}
+    sizes: dict[str, float] = {"host alone": 0.0}
     for name, settings in ADAPTERS.items():
-        # The same weights for all, and modules of its own for each.
-        own = copy.deepcopy(host, {id(one): one for one in chain(host.parameters(), host.buffers())})
-        model = mmattn.attach(own, settings(slots))
-        model.adapters.to(dtype)
-        for key, parameter in model.adapters.named_parameters():
-            if "gate" in key:
-                parameter.data.fill_(0.5)
-        given: Any = {"prefix": [0], "passages": None}.get(name, memory)
+        # Equal weights in memory, separate modules.
+        twin = copy.deepcopy(host, {id(one): one for one in chain(host.parameters(), host.buffers())})
+        model = mmattn.attach(twin, settings(slots))
+        open_gates(model, dtype)
+        source: Any = {"prefix": [0], "passages": None}.get(name, memory)
         if name == "passages":
             cache = mmattn.hosts.PassageCache(model)
             cache.add([torch.randint(1, 30_000, (slots,))], progress=False)
-            given = cache.select([[0]])
-        prepared = model.prepare(given)
-        run = decoder(own, rows=1, prompt=PROMPT)
+            source = cache.select([[0]])
+        prepared = model.prepare(source)
+        run = decoder(twin, rows=1, prompt=PROMPT)
         steps[name] = lambda run=run, model=model, prepared=prepared: run(model, memory=prepared)  # type: ignore[misc]
         steps[name]()
-        kept[name] = prepared.nbytes() / 1e6
+        sizes[name] = prepared.nbytes() / 1e6
     prompt = decoder(host, rows=1, prompt=slots + PROMPT)
     steps["in the prompt"] = lambda: prompt(host)
     config: Any = host.config
-    kept["in the prompt"] = 2 * config.n_layer * config.n_embd * slots * dtype.itemsize / 1e6
+    sizes["in the prompt"] = 2 * config.n_layer * config.n_embd * slots * dtype.itemsize / 1e6
     times = interleaved(steps, seconds=seconds)
     return {
-        name: {f"{slots:,} slots": ratio(times, name, "host alone"), f"{slots:,} slots, MB": kept[name]}
+        name: {f"{slots:,} slots": ratio(times, name, "host alone"), f"{slots:,} slots, MB": sizes[name]}
         for name in times
     }
+
+
+def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
+    """Yield the ways to give a memory, for each unit of the host alone."""
+    rows: Rows = {}
+    for dtype in dtypes:
+        for slots in QUICK_SLOTS if quick else SLOTS:
+            for name, row in measure(slots, dtype, 1.0 if quick else 20.0).items():
+                rows.setdefault(f"{name}, {name_of(dtype)}", {}).update(row)
+    yield "Ways to give a memory: a token for each unit of the host alone, and MB of keys and values", "way", rows

@@ -47,10 +47,7 @@ def make_prompts(each: int, seed: int) -> Prompts:
 
 
 class Judge:
-    """A support vector machine for classes and a kernel regression for style, on 8 × 8 pixels.
-
-    Both are fitted to the real training pictures only; neither took part in training any model here.
-    """
+    """A support vector machine for classes and a kernel regression for style, on 8 × 8 pixels."""
 
     def __init__(self, real: Pictures, scale: Scale) -> None:
         from sklearn.kernel_ridge import KernelRidge
@@ -90,12 +87,7 @@ class Judge:
         )
 
     def obedience(self, prompts: Prompts, pictures: Tensor) -> dict[str, float]:
-        """Return the figures of a row of stage A.
-
-        *read*: pictures of the right class. *attribute*: of the named attributes those on the right side of the middle
-        of their class. *clearly*: those beyond the threshold. *diversity*: mean distance between pictures of one class,
-        for each unit of that between real ones.
-        """
+        """Return the figures of a row of stage A."""
         measures = self.scale.measure(pictures, prompts.classes)
         towards = (measures * prompts.signs)[prompts.signs != 0]
         return {

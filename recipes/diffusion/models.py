@@ -85,10 +85,7 @@ def make_denoiser(settings: ModelSettings) -> UNet2DConditionModel | SD3Transfor
 
 
 def make_transformer(settings: ModelSettings) -> SD3Transformer2DModel:
-    """Return a transformer with picture and text in one sequence (arXiv 2403.03206).
-
-    Modulations and the last layer start at 0, as in arXiv 2212.09748 (adaLN-Zero).
-    """
+    """Return a transformer with picture and text in one sequence (arXiv 2403.03206)."""
     transformer = SD3Transformer2DModel(
         sample_size=settings.size,
         patch_size=settings.patch,
@@ -117,10 +114,7 @@ def attach_without_adapter(host: DiffusionHost) -> Denoiser:
 
 
 class Concatenated(nn.Module):
-    """The control of stage B: the example as more words after the text, for the host's own projections.
-
-    Has `parameters` trained parameters, to within one hidden unit.
-    """
+    """The control of stage B: the example as more words after the text, for the host's own projections."""
 
     def __init__(self, parameters: int, text_dim: int, width: int = WIDTH) -> None:
         super().__init__()

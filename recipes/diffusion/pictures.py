@@ -76,11 +76,7 @@ def trace_drawing(
     memory: mmattn.Memory | None = None,
     example: Tensor | None = None,
 ) -> list[inspect.Trace]:
-    """Return the attention of each place of a drawing to the words, and to the patches of an example with its memory.
-
-    Weights are the mean over the steps, without guidance. A host with picture and text in one softmax has no attention
-    to words.
-    """
+    """Return the attention of each place of a drawing to the words, and to the patches of an example with its memory."""
     with inspect.record(model) as weights:
         drawing = draw(model, host, [sentence], steps, 1.0, seed=seed, memory=memory)
     side = model.host.config.sample_size

@@ -26,18 +26,7 @@ class Lesson:
     def train(
         self, model: Any, loss: Loss, draw: Callable[[Random, float], Any], optim: OptimSettings, label: str
     ) -> float:
-        """Train, and return the seconds it took.
-
-        Args:
-            model: whose weights are trained where they are not frozen.
-            loss: from rows and a seed for each to the sum of the losses and the number of targets.
-            draw: a row, from a generator and the share of the training that is done.
-            optim: how long, and how fast.
-            label: of the progress and the metrics.
-
-        Raises:
-            KeyboardInterrupt: the training was interrupted.
-        """
+        """Train, and return the seconds it took."""
         random, steps = Random(f"{self.config.seed} {label}"), optim.max_steps
 
         def batches() -> Iterator[list[Any]]:

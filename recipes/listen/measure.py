@@ -22,12 +22,7 @@ CLEAN = 30.0
 
 
 class Measure:
-    """The utterances held out, each in the same noise whoever is measured.
-
-    Args:
-        speech: the speakers held out.
-        config: of the run.
-    """
+    """The utterances held out, each in the same noise whoever is measured."""
 
     def __init__(self, speech: Speech, config: Config) -> None:
         self.speech, self.seed = speech, config.seed
@@ -37,16 +32,7 @@ class Measure:
     def written(
         self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = -1.0
     ) -> list[list[int]]:
-        """What is written of each utterance.
-
-        Args:
-            recogniser: with whatever was put on its language model.
-            snr: in dB.
-            longest: words at most.
-            sensor: the encoder of the sensor; None for no second memory.
-            shift: of so many utterances further on is what the sensor gave; 0 for its own.
-            least: agreement with the sound, below which a stream is not read.
-        """
+        """What is written of each utterance."""
         out: list[list[int]] = []
         for start in range(0, len(self.asked), 100):
             rows = range(start, min(start + 100, len(self.asked)))

@@ -19,12 +19,7 @@ from .speech import END, START, VOCABULARY
 
 
 class Ear(nn.Module):
-    """Convolutions over log-mel energies, two frames to a state, with a learned vector for each place.
-
-    Args:
-        settings: of the recogniser.
-        frames: of a clip.
-    """
+    """Convolutions over log-mel energies, two frames to a state, with a learned vector for each place."""
 
     def __init__(self, settings: RecogniserSettings, frames: int) -> None:
         super().__init__()
@@ -37,22 +32,13 @@ class Ear(nn.Module):
         self.words = nn.Linear(width, VOCABULARY)
 
     def forward(self, energies: Tensor) -> tuple[mmattn.Memory, Tensor]:
-        """A memory (b, frames / 2, width), and the logits (b, frames / 2, v) of the word that is spoken at each place.
-
-        Args:
-            energies: (b, bands, frames).
-        """
+        """A memory (b, frames / 2, width), and the logits (b, frames / 2, v) of the word that is spoken at each place."""
         heard = self.dropout(self.layers(energies).transpose(1, 2))
         return mmattn.Memory(heard + self.places, check_finite=False), self.words(heard)
 
 
 class SensorEncoder(nn.Sequential):
-    """Convolutions from a stream (b, c, t) of a sensor to the logits (b, v, t) of the word that is spoken at each time.
-
-    Args:
-        settings: of its size.
-        bands: c.
-    """
+    """Convolutions from a stream (b, c, t) of a sensor to the logits (b, v, t) of the word that is spoken at each time."""
 
     def __init__(self, settings: SensorEncoderSettings, bands: int) -> None:
         layers: list[nn.Module] = []
@@ -63,12 +49,7 @@ class SensorEncoder(nn.Sequential):
 
 
 class Recogniser(nn.Module):
-    """A small Llama that writes down what an adapter "audio" attends to, all of random weights.
-
-    Args:
-        settings: of the recogniser.
-        frames: of a clip.
-    """
+    """A small Llama that writes down what an adapter "audio" attends to, all of random weights."""
 
     def __init__(self, settings: RecogniserSettings, frames: int) -> None:
         super().__init__()
@@ -85,41 +66,20 @@ class Recogniser(nn.Module):
         lm.requires_grad_(True)
 
     def forward(self, energies: Tensor, spoken: Tensor, read: Tensor, said: Tensor) -> Tensor:
-        """The sum of the losses of all words, and of the ear's own, which learns sooner and so teaches where to attend.
-
-        Args:
-            energies: (b, bands, frames).
-            spoken: (b, frames / 2) the word at each place.
-            read: (b, l) ids.
-            said: (b, l) ids that follow, -100 after the end.
-        """
+        """The sum of the losses of all words, and of the ear's own, which learns sooner and so teaches where to attend."""
         heard, words = self.ear(energies)
         places = F.cross_entropy(words.flatten(0, 1), spoken.flatten()) * (said >= 0).sum()
         return text_loss(self.model(input_ids=read, memory={"audio": heard}).logits, said) + self.weight * places
 
     @torch.no_grad()
     def hear(self, energies: Tensor) -> mmattn.Memory:
-        """The memory of utterances.
-
-        Args:
-            energies: (b, bands, frames).
-        """
+        """The memory of utterances."""
         memory: mmattn.Memory = self.ear(energies)[0]
         return memory
 
     @torch.no_grad()
     def sense(self, felt: Tensor, energies: Tensor, least: float = -1.0) -> mmattn.Memory:
-        """The memory (b, frames / 2, 2 × width + 2) of what the encoder of a sensor makes of its stream.
-
-        A slot has the vector of the word that is felt at its place, the place, how likely ear and sensor mean the same
-        word there, and how far they agree in all. A stream that agrees less than `least` belongs to something else: its
-        slots are masked, and the adapter passes the row through.
-
-        Args:
-            felt: (b, frames / 2, v) logits of the word at each place.
-            energies: (b, bands, frames) of what is heard at the same time.
-            least: agreement, from -1 to 2.
-        """
+        """The memory (b, frames / 2, 2 × width + 2) of what the encoder of a sensor makes of its stream."""
         same, agreement = self.agree(felt, energies)
         vectors = self.model.host.get_input_embeddings().weight
         places = self.ear.places.expand(len(felt), -1, -1)
@@ -130,14 +90,7 @@ class Recogniser(nn.Module):
 
     @torch.no_grad()
     def agree(self, felt: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
-        """How likely ear and sensor mean the same word at each place (b, frames / 2, 1), and how far they agree (b,).
-
-        The latter is the mean of the former where a word is felt, plus the correlation of when both say there is none.
-
-        Args:
-            felt: (b, frames / 2, v) logits of the word at each place.
-            energies: (b, bands, frames).
-        """
+        """How likely ear and sensor mean the same word at each place (b, frames / 2, 1), and how far they agree (b,)."""
         words, heard = felt.softmax(-1), self.ear(energies)[1].softmax(-1)
         same = (words * heard)[..., :END].sum(-1, keepdim=True)
         silent, quiet = (chances[..., START] - chances[..., START].mean(1, keepdim=True) for chances in (words, heard))
@@ -146,12 +99,7 @@ class Recogniser(nn.Module):
 
     @torch.no_grad()
     def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:
-        """The words of each row, greedily.
-
-        Args:
-            memory: what `hear` gives as "audio", and what further adapters read, by name.
-            longest: words at most.
-        """
+        """The words of each row, greedily."""
         rows, device = memory["audio"].batch, memory["audio"].device
         ids = torch.full((rows, 1), START, device=device)
         made = self.model.generate(
@@ -166,11 +114,7 @@ class Recogniser(nn.Module):
         save_file(self.ear.state_dict(), folder / "ear.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Take the weights that `save` wrote of a recogniser of the same settings.
-
-        Raises:
-            ConfigError: there are none, or of another size.
-        """
+        """Take the weights that `save` wrote of a recogniser of the same settings."""
         try:
             self.ear.load_state_dict(load_file(folder / "ear.safetensors"))
             lm = LlamaForCausalLM.from_pretrained(folder)

@@ -79,11 +79,7 @@ class Description:
 
 
 def measured(description: Description, settings: SeriesSettings, seed: int) -> NDArray[np.float32]:
-    """A series (samples,) of which this is true; NaN in a gap.
-
-    A wave of amplitude 1 in noise, on a line that goes up or down by 1.5 to 3, with a bump of 4 to 6 or a gap; then
-    all of it in another unit.
-    """
+    """A series (samples,) of which this is true; NaN in a gap."""
     random, n = np.random.default_rng(seed), settings.samples
     time = np.arange(n)
     values = settings.noise * random.standard_normal(n)

@@ -29,13 +29,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Heard:
-    """A batch of utterances.
-
-    Args:
-        energies: (b, bands, frames), log-mel, in noise.
-        spoken: (b, frames / 2) the word at each place, `START` between words.
-        sensed: (b, frames / 2, bands of the sensor), without noise.
-    """
+    """A batch of utterances."""
 
     energies: Tensor
     spoken: Tensor
@@ -43,17 +37,7 @@ class Heard:
 
 
 class Speech:
-    """Speakers and the noise around them.
-
-    Args:
-        spoken: the words of each speaker.
-        chatter: what is said behind them.
-        voices: how many words an utterance has.
-        noise: what the noise is.
-        ear: from sounds to log-mel energies, one token for each frame.
-        sensor: the same of the voice alone, with few bands and one token for two frames.
-        device: of batches.
-    """
+    """Speakers and the noise around them."""
 
     def __init__(
         self,
@@ -93,13 +77,7 @@ class Speech:
     def mixed(
         self, utterance: Utterance, snr: float, random: np.random.Generator
     ) -> tuple[Sound, Sound, list[tuple[int, int]]]:
-        """An utterance in noise, half of it white and half voices that say no number; alone; and where its words are.
-
-        Args:
-            utterance: who says what.
-            snr: power of the voice, where it speaks, over that of all noise, in dB.
-            random: draws pauses, place and noise.
-        """
+        """An utterance in noise, half of it white and half voices that say no number; alone; and where its words are."""
         alone, places = self.said(utterance, random)
         spoken = np.concatenate([alone[start:stop] for start, stop in places])
         noise = _unit(random.standard_normal(self.samples, np.float32)) + _unit(self.babble(random))
@@ -115,13 +93,7 @@ class Speech:
         return out
 
     def batch(self, utterances: Sequence[Utterance], snr: Sequence[float], seeds: Sequence[int]) -> Heard:
-        """What is heard and sensed of utterances, each in its own noise.
-
-        Args:
-            utterances: who says what.
-            snr: in dB, of each.
-            seeds: of the noise of each.
-        """
+        """What is heard and sensed of utterances, each in its own noise."""
         made = [
             self.mixed(one, level, np.random.default_rng(seed))
             for one, level, seed in zip(utterances, snr, seeds, strict=True)
@@ -133,12 +105,7 @@ class Speech:
     def feel(
         self, utterances: Sequence[Utterance], said: Sequence[tuple[Sound, list[tuple[int, int]]]]
     ) -> tuple[Tensor, Tensor]:
-        """What the sensor gives (b, frames / 2, c) of what was said, and the word (b, frames / 2) at each place.
-
-        Args:
-            utterances: who says what.
-            said: their sounds without noise, and where the words are.
-        """
+        """What the sensor gives (b, frames / 2, c) of what was said, and the word (b, frames / 2) at each place."""
         # Half of full scale, which the loudest sample has; below 0 no sensor would feel anything any more.
         sensed = self.sensor([torch.from_numpy(alone / 2) for alone, _ in said]).tokens.clamp_min(0)
         size = self.samples / sensed.shape[1]

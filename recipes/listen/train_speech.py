@@ -153,14 +153,7 @@ class Listening(Lesson):
         return float(torch.cat(found).quantile(1 - sensor.passing))
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
-        """The word error rates, of all voices and of each at the noise that is measured.
-
-        Args:
-            name: of the row.
-            sensor: whether there is a second memory.
-            shift: as in `Measure.written`.
-            alone: what the sensor is worth without the recogniser, which noise does not change.
-        """
+        """The word error rates, of all voices and of each at the noise that is measured."""
         given: dict[str, Any] = {"longest": self.longest, "shift": shift}
         if sensor:
             given |= {"sensor": self.encoder, "least": self.least}

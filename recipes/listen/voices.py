@@ -64,23 +64,14 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Spoken:
-    """What several speakers said, each the same texts.
-
-    Args:
-        speakers: who.
-        clips: of each speaker, the samples of each text, in −1 … 1.
-    """
+    """What several speakers said, each the same texts."""
 
     speakers: list[Speaker]
     clips: list[list[Sound]]
 
 
 def speak(settings: VoiceSettings, progress: bool) -> dict[str, Spoken]:
-    """What "train", "held_out" and "chatter" say, spoken once and then read from the cache: the same for every seed.
-
-    Raises:
-        ConfigError: espeak-ng is not installed, or has not one of the voices.
-    """
+    """What "train", "held_out" and "chatter" say, spoken once and then read from the cache: the same for every seed."""
     random = Random("0 voices")
     known = [f"{accent}+{variant}" for accent in ACCENTS for variant in VARIANTS]
 
@@ -118,11 +109,7 @@ def _cached(
 
 
 def find_espeak() -> str:
-    """The program.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The program."""
     program = shutil.which("espeak-ng")
     if program is None:
         raise ConfigError(
@@ -133,11 +120,7 @@ def find_espeak() -> str:
 
 
 def check_voices(voices: set[str]) -> None:
-    """Refuse voices that espeak-ng does not have: it would say the same with the accent's own voice.
-
-    Raises:
-        ConfigError: one of them is unknown, or espeak-ng is not installed.
-    """
+    """Refuse voices that espeak-ng does not have: it would say the same with the accent's own voice."""
     listed = [
         subprocess.run([find_espeak(), f"--voices{kind}"], capture_output=True, text=True, check=True).stdout
         for kind in ("=en", "=variant")
@@ -155,11 +138,7 @@ def check_voices(voices: set[str]) -> None:
 
 
 def say(text: str, speaker: Speaker, sampling_rate: int) -> Sound:
-    """The samples of a text, without the silence around it.
-
-    Raises:
-        ConfigError: espeak-ng is not installed, or gives no sound.
-    """
+    """The samples of a text, without the silence around it."""
     options = ["-v", speaker.voice, "-s", str(speaker.speed), "-p", str(speaker.pitch), "--stdout"]
     done = subprocess.run([find_espeak(), *options, text], capture_output=True, check=False)
     if done.returncode or len(done.stdout) < 1000:

@@ -1,6 +1,6 @@
 """Dates, amounts, measures and round numbers in English and in other languages, from Babel's copy of the Unicode CLDR.
 
-A source names the language it wants: "fr: Monday, March 3, 1997" is "lundi 3 mars 1997".
+A source names the target language: "fr: Monday, March 3, 1997" is "lundi 3 mars 1997".
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ UNITS = (
 
 
 def write_pairs(count: int, languages: tuple[str, ...], seed: int) -> list[tuple[str, str]]:
-    """So many different sources with their translations.
-
-    Raises:
-        ConfigError: a language that the CLDR does not have, or English.
-    """
+    """Return `count` different sources with their translations."""
     from babel import Locale, UnknownLocaleError
 
     for language in languages:
         try:
-            known = Locale.parse(language).language != "en"
+            english = Locale.parse(language).language == "en"
         except (UnknownLocaleError, ValueError):
-            known = False
-        if not known:
-            raise ConfigError(
-                f"data.languages: the CLDR has no {language!r} to translate into; such as fr, de, pt_BR, ja"
-            )
+            english = True
+        if english:
+            raise ConfigError(f"data.languages: the CLDR has no {language!r} to translate into; such as fr, pt_BR, ja")
     random, pairs = Random(f"dates/{seed}"), {}
     # There are millions; a few are drawn twice.
     while len(pairs) < count:
@@ -83,5 +77,5 @@ def _number(random: Random) -> float:
 
 
 def _spaced(text: str) -> str:
-    """With ordinary spaces, where the CLDR has narrow or unbreakable ones."""
+    """Replace narrow and unbreakable spaces of the CLDR by ordinary ones."""
     return " ".join(text.split())

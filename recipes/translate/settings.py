@@ -49,8 +49,6 @@ class WritingSettings(Strict):
 
 class AlignmentSettings(Strict):
     sentences: int = Field(10, ge=1)  # of the picture
-    layer: int | None = Field(None, ge=0)  # of the decoder; null: the mean of all
-    read: bool = False  # where a word looks when it is read (arXiv 2004.14837); false: when it is written
 
 
 class Config(Strict):

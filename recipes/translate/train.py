@@ -1,11 +1,15 @@
-"""Train a translator and its controls, from the pairs to the table: `mmattn train config.yaml`.
+"""A translator from nothing: encoder and decoder with cross-attention, its controls, and their translations.
 
-Every row of the table sees the same pairs in the same order for the same number of steps.
+    mmattn train config.yaml                       # dates and numbers of the CLDR
+    mmattn train config_pairs.yaml data.pairs=…    # sentence pairs
+
+Every row of the table is trained on the same pairs in the same order for the same number of steps.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +18,12 @@ import torch.nn.functional as F
 
 import mmattn
 from mmattn import inspect, training
-from mmattn.errors import ConfigError, import_extra
+from mmattn.errors import import_extra
+from mmattn.evaluation import text_scores
 
-from .alignment import draw
-from .measure import measure, measure_pages
-from .pairs import Question, load_pairs
-from .sentences import Batches, padded, train_tokenizer
+from .data import Batches, HeldOut, encode_sources, load_pairs, pad_rows, train_tokenizer
 from .settings import Config
-from .writing import Translator
+from .writing import Translator, align_text, draw_alignments
 
 CODES = ("sinusoidal", "learned", "rotary", "alibi")
 NO_SOURCE = "no cross-attention"
@@ -35,47 +37,47 @@ COLUMNS = {
 
 
 def main(settings: dict[str, Any]) -> Path:
-    """Leave settings, metrics, model, tokenizer, translations, alignments and the table in the run's folder."""
+    """Run with these settings (see settings.py) and return the run's folder."""
     config = Config(**settings)
-    import_extra("matplotlib", "viz")  # rather missed now than after the last step
+    for module, extra in (("matplotlib", "viz"), ("sacrebleu", "translate")):
+        import_extra(module, extra)  # fail now rather than after the last step
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
     device = training.make_accelerator(device=config.device).device
-    pairs, questions = load_pairs(config.data, config.seed)
+
+    # Data.
+    pairs, held_out = load_pairs(config.data, config.seed)
     tokenizer = train_tokenizer(pairs, config.data.vocabulary)
     batches = Batches.of(tokenizer, pairs, config.data.max_tokens, config.optim.batch_size, config.seed)
-    if not len(batches):
-        raise ConfigError(f"no pair has at most data.max_tokens={config.data.max_tokens} tokens: raise it")
-    questions = readable(tokenizer, questions, config.data.max_tokens)
-    print(f"{len(batches)} pairs to train on, {len(questions)} held-out sentences, {len(tokenizer)} tokens")
-    translator, seconds = train_model(config, tokenizer, batches, config.model.positions, run, device)
+    lengths = map(len, training.encode_texts(tokenizer, [one.source for one in held_out]))
+    held_out = [one for one, length in zip(held_out, lengths, strict=True) if length <= config.data.max_tokens]
+    print(f"{len(batches)} pairs to train on, {len(held_out)} held-out sentences, {len(tokenizer)} tokens")
+
+    # Model and training.
+    name = config.model.positions
+    translator, costs = train(config, tokenizer, batches, name, run, device)
     translator.model.save(run.path / "model.safetensors")
     tokenizer.save_pretrained(run.path / "tokenizer")
-    trained = {"seconds": seconds, "parameters": parameters(translator.model)}
-    row, written = measure(config.model.positions, translator, questions)
-    rows = [{**row, **trained}]
-    rows.append(measure(f"{config.model.positions}, another's source", translator, questions, shuffled=True)[0])
+
+    # Measuring: the right source, another's source, pages; then the other codes, and a decoder without a source.
+    sources = [one.source for one in held_out]
+    texts = translator(sources)
+    rows = [{"name": name, **score(held_out, texts), **costs}]
+    rows.append({"name": f"{name}, another's source", **score(held_out, translator(sources[1:] + sources[:1]))})
     lines = [
-        {"source": question.source, "written": text, "references": question.references}
-        for question, text in zip(questions, written, strict=True)
+        {"source": one.source, "written": text, "references": one.references}
+        for one, text in zip(held_out, texts, strict=True)
     ]
     run.write_json("translations.json", lines)
-    right = [question for question, text in zip(questions, written, strict=True) if text in question.references]
-    draw_alignments(config, run, translator, right or questions)
-    pages = [measure_pages(translator, questions, beams) for beams in sorted({1, config.writing.beams})]
-    for name in [*(code for code in CODES if code != config.model.positions), NO_SOURCE] if config.controls else []:
-        other, seconds = train_model(config, tokenizer, batches, name, run, device)
-        trained = {"seconds": seconds, "parameters": parameters(other.model)}
-        rows.append({**measure(name, other, questions)[0], **trained})
-    content = {
-        "seed": config.seed,
-        "pairs": len(batches),
-        "held_out": len(questions),
-        "steps": config.optim.max_steps,
-        "rows": rows,
-        "pages": pages,
-    }
+    right = [one.source for one, text in zip(held_out, texts, strict=True) if text in one.references]
+    save_alignments(config, run, translator, right or sources)
+    pages = [measure_pages(translator, sources, beams) for beams in sorted({1, config.writing.beams})]
+    for control in [*(code for code in CODES if code != name), NO_SOURCE] if config.controls else []:
+        other, costs = train(config, tokenizer, batches, control, run, device)
+        rows.append({"name": control, **score(held_out, other(sources)), **costs})
+    content = {"seed": config.seed, "pairs": len(batches), "held_out": len(held_out), "steps": config.optim.max_steps}
+    content |= {"rows": rows, "pages": pages}
     run.write_json("table.json", content)
     text = table([content])
     run.write_text("table.md", text)
@@ -83,69 +85,79 @@ def main(settings: dict[str, Any]) -> Path:
     return run.path
 
 
-def train_model(
+def train(
     config: Config, tokenizer: Any, batches: Batches, name: str, run: training.RunFolder, device: torch.device
-) -> tuple[Translator, float]:
-    """A model with the position code `name`, or without cross-attention and with the code of the settings; seconds."""
+) -> tuple[Translator, dict[str, float]]:
+    """Train a model with a position code, or `NO_SOURCE`; return it with its seconds and parameters."""
     torch.manual_seed(config.seed)
-    known = name != NO_SOURCE
-    asked = {**config.model.model_dump(), "positions": name if known else config.model.positions}
+    settings = config.model.model_dump()
+    if name != NO_SOURCE:
+        settings["positions"] = name
     model = mmattn.seq2seq.EncoderDecoder(
-        len(tokenizer), **asked, max_length=config.data.max_tokens, cross_attention=known
+        len(tokenizer), **settings, max_length=config.data.max_tokens, cross_attention=name != NO_SOURCE
     )
     model = model.to(device).train()
     pad, optim = tokenizer.pad_token_id, config.optim
     groups = training.parameter_groups(model, optim.learning_rate, weight_decay=optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    learning_rate = torch.optim.lr_scheduler.LambdaLR(
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: training.learning_rate_factor(step, optim.max_steps, optim.warmup_steps)
     )
     began, recent = time.perf_counter(), []
     steps = training.tracked(optim.max_steps, name, config.progress)
     for step, (sources, targets) in zip(steps, batches):  # noqa: B905 (batches have no end)
-        source, mask = padded(sources, pad, device)
-        target, _ = padded(targets, pad, device)
-        # The padding comes after the targets: no token of theirs sees it.
+        source, mask = pad_rows(sources, pad, device)
+        target, _ = pad_rows(targets, pad, device)
+        # Padding comes after the targets, and attention is causal.
         logits, labels = model(source, target[:, :-1], source_mask=mask).flatten(0, 1), target[:, 1:].flatten()
         loss = F.cross_entropy(logits, labels, ignore_index=pad, label_smoothing=optim.label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
         optimizer.step()
-        learning_rate.step()
+        scheduler.step()
         recent.append(float(loss.detach()))
         if (step + 1) % 20 == 0 or step + 1 == optim.max_steps:
             run.log(model=name, step=step + 1, loss=sum(recent) / len(recent))
             recent.clear()
-    translator = Translator(model.eval(), tokenizer, config.writing, config.data.max_tokens)
-    return translator, time.perf_counter() - began
+    costs = {"seconds": time.perf_counter() - began, "parameters": sum(p.numel() for p in model.parameters())}
+    return Translator(model.eval(), tokenizer, config.writing, config.data.max_tokens), costs
 
 
-def readable(tokenizer: Any, questions: list[Question], max_tokens: int) -> list[Question]:
-    """The questions that are not longer than what is trained on."""
-    sources = training.encode_texts(tokenizer, [question.source for question in questions])
-    return [question for question, ids in zip(questions, sources, strict=True) if len(ids) <= max_tokens]
+def score(held_out: Sequence[HeldOut], texts: Sequence[str]) -> dict[str, float]:
+    """Return the share of translations that are a reference letter for letter, chrF and BLEU over all references."""
+    exact = sum(text in one.references for one, text in zip(held_out, texts, strict=True))
+    references = [one.references for one in held_out]
+    return {"exact": exact / len(held_out), **text_scores(texts, references, ["chrf", "bleu"])}
 
 
-def draw_alignments(config: Config, run: training.RunFolder, translator: Translator, questions: list[Question]) -> None:
-    """A picture and a text of where the words of short ones of these looked, and the same for `mmattn explore`."""
-    short = [question.source for question in questions if 3 <= len(question.source.split()) <= 6]
-    sources = (short or [question.source for question in questions])[: config.alignment.sentences]
-    looks = {source: translator.look(source, config.alignment) for source in sources}
-    looks = {source: look for source, look in looks.items() if look.target}
-    run.write_text("alignment.txt", "\n".join(map(str, looks.values())))
-    if looks:
-        draw(list(looks.values()), run.path / "alignment.png")
-        inspect.save_traces([translator.trace(source) for source in looks], run.path)
+def measure_pages(translator: Translator, texts: Sequence[str], beams: int) -> dict[str, Any]:
+    """Return the peak bytes of the targets' keys and values in one piece and in pages, and whether texts are equal."""
+    sources = encode_sources(translator.tokenizer, texts, translator.max_tokens)
+    row = {"beams": beams, "page_size": translator.settings.page_size, "plain": 0, "paged": 0, "same": True}
+    for rows in translator.batches(sources):
+        batch = [sources[row] for row in rows]
+        plain, pool = mmattn.seq2seq.GrowingCache(), translator.model.make_pool(translator.settings.page_size)
+        targets = translator.write(batch, beams=beams, cache=plain)
+        row["same"] &= targets == translator.write(batch, beams=beams, cache=pool.cache(rows=len(batch)))
+        row["plain"] += plain.nbytes()
+        row["paged"] += pool.peak * pool.page_bytes
+    return row
 
 
-def parameters(model: torch.nn.Module) -> int:
-    """How many numbers are trained."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def save_alignments(config: Config, run: training.RunFolder, translator: Translator, sources: list[str]) -> None:
+    """Save the attention of the translations of short sources as a picture, as text, and for `mmattn explore`."""
+    short = [source for source in sources if 3 <= len(source.split()) <= 6]
+    texts = dict.fromkeys((short or sources)[: config.alignment.sentences])
+    traces = [translator.trace(source) for source, text in zip(texts, translator([*texts]), strict=True) if text]
+    run.write_text("alignment.txt", "\n".join(map(align_text, traces)))
+    if traces:
+        draw_alignments(traces, run.path / "alignment.png")
+        inspect.save_traces(traces, run.path)
 
 
 def table(contents: list[dict[str, Any]]) -> str:
-    """The rows of one or several `table.json`, and what the pages of keys and values save."""
+    """Return the table of one or several `table.json`, and the bytes that pages of keys and values save."""
     runs = [[{"seconds": None, "parameters": None, **row} for row in one["rows"]] for one in contents]
     first = contents[0]
     lines = [training.spread_table("", COLUMNS, runs), ""]

@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer: translations, and where each word of them looked.
+"""A trained model with its tokenizer: translations, and the attention of each of their words to the source.
 
 python -m recipes.translate.writing "I am a guy" --run runs/translate-pairs --picture guy.png
 """
@@ -6,6 +6,7 @@ python -m recipes.translate.writing "I am a guy" --run runs/translate-pairs --pi
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,41 +16,32 @@ import torch
 from torch import Tensor
 
 import mmattn
+from mmattn import inspect
 from mmattn.errors import ConfigError
 
-from .alignment import Alignment, aligned, draw, words
-from .sentences import padded, read_sources
-from .settings import AlignmentSettings, WritingSettings
+from .data import encode_sources, pad_rows
+from .settings import WritingSettings
+
+Words = list[tuple[str, list[int]]]
+"""The words of a text, each with the places of its tokens."""
 
 
 @dataclass(frozen=True)
 class Translator:
-    """What turns sentences into sentences; a source has at most `max_tokens` tokens, begin and end included."""
+    """Translates sources of at most `max_tokens` tokens, begin and end included."""
 
     model: mmattn.seq2seq.EncoderDecoder
     tokenizer: Any
     settings: WritingSettings
     max_tokens: int
 
-    def __post_init__(self) -> None:
-        known, made = self.model.settings["vocab_size"], len(self.tokenizer)
-        if known != made:
-            raise ConfigError(
-                f"the model was trained with {known} tokens and this tokenizer has {made}: take that of its run"
-            )
-
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
         return next(self.model.parameters()).device
 
     @classmethod
     def load(cls, run: Path, settings: WritingSettings | None = None) -> Translator:
-        """What a run left in its folder.
-
-        Raises:
-            ConfigError: the folder holds no trained model.
-        """
+        """Load the model and the tokenizer of a finished run."""
         from transformers import PreTrainedTokenizerFast
 
         if not (run / "model.safetensors").is_file() or not (run / "tokenizer").is_dir():
@@ -59,78 +51,54 @@ class Translator:
         return cls(model, tokenizer, settings or WritingSettings(), model.max_length)
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
-        """The translations of some sentences, in their order.
-
-        Raises:
-            TextError: a sentence is empty, no string, or too long.
-        """
-        sources = read_sources(self.tokenizer, texts, self.max_tokens)
-        written: list[list[int]] = [[] for _ in sources]
-        for rows in self.parts(sources):
+        """Return the translations of sentences, in their order."""
+        sources = encode_sources(self.tokenizer, texts, self.max_tokens)
+        targets: list[list[int]] = [[] for _ in sources]
+        for rows in self.batches(sources):
             for row, ids in zip(rows, self.write([sources[row] for row in rows]), strict=True):
-                written[row] = ids
-        return [self.tokenizer.decode(ids).strip() for ids in written]
+                targets[row] = ids
+        return [self.tokenizer.decode(ids).strip() for ids in targets]
 
-    def parts(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Which sources are translated together: those of like length."""
+    def batches(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the numbers of sources of like length to translate together."""
         order = sorted(range(len(sources)), key=lambda row: len(sources[row]))
         return [order[begin : begin + self.settings.batch] for begin in range(0, len(order), self.settings.batch)]
 
-    def write(self, sources: Sequence[Sequence[int]], **given: Any) -> list[list[int]]:
-        """Ids of the translations of some sources; `given` goes to `generate` before the settings."""
-        ids, mask = padded(sources, self.tokenizer.pad_token_id, self.device)
-        asked = {
+    def write(self, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Return the ids of translations; `options` of `generate` come before the settings."""
+        ids, mask = pad_rows(sources, self.tokenizer.pad_token_id, self.device)
+        defaults = {
             "beams": self.settings.beams,
             "length_penalty": self.settings.length_penalty,
             "max_length": self.max_tokens,
             "start": self.tokenizer.bos_token_id,
             "end": self.tokenizer.eos_token_id,
         }
-        return self.model.generate(ids, mask=mask, **{**asked, **given})
-
-    def look(self, source: str, settings: AlignmentSettings) -> Alignment:
-        """A translation, and where each word of it looked in the source.
-
-        Raises:
-            ConfigError: the model has no such layer, or was trained without a source.
-        """
-        places = len(self.model.attentions())
-        if not places or (settings.layer is not None and settings.layer >= places):
-            raise ConfigError(
-                f"alignment.layer={settings.layer}: the decoder looks at the source in {places} layers, from 0"
-            )
-        ids, written = self._written(source)
-        weights = self._weights(ids, written).mean(1)
-        sources, targets = words(self.tokenizer, ids), words(self.tokenizer, written)
-        chosen = weights.mean(0) if settings.layer is None else weights[settings.layer]
-        shares = aligned(sources, targets, chosen, settings.read)
-        return Alignment([word for word, _ in sources], [word for word, _ in targets], shares)
+        return self.model.generate(ids, mask=mask, **{**defaults, **options})
 
     @torch.no_grad()
-    def trace(self, source: str) -> mmattn.inspect.Trace:
-        """By layer and head what each word attended to when it was written, and its probability without that.
-
-        Raises:
-            ConfigError: the model was trained without a source.
-        """
-        if not self.model.attentions():
-            raise ConfigError("this model was trained without cross-attention: there is no look to be shown")
-        ids, written = self._written(source)
-        sources, targets = words(self.tokenizer, ids), words(self.tokenizer, written)
-        # A row that sees all, one that sees nothing, and one for each word that is hidden.
-        seen = torch.ones(2 + len(sources), len(ids), dtype=torch.bool)
-        seen[1] = False
+    def trace(self, source: str) -> inspect.Trace:
+        """Translate a source; trace the attention of each word by layer and head, and its probability."""
+        (ids,) = encode_sources(self.tokenizer, [source], self.max_tokens)
+        (written,) = self.write([ids])
+        sources, targets = split_words(self.tokenizer, ids), split_words(self.tokenizer, written)
+        # A row with the whole source, one with none of it, and one without each word.
+        visible = torch.ones(2 + len(sources), len(ids), dtype=torch.bool)
+        visible[1] = False
         for row, (_, tokens) in enumerate(sources, start=2):
-            seen[row, tokens] = False
+            visible[row, tokens] = False
         encoded = self.model.encode(torch.tensor([ids], device=self.device)).tokens
-        memory = mmattn.Memory(encoded.expand(len(seen), -1, -1), seen.to(self.device))
-        target = torch.tensor([[self.tokenizer.bos_token_id, *written]], device=self.device).expand(len(seen), -1)
-        logs = self.model.decode(target[:, :-1], memory).log_softmax(-1).gather(2, target[:, 1:, None])[..., 0]
+        memory = mmattn.Memory(encoded.expand(len(visible), -1, -1), visible.to(self.device))
+        target = torch.tensor([[self.tokenizer.bos_token_id, *written]], device=self.device)
+        rows = target.expand(len(visible), -1)
+        logs = self.model.decode(rows[:, :-1], memory).log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
         chances = torch.stack([logs[:, tokens].sum(1) for _, tokens in targets], 1).exp().cpu()
-        return mmattn.inspect.Trace(
+        with inspect.record(self.model) as weights:
+            self.model(torch.tensor([ids], device=self.device), target)
+        return inspect.Trace(
             [word for word, _ in targets],
             [word for word, _ in sources],
-            aligned(sources, targets, self._weights(ids, written), read=False),
+            align(sources, targets, torch.cat([calls[0] for calls in weights.values()]).cpu()),
             [f"layer {layer} of the decoder" for _, layer in self.model.attentions()],
             f"{source} → {self.tokenizer.decode(written).strip()}",
             probability=chances[0],
@@ -138,36 +106,84 @@ class Translator:
             dropped=chances[2:].T,
         )
 
-    def _written(self, source: str) -> tuple[list[int], list[int]]:
-        """Ids of a source and of its translation."""
-        (ids,) = read_sources(self.tokenizer, [source], self.max_tokens)
-        return ids, self.write([ids])[0]
 
-    @torch.no_grad()
-    def _weights(self, source: list[int], target: list[int]) -> Tensor:
-        """Weights (layers, h, 1 + l, m) of the start and each token of a target."""
-        with mmattn.inspect.record(self.model) as weights:
-            written = torch.tensor([[self.tokenizer.bos_token_id, *target]], device=self.device)
-            self.model(torch.tensor([source], device=self.device), written)
-        return torch.cat([calls[0] for calls in weights.values()]).cpu()
+def align(sources: Words, targets: Words, weights: Tensor) -> Tensor:
+    """Return weights (…, target words, source words) from those of tokens, taken where a token is predicted."""
+    columns = torch.stack([weights[..., :-1, tokens].sum(-1) for _, tokens in sources], -1)
+    if not targets:
+        return columns
+    return torch.stack([columns[..., tokens, :].mean(-2) for _, tokens in targets], -2)
+
+
+def split_words(tokenizer: Any, ids: list[int]) -> Words:
+    """Split tokens into words."""
+    words: list[list[int]] = []
+    for place in range(len(ids)):
+        text = tokenizer.decode([ids[place]])
+        before = tokenizer.decode([ids[place - 1]]) if place else ""
+        alike = before.isspace() or text in ("'", "’", "-") or before[-1:].isalnum() == text[:1].isalnum()
+        continues = alike and not text.startswith(" ")
+        # Half a letter decodes to a replacement mark and belongs to the token before.
+        if words and (continues or "\ufffd" in (text[:1], before[-1:])):
+            words[-1].append(place)
+        else:
+            words.append([place])
+    return [(tokenizer.decode([ids[place] for place in places]).strip(), places) for places in words]
+
+
+def align_text(trace: inspect.Trace) -> str:
+    """Return each word of a translation with the word that it attended to most: "Je→I suis→am"."""
+    best = trace.mean().argmax(1).tolist()
+    return " ".join(f"{word}→{trace.sources[place]}" for word, place in zip(trace.words, best, strict=True))
+
+
+def draw_alignments(traces: Sequence[inspect.Trace], path: Path) -> None:
+    """Draw a heat map per sentence: a row for each word of the translation, a column for each word of the source."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(5, len(traces))
+    lines = math.ceil(len(traces) / columns)
+    figure = Figure(figsize=(3.2 * columns, 3.2 * lines))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, columns, squeeze=False).flat
+    for axis in axes:
+        axis.axis("off")
+    for axis, trace in zip(figure.axes, traces, strict=False):
+        weights = trace.mean().tolist()
+        axis.axis("on")
+        axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        axis.set_xticks(range(len(trace.sources)), [_label(word) for word in trace.sources], rotation=60)
+        axis.set_yticks(range(len(trace.words)), [_label(word) for word in trace.words])
+        axis.xaxis.tick_top()
+        axis.tick_params(length=0, labelsize=8)
+        for row, shares in enumerate(weights):
+            for column, share in enumerate(shares):
+                if share >= 0.1:
+                    colour = "white" if share > 0.6 else "black"
+                    axis.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6, color=colour)
+    figure.subplots_adjust(wspace=0.6, hspace=0.6)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _label(word: str) -> str:
+    # A dollar sign would begin a formula, and a word of a model may be long.
+    return "".join(letter if letter.isprintable() else "·" for letter in word[:16]).replace("$", r"\$")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Translate the sentences of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sentences", nargs="+")
     parser.add_argument("--run", type=Path, required=True, help="the folder of a run")
     parser.add_argument("--beams", type=int, default=4)
-    parser.add_argument("--picture", type=Path, help="where to draw what each word attended to")
-    parser.add_argument("--layer", type=int, help="of the decoder; the mean of all by default")
-    parser.add_argument("--read", action="store_true", help="where a word looks when it is read, not written")
-    given = parser.parse_args(arguments)
-    translator = Translator.load(given.run, WritingSettings(beams=given.beams))
-    for text in translator(given.sentences):
+    parser.add_argument("--picture", type=Path, help="where to draw the attention of each word")
+    options = parser.parse_args(arguments)
+    translator = Translator.load(options.run, WritingSettings(beams=options.beams))
+    for text in translator(options.sentences):
         print(text)
-    if given.picture is not None:
-        settings = AlignmentSettings(layer=given.layer, read=given.read)
-        draw([translator.look(text, settings) for text in given.sentences], given.picture)
+    if options.picture is not None:
+        draw_alignments([translator.trace(text) for text in options.sentences], options.picture)
 
 
 if __name__ == "__main__":

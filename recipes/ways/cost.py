@@ -19,15 +19,7 @@ from .ways import Way, cache_name
 def costs(
     makers: dict[str, Callable[[Any], Way]], lm: Any, ids: Tensor, memories: Memories, rounds: int = 30
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds and kilobytes of each way, its memory being prepared; each on a copy of the language model.
-
-    Args:
-        makers: make each way, of a language model.
-        lm: the language model.
-        ids: (1, l), the text.
-        memories: of one request.
-        rounds: how often each is timed; the medians are returned.
-    """
+    """Milliseconds and kilobytes of each way, its memory being prepared; each on a copy of the language model."""
     ways = {name: make(copy.deepcopy(lm)) for name, make in makers.items()}
     prepared = {name: way.prepared(memories) for name, way in ways.items()}
     first: dict[str, list[float]] = {name: [] for name in ways}

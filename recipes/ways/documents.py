@@ -34,13 +34,7 @@ Loss = Callable[[Any, Sequence[Sequence[int]], int], tuple[Tensor, int]]
 
 
 class Documents:
-    """Some documents, and prefixes for them.
-
-    Args:
-        config: of the run.
-        run: its folder.
-        accelerator: of the training.
-    """
+    """Some documents, and prefixes for them."""
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         self.config, self.run, self.accelerator = config, run, accelerator

@@ -18,14 +18,7 @@ from .ways import Alone, Passages, Prompt, Way
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts with what they are given to read.
-
-    Args:
-        ids: (b, l).
-        mask: (b, l), 1 = text.
-        labels: (b, l), -100 where nothing is asked.
-        memories: of b requests; None is none.
-    """
+    """Texts with what they are given to read."""
 
     ids: Tensor
     mask: Tensor
@@ -51,19 +44,7 @@ def learn(
     accelerator: Any,
     progress: bool,
 ) -> float:
-    """Train the adapter of a way, and the LoRA beside it; seconds.
-
-    Args:
-        way: whose model is trained.
-        label: of the progress bar and the metrics.
-        batches: of rows.
-        make: a batch of some rows.
-        optim: settings.
-        seed: of the training.
-        run: where the metrics go.
-        accelerator: of the training.
-        progress: show a progress bar.
-    """
+    """Train the adapter of a way, and the LoRA beside it; seconds."""
     only_lora = isinstance(way, (Alone, Prompt, Passages))
 
     def loss(rows: Sequence[Any], seeds: Sequence[int]) -> tuple[Tensor, int]:

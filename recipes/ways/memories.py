@@ -12,12 +12,7 @@ import mmattn
 
 @dataclass(frozen=True)
 class Memories:
-    """The memories of some requests.
-
-    Args:
-        slots: a row for each request.
-        passages: of each request the ids of its passages; None where the memory has no words.
-    """
+    """The memories of some requests."""
 
     slots: mmattn.Memory
     passages: Sequence[Sequence[Sequence[int]]] | None = None

@@ -22,12 +22,7 @@ def vision(file: str) -> Any:
 
 
 class Pictures:
-    """Pictures to train on and others to measure on, with texts that are true of them.
-
-    Args:
-        config: of the run; `vision` holds settings of the vision recipe.
-        device: of the models.
-    """
+    """Pictures to train on and others to measure on, with texts that are true of them."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         settings = {**config.vision, "seed": config.seed, "progress": config.progress}

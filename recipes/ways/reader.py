@@ -33,11 +33,7 @@ FOLDER = "lm"
 
 
 def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
-    """The language model of the settings, frozen, and what is said in words that it has.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The language model of the settings, frozen, and what is said in words that it has."""
     try:
         lm, tokenizer = pipelines.load_language_model(config.texts.lm, device)
     except (AdapterFileError, ConfigError) as error:

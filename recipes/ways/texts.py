@@ -38,13 +38,7 @@ MOST = 8
 
 
 class Texts:
-    """Requests, what they are given to read, and their questions.
-
-    Args:
-        config: of the run.
-        lm: the language model that reads.
-        world: what is said in its words.
-    """
+    """Requests, what they are given to read, and their questions."""
 
     def __init__(self, config: Config, lm: Any, world: World) -> None:
         self.config, self.settings, self.lm, self.world = config, config.texts, lm, world
@@ -60,14 +54,7 @@ class Texts:
         self.slots = self.held_out.slots.length
 
     def readings(self, random: Random, count: int, held_out: bool, share: float = 1.0) -> list[Reading]:
-        """Requests about names to train on, or about those that are held out.
-
-        Args:
-            random: draws them.
-            count: how many.
-            held_out: about which names.
-            share: of the statements of a request; more and shorter ones are drawn for less.
-        """
+        """Requests about names to train on, or about those that are held out."""
         one, known = self.settings, self.world.some_names(held_out)
         facts = self.config.task == "facts"
         whole = one.entries if facts else one.passages * one.statements

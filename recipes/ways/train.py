@@ -65,13 +65,7 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 class Study:
-    """One task, and every way to do it.
-
-    Args:
-        config: of the run.
-        run: its folder.
-        accelerator: of the training.
-    """
+    """One task, and every way to do it."""
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         self.config, self.run, self.accelerator = config, run, accelerator

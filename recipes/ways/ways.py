@@ -24,13 +24,7 @@ LEAST = 0.05
 
 
 class Way:
-    """A language model with a way to be given a memory.
-
-    Args:
-        lm: the language model.
-        settings: of the adapter, for a number of virtual tokens where it is a prefix; None is none.
-        parameters: trained in all, within 5 %; 0 trains nothing.
-    """
+    """A language model with a way to be given a memory."""
 
     def __init__(self, lm: Any, settings: Any, parameters: int) -> None:
         self.lm, self.lora = lm, None
@@ -119,14 +113,7 @@ class Prompt(Alone):
 
 
 class Passages(Way):
-    """Passages that the host has read one by one; while it is trained, under a mask that keeps them apart.
-
-    Args:
-        lm: the language model.
-        parameters: of a LoRA; 0 is none.
-        recomputed_tokens: how many tokens of each passage are read again where they stand.
-        turned: whether keys are turned to the positions where passages now stand.
-    """
+    """Passages that the host has read one by one; while it is trained, under a mask that keeps them apart."""
 
     def __init__(self, lm: Any, parameters: int = 0, recomputed_tokens: int = 0, turned: bool = True) -> None:
         super().__init__(lm, mmattn.adapters.PassageAdapter(), parameters)

@@ -44,14 +44,7 @@ class Reading:
 
 
 class World:
-    """Words that are one token each, and what is said with them.
-
-    Args:
-        tokenizer: of the language model that reads. Names are made-up words where it has them, and others elsewhere.
-
-    Raises:
-        ConfigError: too few words are one token.
-    """
+    """Words that are one token each, and what is said with them."""
 
     def __init__(self, tokenizer: Any) -> None:
         every = [text.strip() for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
@@ -83,17 +76,7 @@ class World:
         again: float = 0.2,
         properties: int = KINDS,
     ) -> Reading:
-        """Passages about some names, and questions about some of what they say.
-
-        Args:
-            random: draws them.
-            known: the names.
-            passages: how many.
-            statements: of each.
-            ask: questions, at most as many as there are answers.
-            again: share of statements that say anew what was said before.
-            properties: how many there are.
-        """
+        """Passages about some names, and questions about some of what they say."""
         total = passages * statements
         about = random.sample(known, min(len(known), max(2, total // min(3, properties))))
         said: dict[tuple[str, str], Statement] = {}

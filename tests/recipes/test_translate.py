@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mmattn import inspect
-from mmattn.cli.app import main
 from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import read_settings
 from tests.recipes.comparing import check_compared
@@ -30,7 +29,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    names = ("settings", "dates", "pairs", "sentences", "alignment", "writing", "measure", "train")
+    names = ("settings", "dates", "data", "writing", "train")
     return load_files("translate", *names)
 
 
@@ -45,41 +44,41 @@ def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_held_out_stands_in_no_training(recipe: SimpleNamespace) -> None:
-    pairs = [recipe.pairs.Pair(f"word {i}.", f"mot {j} !") for i in range(40) for j in (i, i + 1)]
-    pairs += [recipe.pairs.Pair(f"Word {i}", f"parole {i}") for i in range(40)]
-    train, held = recipe.pairs.divide(pairs, 7, seed=3)
-    plain = recipe.pairs.plain
+    pairs = [recipe.data.Pair(f"word {i}.", f"mot {j} !") for i in range(40) for j in (i, i + 1)]
+    pairs += [recipe.data.Pair(f"Word {i}", f"parole {i}") for i in range(40)]
+    train, held = recipe.data.split(pairs, 7, seed=3)
+    plain = recipe.data.plain
     assert len({plain(question.source) for question in held}) == 7 and len(held) == 14
-    told = {plain(text) for one in held for text in (one.source, *one.references)}
-    assert not any({plain(pair.source), plain(pair.target)} & told for pair in train)
+    held_texts = {plain(text) for one in held for text in (one.source, *one.references)}
+    assert not any({plain(pair.source), plain(pair.target)} & held_texts for pair in train)
     assert {len(question.references) for question in held} == {1, 2}
     assert len(train) >= 3 * 40 - 7 * 5
-    assert recipe.pairs.divide(pairs, 7, seed=3) == (train, held) != recipe.pairs.divide(pairs, 7, seed=4)
-    with pytest.raises(ConfigError, match="40 different sources, of which data.held_out=40 leave nothing"):
-        recipe.pairs.divide(pairs, 40, seed=3)
+    assert recipe.data.split(pairs, 7, seed=3) == (train, held) != recipe.data.split(pairs, 7, seed=4)
+    with pytest.raises(ConfigError, match="data.held_out=40 of 40 different sources leave nothing"):
+        recipe.data.split(pairs, 40, seed=3)
 
 
 def test_numbers_keep_their_points(recipe: SimpleNamespace) -> None:
-    plain = recipe.pairs.plain
+    plain = recipe.data.plain
     assert plain("1.5 km!") != plain("15 km") and plain("Don't, Tom.") == plain("dont tom") and plain("?!") == "?!"
 
 
 def test_a_file_of_pairs(recipe: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "pairs.tsv"
     file.write_text("Go.\tVa !\tby someone\n\nGo.\tVa\u202f!\nRun!\tCours\u00a0!\n", encoding="utf-8")
-    found = [(pair.source, pair.target) for pair in recipe.pairs.read_pairs(file)]
+    found = [(pair.source, pair.target) for pair in recipe.data.read_pairs(file)]
     assert found == [("Go.", "Va !"), ("Run!", "Cours !")]
     for text, match in (("Go.\tVa !\nRun!\n", "line 2: a source, a tab"), ("Go.\t \n", "line 1"), ("\tVa !", "line 1")):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=match):
-            recipe.pairs.read_pairs(file)
+            recipe.data.read_pairs(file)
     file.write_text("Go.\tVa !\n", encoding="utf-8-sig")
-    assert [pair.source for pair in recipe.pairs.read_pairs(file)] == ["Go."], "without the byte-order mark"
+    assert [pair.source for pair in recipe.data.read_pairs(file)] == ["Go."], "without the byte-order mark"
     file.write_bytes("Go.\tÇa".encode("latin-1"))
     with pytest.raises(ConfigError, match="not a text file in UTF-8"):
-        recipe.pairs.read_pairs(file)
+        recipe.data.read_pairs(file)
     with pytest.raises(ConfigError, match="there is no file"):
-        recipe.pairs.read_pairs(tmp_path / "nothing.tsv")
+        recipe.data.read_pairs(tmp_path / "nothing.tsv")
 
 
 def test_dates_are_those_of_the_cldr(recipe: SimpleNamespace) -> None:
@@ -100,37 +99,30 @@ def test_dates_are_those_of_the_cldr(recipe: SimpleNamespace) -> None:
             recipe.dates.write_pairs(3, (wrong,), seed=5)
 
 
-def test_words_and_where_they_looked(recipe: SimpleNamespace) -> None:
-    pairs = [recipe.pairs.Pair("I see the man.", "Je vois l'homme.")]
-    tokenizer = recipe.sentences.train_tokenizer(pairs, 300)
-    ids = recipe.sentences.read_sources(tokenizer, ["Je vois l'homme, ça va ?"])[0]
-    words = recipe.alignment.words(tokenizer, ids)
+def test_words_and_their_alignment(recipe: SimpleNamespace) -> None:
+    tokenizer = recipe.data.train_tokenizer([recipe.data.Pair("I see the man.", "Je vois l'homme.")], 300)
+    ids, source, target = recipe.data.encode_sources(tokenizer, ["Je vois l'homme, ça va ?", "I see", "Je vois"])
+    words = recipe.writing.split_words(tokenizer, ids)
     assert [word for word, _ in words] == ["Je", "vois", "l'", "homme", ",", "ça", "va", "?"]
     assert [place for _, places in words for place in places] == list(range(len(ids)))
-    source = recipe.sentences.read_sources(tokenizer, ["I see"])[0]
-    target = recipe.sentences.read_sources(tokenizer, ["Je vois"])[0]
-    first = len(recipe.alignment.words(tokenizer, target)[0][1])
-    spans = [len(places) for _, places in recipe.alignment.words(tokenizer, source)]
-    # The start and every token of "Je" but its last look at "I", what comes after at "see".
+    both = [recipe.writing.split_words(tokenizer, ids) for ids in (source, target)]
+    spans, first = [len(places) for _, places in both[0]], len(both[1][0][1])
+    # Tokens of "Je" are predicted from "I", later ones from "see".
     weights = torch.zeros(1 + len(target), len(source))
     weights[:first, : spans[0]] = 1 / spans[0]
     weights[first:, spans[0] :] = 1 / spans[1]
-    both = [recipe.alignment.words(tokenizer, ids) for ids in (source, target)]
-    made = recipe.alignment.aligned(*both, weights, read=False)
-    torch.testing.assert_close(made, torch.eye(2))
-    assert str(recipe.alignment.Alignment(["I", "see"], ["Je", "vois"], made)) == "Je→I vois→see"
-    by_head = recipe.alignment.aligned(*both, torch.stack([weights, 0 * weights]), read=False)
-    torch.testing.assert_close(by_head, torch.stack([torch.eye(2), torch.zeros(2, 2)]))
-    if first == 1:
-        assert recipe.alignment.aligned(*both, weights, read=True).argmax(1).tolist() == [1, 1]
+    aligned = recipe.writing.align(*both, torch.stack([weights, 0 * weights]))
+    torch.testing.assert_close(aligned, torch.stack([torch.eye(2), torch.zeros(2, 2)]))
+    trace = inspect.Trace(["Je", "vois"], ["I", "see"], aligned[None, :1], ["layer 0"])
+    assert recipe.writing.align_text(trace) == "Je→I vois→see"
 
 
 def test_several_references_count(recipe: SimpleNamespace) -> None:
-    question = recipe.pairs.Question
+    question = recipe.data.HeldOut
     questions = [question("Go.", ("Va !", "Allez-y donc maintenant, les amis.")), question("Run!", ("Cours !",))]
-    best = recipe.measure.score(questions, ["Allez-y donc maintenant, les amis.", "Cours !"])
+    best = recipe.train.score(questions, ["Allez-y donc maintenant, les amis.", "Cours !"])
     assert best["exact"] == 1 and best["chrf"] == pytest.approx(100) and best["bleu"] == pytest.approx(100)
-    half = recipe.measure.score(questions, ["Va !", "Reste ici."])
+    half = recipe.train.score(questions, ["Va !", "Reste ici."])
     assert half["exact"] == 0.5 and 0 < half["chrf"] < 80
 
 
@@ -154,41 +146,31 @@ def test_a_finished_run_translates_and_draws(recipe: SimpleNamespace, run: Path,
     recipe.writing.main([texts[0], "--run", str(run), "--picture", str(picture)])
     assert capsys.readouterr().out.strip() == translator(texts[:1])[0]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    settings = recipe.settings.AlignmentSettings(layer=1)
-    with pytest.raises(ConfigError, match="in 1 layers"):
-        translator.look(texts[0], settings)
     for text, match in (("  ", "is empty"), (None, "must be a string"), ("word " * 90, "at most 60 fit")):
         with pytest.raises(TextError, match=match):
             translator([text])
     with pytest.raises(ConfigError, match="not the folder of a finished run"):
         recipe.writing.Translator.load(tmp_path)
-    small = recipe.sentences.train_tokenizer([recipe.pairs.Pair("a", "b")], 300)
-    with pytest.raises(ConfigError, match="this tokenizer has"):
-        recipe.writing.Translator(translator.model, small, translator.settings, 60)
 
 
 @torch.no_grad()
-def test_traces_are_looks_of_writing_and_what_hiding_words_does(recipe: SimpleNamespace, run: Path) -> None:
-    settings = recipe.settings.AlignmentSettings(read=False)
+def test_traces_have_weights_and_the_effect_of_each_word(recipe: SimpleNamespace, run: Path) -> None:
     translator = recipe.writing.Translator.load(run, recipe.settings.WritingSettings(**SMALL["writing"]))
     traces = inspect.load_traces(run)
     assert 0 < len(traces) <= 2
     for trace in traces:
         source, written = trace.title.split(" → ", 1)
         assert [written] == translator([source]) and trace.weights.shape[:2] == (1, 2)
-        look = translator.look(source, settings)
-        assert (list(trace.words), list(trace.sources)) == (look.target, look.source)
-        torch.testing.assert_close(trace.mean(), look.weights)
-        assert torch.allclose(trace.weights.sum(-1), torch.ones(()), atol=1e-4), "words share their look out"
+        assert torch.allclose(trace.weights.sum(-1), torch.ones(()), atol=1e-4), "the weights of a word sum to 1"
     # The probability of each token, one after the other; of few, or that of a word would be 0 in float32.
     short = recipe.writing.Translator(translator.model, translator.tokenizer, translator.settings, 9)
-    (ids,) = recipe.sentences.read_sources(short.tokenizer, ["fr: 7"])
+    (ids,) = recipe.data.encode_sources(short.tokenizer, ["fr: 7"])
     (target,) = short.write([ids])
-    told, chances = [short.tokenizer.bos_token_id], []
+    prefix, chances = [short.tokenizer.bos_token_id], []
     for token in target:
-        chances.append(short.model(torch.tensor([ids]), torch.tensor([told]))[0, -1].softmax(-1)[token])
-        told.append(token)
-    spans = [places for _, places in recipe.alignment.words(short.tokenizer, target)]
+        chances.append(short.model(torch.tensor([ids]), torch.tensor([prefix]))[0, -1].softmax(-1)[token])
+        prefix.append(token)
+    spans = [places for _, places in recipe.writing.split_words(short.tokenizer, target)]
     want = torch.stack([torch.stack(chances)[places].prod() for places in spans])
     assert want.isfinite().all() and (want > 0).all()
     trace = short.trace("fr: 7")
@@ -207,17 +189,9 @@ def test_settings_are_those_of_the_recipe(recipe: SimpleNamespace, name: str) ->
     recipe.settings.Config(**settings)
 
 
-def test_unknown_settings_are_named(tmp_path: Path, capsys, recipe: SimpleNamespace) -> None:
-    config = Path(recipe.settings.__file__).with_name("config.yaml")
-    with pytest.raises(SystemExit):
-        main(["train", str(config), "data.pair=x.tsv", f"out={tmp_path / 'run'}"])
-    assert "data.pair" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_real_pairs_do_not_leak(recipe: SimpleNamespace, shared_data: Path) -> None:
-    train, held = recipe.pairs.divide(recipe.pairs.read_pairs(shared_data / "eng-fra.tsv"), 500, seed=0)
-    plain = recipe.pairs.plain
+    train, held = recipe.data.split(recipe.data.read_pairs(shared_data / "eng-fra.tsv"), 500, seed=0)
+    plain = recipe.data.plain
     seen = {plain(pair.source) for pair in train} | {plain(pair.target) for pair in train}
     assert len(held) >= 500 and len(train) > 14_000
     assert not any(plain(text) in seen for one in held for text in (one.source, *one.references))

@@ -76,7 +76,7 @@ def trace_drawing(
     memory: mmattn.Memory | None = None,
     example: Tensor | None = None,
 ) -> list[inspect.Trace]:
-    """Return the attention of each place of a drawing to the words, and to the patches of an example with its memory."""
+    """Return the attention of each place of a drawing to its words, and to the patches of an example."""
     with inspect.record(model) as weights:
         drawing = draw(model, host, [sentence], steps, 1.0, seed=seed, memory=memory)
     side = model.host.config.sample_size

@@ -1,4 +1,4 @@
-"""One loop for everything that is trained here: rows drawn without end, a loss, the settings of the optimizer."""
+"""The training loop of both parts: endless rows, a loss, the settings of the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loss = Callable[[Sequence[Any], Sequence[int]], tuple[Tensor, int]]
 
 
 class Lesson:
-    """A run's folder, device and seed, and the training of whatever is not frozen in a model."""
+    """A run's folder, device and seed, and the training of the parameters that are not frozen."""
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         self.config, self.run, self.accelerator = config, run, accelerator
@@ -26,7 +26,7 @@ class Lesson:
     def train(
         self, model: Any, loss: Loss, draw: Callable[[Random, float], Any], optim: OptimSettings, label: str
     ) -> float:
-        """Train, and return the seconds it took."""
+        """Train on rows from `draw`, which gets the share of the training that is done; return the seconds."""
         random, steps = Random(f"{self.config.seed} {label}"), optim.max_steps
 
         def batches() -> Iterator[list[Any]]:
@@ -42,27 +42,27 @@ class Lesson:
             max_grad_norm=optim.max_grad_norm,
             seed=self.config.seed,
         )
-        # What comes next begins as if nothing had been trained before it.
+        # The next model starts from the same random numbers, whatever was trained before it.
         with torch.random.fork_rng():
-            done = training.train(
+            result = training.train(
                 model,
                 loss,
                 batches(),
                 config,
                 self.accelerator,
-                log=lambda **figures: self.run.log(model=label, **figures),
+                log=lambda **metrics: self.run.log(model=label, **metrics),
                 label=label,
                 progress=self.config.progress,
             )
-        if done.interrupted:
+        if result.interrupted:
             raise KeyboardInterrupt
-        return done.seconds
+        return result.seconds
 
 
 def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:
-    """The adapter of the settings, for memories of width `memory_dim`."""
-    given = settings.model_dump()
-    return mmattn.GatedAdapter(memory_dim=memory_dim, layout={"memory_norm": given.pop("memory_norm")}, **given)
+    """Return the adapter of the settings, for memories of width `memory_dim`."""
+    options = settings.model_dump(exclude={"memory_norm"})
+    return mmattn.GatedAdapter(memory_dim=memory_dim, layout={"memory_norm": settings.memory_norm}, **options)
 
 
 def plot_losses(run: training.RunFolder) -> None:

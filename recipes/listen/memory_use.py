@@ -1,6 +1,6 @@
-"""Peak memory and time of a training step: patches read by the adapter, and patches inserted as tokens before the text.
+"""Peak memory and time of a training step: patches for the adapter, and patches inserted as tokens before the text.
 
-Each way runs in a process of its own, because the peak of a process never falls again.
+Each way runs in a separate process, because the peak of a process never falls again.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ class Inserted(nn.Module):
         self.projection = nn.Linear(memory_dim, lm.config.hidden_size)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, memory: mmattn.Memory) -> Any:
-        """As the language model."""
+        """Return the output of the language model."""
         tokens = self.projection(memory.tokens)
         embedded = torch.cat([tokens, self.lm.get_input_embeddings()(input_ids)], 1)
-        seen = attention_mask.new_ones(memory.tokens.shape[:2]) if memory.mask is None else memory.mask.long()
-        unlearned = labels.new_full(seen.shape, -100)
+        visible = attention_mask.new_ones(memory.tokens.shape[:2]) if memory.mask is None else memory.mask.long()
+        unlearned = labels.new_full(visible.shape, -100)
         return self.lm(
             inputs_embeds=embedded,
-            attention_mask=torch.cat([seen, attention_mask], 1),
+            attention_mask=torch.cat([visible, attention_mask], 1),
             labels=torch.cat([unlearned, labels], 1),
         )
 
 
 def step_memory(config: Config) -> dict[str, dict[str, float]]:
-    """Peak MB above the loaded model, and seconds, of a step of each way."""
-    found = {}
-    # The folder may be a copy, which no module name leads to.
+    """Return peak MB above the loaded model, and seconds, of a step of each way."""
+    steps = {}
+    # The folder may be a copy, which has no module name.
     code = (
         "import sys; from pathlib import Path; from mmattn.recipes import load_recipe; "
         "load_recipe(Path(sys.argv[1]), 'memory_use').report(sys.argv[2], sys.argv[3])"
     )
     for way in WAYS:
-        given = [str(Path(__file__).resolve().parent), way, config.model_dump_json()]
-        done = subprocess.run([sys.executable, "-c", code, *given], check=True, capture_output=True, text=True)
-        found[way] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        arguments = [str(Path(__file__).resolve().parent), way, config.model_dump_json()]
+        result = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+        steps[way] = json.loads(result.stdout.splitlines()[-1])
+    return steps
 
 
 def report(way: str, settings: str) -> None:
-    """Print what `one_way` finds, as JSON."""
+    """Print the result of `one_way` as JSON."""
     torch.set_num_threads(1)
     print(json.dumps(one_way(way, Config.model_validate_json(settings))))
 
 
 def one_way(way: str, config: Config) -> dict[str, float]:
-    """Peak resident memory (MB) above the loaded model and its data, and seconds of a step, after three of them."""
+    """Return peak resident memory (MB) above the loaded model and its data, and seconds of a step, of three steps."""
     from .train_series import LONGEST, build
 
     torch.manual_seed(config.seed)
@@ -82,7 +82,7 @@ def one_way(way: str, config: Config) -> dict[str, float]:
     if way == "adapter":
         model = mmattn.attach(lm, make_adapter(config.describing.adapter, dim))
     random = Random(config.seed)
-    given = batch([Description.draw(random) for _ in range(rows)], torch.device("cpu"))
+    inputs = batch([Description.draw(random) for _ in range(rows)], torch.device("cpu"))
     memory = mmattn.Memory(torch.randn(rows, length, dim))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
@@ -92,17 +92,17 @@ def one_way(way: str, config: Config) -> dict[str, float]:
     for step in range(3):
         if step == 1:
             begin = time.perf_counter()
-        model(**given, memory=memory).loss.backward()
+        model(**inputs, memory=memory).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return {"megabytes": peak_megabytes() - loaded, "seconds": (time.perf_counter() - begin) / 2}
 
 
 def peak_megabytes() -> float:
-    """The most that this process has had in memory so far."""
+    """Return the peak of this process."""
     status = Path("/proc/self/status")
     if status.is_file():
-        # Not getrusage, which on Linux begins with the peak of the process that started this one.
+        # On Linux getrusage starts with the peak of the parent process.
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(lines["VmHWM"].split()[0]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

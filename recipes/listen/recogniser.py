@@ -1,4 +1,4 @@
-"""The speech recogniser: convolutions that hear, a language model that attends to what they heard; and its errors."""
+"""The speech recogniser: convolutions over sound, and a language model that attends to their states."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .settings import RecogniserSettings, SensorEncoderSettings
 from .speech import END, START, VOCABULARY
 
 
-class Ear(nn.Module):
+class AudioEncoder(nn.Module):
     """Convolutions over log-mel energies, two frames to a state, with a learned vector for each place."""
 
     def __init__(self, settings: RecogniserSettings, frames: int) -> None:
         super().__init__()
         width, layers = settings.width, []
         for place in range(settings.convolutions):
-            given, stride = width if place else settings.bands, 2 if place == 1 else 1
-            layers += [nn.Conv1d(given, width, 5, stride, padding=2), nn.BatchNorm1d(width), nn.ReLU()]
+            channels, stride = width if place else settings.bands, 2 if place == 1 else 1
+            layers += [nn.Conv1d(channels, width, 5, stride, padding=2), nn.BatchNorm1d(width), nn.ReLU()]
         self.layers, self.dropout = nn.Sequential(*layers), nn.Dropout(settings.dropout)
         self.places = nn.Parameter(torch.randn((frames + 1) // 2, width) / 2)
         self.words = nn.Linear(width, VOCABULARY)
 
     def forward(self, energies: Tensor) -> tuple[mmattn.Memory, Tensor]:
-        """A memory (b, frames / 2, width), and the logits (b, frames / 2, v) of the word that is spoken at each place."""
-        heard = self.dropout(self.layers(energies).transpose(1, 2))
-        return mmattn.Memory(heard + self.places, check_finite=False), self.words(heard)
+        """Return a memory (b, frames / 2, width), and logits (b, frames / 2, v) of the word at each place."""
+        states = self.dropout(self.layers(energies).transpose(1, 2))
+        return mmattn.Memory(states + self.places, check_finite=False), self.words(states)
 
 
 class SensorEncoder(nn.Sequential):
-    """Convolutions from a stream (b, c, t) of a sensor to the logits (b, v, t) of the word that is spoken at each time."""
+    """Convolutions from a sensor stream (b, c, t) to logits (b, v, t) of the word at each time."""
 
     def __init__(self, settings: SensorEncoderSettings, bands: int) -> None:
         layers: list[nn.Module] = []
         for place in range(settings.convolutions):
-            given = settings.width if place else bands
-            layers += [nn.Conv1d(given, settings.width, 5, padding=2), nn.BatchNorm1d(settings.width), nn.ReLU()]
+            channels = settings.width if place else bands
+            layers += [nn.Conv1d(channels, settings.width, 5, padding=2), nn.BatchNorm1d(settings.width), nn.ReLU()]
         super().__init__(*layers, nn.Conv1d(settings.width, VOCABULARY, 1))
 
 
 class Recogniser(nn.Module):
-    """A small Llama that writes down what an adapter "audio" attends to, all of random weights."""
+    """A small Llama with random weights that transcribes the memory of its adapter "audio"."""
 
     def __init__(self, settings: RecogniserSettings, frames: int) -> None:
         super().__init__()
@@ -59,62 +59,62 @@ class Recogniser(nn.Module):
             num_attention_heads=settings.heads, num_key_value_heads=settings.heads, max_position_embeddings=64,
             tie_word_embeddings=True, bos_token_id=START, eos_token_id=END, pad_token_id=END, initializer_range=0.05,
         )  # fmt: skip
-        self.ear, self.weight = Ear(settings, frames), settings.places
+        self.ear, self.weight = AudioEncoder(settings, frames), settings.places
         lm = LlamaForCausalLM(config)
         self.model = mmattn.attach(lm, make_adapter(settings.adapter, width), "audio")
-        # This time the language model has yet to learn, too.
+        # The language model is trained, too.
         lm.requires_grad_(True)
 
-    def forward(self, energies: Tensor, spoken: Tensor, read: Tensor, said: Tensor) -> Tensor:
-        """The sum of the losses of all words, and of the ear's own, which learns sooner and so teaches where to attend."""
-        heard, words = self.ear(energies)
-        places = F.cross_entropy(words.flatten(0, 1), spoken.flatten()) * (said >= 0).sum()
-        return text_loss(self.model(input_ids=read, memory={"audio": heard}).logits, said) + self.weight * places
+    def forward(self, energies: Tensor, spoken: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss of all words and of the encoder's own logits, which teach where to attend."""
+        memory, words = self.ear(energies)
+        places = F.cross_entropy(words.flatten(0, 1), spoken.flatten()) * (labels >= 0).sum()
+        return text_loss(self.model(input_ids=ids, memory={"audio": memory}).logits, labels) + self.weight * places
 
     @torch.no_grad()
     def hear(self, energies: Tensor) -> mmattn.Memory:
-        """The memory of utterances."""
+        """Return the memory of utterances."""
         memory: mmattn.Memory = self.ear(energies)[0]
         return memory
 
     @torch.no_grad()
-    def sense(self, felt: Tensor, energies: Tensor, least: float = -1.0) -> mmattn.Memory:
-        """The memory (b, frames / 2, 2 × width + 2) of what the encoder of a sensor makes of its stream."""
-        same, agreement = self.agree(felt, energies)
+    def sense(self, words: Tensor, energies: Tensor, least: float = -1.0) -> mmattn.Memory:
+        """Return a memory (b, frames / 2, 2 × width + 2) of a sensor stream, masked below `least` agreement."""
+        same, agreement = self.agree(words, energies)
         vectors = self.model.host.get_input_embeddings().weight
-        places = self.ear.places.expand(len(felt), -1, -1)
+        places = self.ear.places.expand(len(words), -1, -1)
         overall = agreement[:, None, None].expand_as(same)
-        tokens = torch.cat([felt.softmax(-1) @ (vectors / vectors.std()), places, 2 * same, 2 * overall], -1)
+        tokens = torch.cat([words.softmax(-1) @ (vectors / vectors.std()), places, 2 * same, 2 * overall], -1)
         mask = (agreement >= least)[:, None].expand(tokens.shape[:2])
         return mmattn.Memory(tokens, mask, check_finite=False)
 
     @torch.no_grad()
-    def agree(self, felt: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
-        """How likely ear and sensor mean the same word at each place (b, frames / 2, 1), and how far they agree (b,)."""
-        words, heard = felt.softmax(-1), self.ear(energies)[1].softmax(-1)
-        same = (words * heard)[..., :END].sum(-1, keepdim=True)
-        silent, quiet = (chances[..., START] - chances[..., START].mean(1, keepdim=True) for chances in (words, heard))
+    def agree(self, words: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chance of the same word in audio and sensor (b, frames / 2, 1), and their agreement (b,)."""
+        words, audio = words.softmax(-1), self.ear(energies)[1].softmax(-1)
+        same = (words * audio)[..., :END].sum(-1, keepdim=True)
+        silent, quiet = (chances[..., START] - chances[..., START].mean(1, keepdim=True) for chances in (words, audio))
         mean = same.sum((1, 2)) / (1 - words[..., START]).sum(1).clamp_min(1e-6)
         return same, mean + F.cosine_similarity(silent, quiet, dim=1)
 
     @torch.no_grad()
     def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:
-        """The words of each row, greedily."""
+        """Return the words of each row, greedily."""
         rows, device = memory["audio"].batch, memory["audio"].device
         ids = torch.full((rows, 1), START, device=device)
-        made = self.model.generate(
+        output = self.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=longest, do_sample=False
         )
-        return [[*row, END][: [*row, END].index(END)] for row in made[:, 1:].tolist()]
+        return [[*row, END][: [*row, END].index(END)] for row in output[:, 1:].tolist()]
 
     def save(self, folder: Path) -> None:
-        """Write the language model, its adapter and the ear into a folder."""
+        """Write the language model, its adapter and the audio encoder into a folder."""
         self.model.host.save_pretrained(str(folder))
         self.model.save_adapter(folder / "audio", "audio")
         save_file(self.ear.state_dict(), folder / "ear.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Take the weights that `save` wrote of a recogniser of the same settings."""
+        """Load the weights of a recogniser with the same settings."""
         try:
             self.ear.load_state_dict(load_file(folder / "ear.safetensors"))
             lm = LlamaForCausalLM.from_pretrained(folder)
@@ -123,30 +123,30 @@ class Recogniser(nn.Module):
             self.model.adapter("audio").load_state_dict(audio.state_dict())
         except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"recogniser.saved={str(folder)!r} was asked for, and there is no recogniser of these settings: {error}"
+                f"recogniser.saved={str(folder)!r} has no recogniser with these settings: {error}"
             ) from error
 
 
 @torch.no_grad()
-def feel(encoder: SensorEncoder, sensed: Tensor) -> Tensor:
-    """The logits (b, t, v) that the frozen encoder of a sensor gives for its stream (b, t, c)."""
+def sensor_logits(encoder: SensorEncoder, sensed: Tensor) -> Tensor:
+    """Return the logits (b, t, v) of a frozen sensor encoder for its stream (b, t, c)."""
     logits: Tensor = encoder(sensed.transpose(1, 2)).transpose(1, 2)
     return logits
 
 
-def read_off(felt: Tensor) -> list[list[int]]:
-    """The words of each row of logits (b, t, v), one for each run of places at which it is the likeliest.
+def most_likely_words(logits: Tensor) -> list[list[int]]:
+    """Return the words of each row of logits (b, t, v), one for each run of places with the same most likely word.
 
-    >>> read_off(torch.nn.functional.one_hot(torch.tensor([[30, 4, 4, 30, 4, 7, 7, 30]]), 31))
+    >>> most_likely_words(torch.nn.functional.one_hot(torch.tensor([[30, 4, 4, 30, 4, 7, 7, 30]]), 31))
     [[4, 4, 7]]
     """
     rows = []
-    for places in felt.argmax(-1).tolist():
+    for places in logits.argmax(-1).tolist():
         runs = [word for word, before in zip(places, [START, *places], strict=False) if word != before]
         rows.append([word for word in runs if word < END])
     return rows
 
 
-def text_loss(logits: Tensor, said: Tensor) -> Tensor:
-    """The sum of the cross-entropies of what is said (b, l), -100 aside."""
-    return F.cross_entropy(logits.flatten(0, 1), said.flatten(), ignore_index=-100, reduction="sum")
+def text_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross-entropy of labels (b, l)."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")

@@ -1,4 +1,4 @@
-"""Series and the sentences that describe them: trend, period, and an anomaly with the tenth of the series it is in.
+"""Series and the sentences that describe them: trend, period, and an anomaly with its tenth of the series.
 
 falling , repeats every 97 samples , a dip in the sixth tenth
 """
@@ -21,21 +21,8 @@ PERIODS = {"never": None, "23": 23, "47": 47, "97": 97, "193": 193, "389": 389}
 ANOMALIES = ("spike", "dip", "gap", "nothing")
 TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 ATTRIBUTES = {"trend": tuple(TRENDS), "period": tuple(PERIODS), "anomaly": ANOMALIES, "time": (*TENTHS, "-")}
-WORDS = (
-    *TRENDS,
-    *PERIODS,
-    *ANOMALIES,
-    *TENTHS,
-    ",",
-    "repeats",
-    "every",
-    "samples",
-    "a",
-    "in",
-    "the",
-    "part",
-    "unusual",
-)
+FILLERS = (",", "repeats", "every", "samples", "a", "in", "the", "part", "unusual")
+WORDS = (*TRENDS, *PERIODS, *ANOMALIES, *TENTHS, *FILLERS)
 IDS = {word: id for id, word in enumerate(WORDS)}
 END, START = len(WORDS), len(WORDS) + 1
 VOCABULARY = len(WORDS) + 2
@@ -43,7 +30,7 @@ VOCABULARY = len(WORDS) + 2
 
 @dataclass(frozen=True)
 class Description:
-    """What is to be said of a series; `tenth` is "-" where nothing is unusual."""
+    """The attributes of a series; `tenth` is "-" without an anomaly."""
 
     trend: str
     period: str
@@ -52,13 +39,13 @@ class Description:
 
     @staticmethod
     def draw(random: Random) -> Description:
-        """Each attribute at random."""
+        """Draw each attribute."""
         anomaly = random.choice(ANOMALIES)
         tenth = "-" if anomaly == "nothing" else random.choice(TENTHS)
         return Description(random.choice([*TRENDS]), random.choice([*PERIODS]), anomaly, tenth)
 
     def words(self) -> list[str]:
-        """The sentence."""
+        """Return the sentence."""
         repeats = ["never", "repeats"] if self.period == "never" else ["repeats", "every", self.period, "samples"]
         unusual = ["nothing", "unusual"]
         if self.anomaly != "nothing":
@@ -67,19 +54,19 @@ class Description:
 
     @staticmethod
     def read(words: Sequence[str]) -> Description:
-        """What a sentence says: the first word of each attribute's own, "?" where there is none."""
+        """Parse a sentence: the first word of each attribute, or "?"."""
         trend, period, anomaly, tenth = (
-            next((word for word in words if word in known), "?") for known in (TRENDS, PERIODS, ANOMALIES, TENTHS)
+            next((word for word in words if word in values), "?") for values in (TRENDS, PERIODS, ANOMALIES, TENTHS)
         )
         return Description(trend, period, anomaly, "-" if anomaly == "nothing" else tenth)
 
     def attributes(self) -> dict[str, str]:
-        """By the names of `ATTRIBUTES`."""
+        """Return the attributes by the names of `ATTRIBUTES`."""
         return dict(zip(ATTRIBUTES, (self.trend, self.period, self.anomaly, self.tenth), strict=True))
 
 
-def measured(description: Description, settings: SeriesSettings, seed: int) -> NDArray[np.float32]:
-    """A series (samples,) of which this is true; NaN in a gap."""
+def make_series(description: Description, settings: SeriesSettings, seed: int) -> NDArray[np.float32]:
+    """Return a series (samples,) with these attributes; NaN in a gap."""
     random, n = np.random.default_rng(seed), settings.samples
     time = np.arange(n)
     values = settings.noise * random.standard_normal(n)
@@ -99,7 +86,7 @@ def measured(description: Description, settings: SeriesSettings, seed: int) -> N
 
 
 def batch(descriptions: Sequence[Description], device: torch.device) -> dict[str, Tensor]:
-    """Rows that learn their sentences: ids, mask and labels (b, l)."""
+    """Return ids, mask and labels (b, l) of sentences."""
     texts = [[START, *(IDS[word] for word in one.words()), END] for one in descriptions]
     longest = max(map(len, texts))
     ids = torch.tensor([text + [END] * (longest - len(text)) for text in texts], device=device)
@@ -107,7 +94,7 @@ def batch(descriptions: Sequence[Description], device: torch.device) -> dict[str
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def said(ids: Sequence[int]) -> Description:
-    """What the ids of a text say, up to its end."""
+def parse(ids: Sequence[int]) -> Description:
+    """Parse the ids of a text, up to its end."""
     words = [WORDS[id] for id in [*ids, END][: [*ids, END].index(END)] if id < END]
     return Description.read(words)

@@ -1,7 +1,7 @@
-"""Adapters that hear what is expected and describe what a sensor measured: `mmattn train config.yaml`.
+"""Adapters that add a sensor to a speech recogniser, and that describe series: `mmattn train config.yaml`.
 
-`part: speech` is a recogniser of spoken numbers with a list of expected words, `part: series` a language model that
-describes series of 16,000 samples.
+`part: speech` is a recogniser of spoken numbers with a sensor, `part: series` a language model that describes series of
+16,000 samples.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ COLUMNS = {
 
 
 def main(settings: dict[str, Any]) -> Path:
-    """Leave settings, metrics, the adapter, samples, plots and the table with its controls in the run's folder."""
+    """Run one part with these settings (see settings.py) and return the run's folder."""
     config = Config(**settings)
-    import_extra("matplotlib", "viz")  # rather missed now than after the last step
+    import_extra("matplotlib", "viz")  # fail now rather than after the last step
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
     accelerator = training.make_accelerator(device=config.device)
-    made = (Listening if config.part == "speech" else Describing)(config, run, accelerator)
-    content = {"part": config.part, "seed": config.seed, **made.table()}
+    part = (Listening if config.part == "speech" else Describing)(config, run, accelerator)
+    content = {"part": config.part, "seed": config.seed, **part.table()}
     run.write_json("table.json", content)
     text = table([content])
     run.write_text("table.md", text)
@@ -50,7 +50,7 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 def table(contents: list[dict[str, Any]]) -> str:
-    """The rows of one or several `table.json`, and of series what a training step takes."""
+    """Return the table of one or several `table.json`, and of series the cost of a training step."""
     first = contents[0]
     runs = [[{"parameters": None, "seconds": None, **row} for row in one["rows"]] for one in contents]
     text = training.spread_table("", COLUMNS[first["part"]], runs)

@@ -1,4 +1,4 @@
-"""A frozen language model describes series of 16,000 samples that an adapter reads as patches."""
+"""A frozen language model describes series of 16,000 samples with an adapter to their patches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from mmattn.encoders import SeriesEncoder
 
 from .learning import Lesson, make_adapter, plot_losses
 from .memory_use import step_memory
-from .series import ATTRIBUTES, END, START, VOCABULARY, Description, batch, measured, said
+from .series import ATTRIBUTES, END, START, VOCABULARY, Description, batch, make_series, parse
 from .settings import Config, LanguageModelSettings
 
-#: Words of a description at most, its end included.
-LONGEST = 16
+LONGEST = 16  # words of a description at most, its end included
 
 
 def build(settings: LanguageModelSettings, length: int) -> LlamaForCausalLM:
-    """A Llama of random weights for texts of so many tokens."""
+    """Return a Llama with random weights for texts of this many tokens."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=settings.width, intermediate_size=8 * settings.width // 3,
         num_hidden_layers=settings.layers, num_attention_heads=settings.heads, num_key_value_heads=settings.heads,
@@ -41,21 +40,21 @@ class Describing(Lesson):
         series = config.series
         self.device = accelerator.device
         self.sense = SeriesEncoder(series.patch, position_features=series.position_features)
-        self.known, self.train_memory = self.read("train", series.train)
-        self.asked, self.memory = self.read("held out", series.held_out)
+        self.descriptions, self.train_memory = self.read("train", series.train)
+        self.held_out, self.memory = self.read("held out", series.held_out)
 
     def read(self, name: str, count: int) -> tuple[list[Description], mmattn.Memory]:
-        """Descriptions, and the memories of series of which they are true."""
+        """Return descriptions, and the memories of series that match them."""
         random = Random(f"{self.config.seed} {name}")
-        told = [Description.draw(random) for _ in range(count)]
+        descriptions = [Description.draw(random) for _ in range(count)]
         seeds = [training.derive_seed(self.config.seed, name, row) for row in range(count)]
         rows = training.tracked(count, f"reading ({name})", self.config.progress)
-        memories = [self.sense(measured(told[row], self.config.series, seeds[row])) for row in rows]
+        memories = [self.sense(make_series(descriptions[row], self.config.series, seeds[row])) for row in rows]
         whole = mmattn.Memory.stack(memories)
-        return told, mmattn.Memory(whole.tokens.half(), whole.mask)
+        return descriptions, mmattn.Memory(whole.tokens.half(), whole.mask)
 
     def table(self) -> dict[str, Any]:
-        """Every row of the table, and what a training step takes."""
+        """Train the language model, the adapter and the LoRA; return every row, and the cost of a training step."""
         config = self.config
         torch.manual_seed(config.seed)
         lm = build(config.lm, self.train_memory.length + LONGEST + 2).to(self.device)
@@ -87,66 +86,66 @@ class Describing(Lesson):
         return {"rows": rows, "memory": step_memory(config), "patches": self.train_memory.length}
 
     def any_series(self, random: Random, done: float) -> int:
-        """A row of the training series."""
-        return random.randrange(len(self.known))
+        """Return the number of a training series."""
+        return random.randrange(len(self.descriptions))
 
     def loss(self, model: Any, memory: mmattn.Memory | None) -> Any:
-        """The loss of descriptions, or of rows of the training series and what `memory` has of them."""
+        """Return the loss of descriptions, or of rows of the training series with `memory`."""
 
         def loss(rows: Sequence[Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-            told = [row if isinstance(row, Description) else self.known[row] for row in rows]
-            given = batch(told, self.device)
-            targets = int((given["labels"][:, 1:] != -100).sum())
-            beside = {} if memory is None else {"memory": memory[list(rows)].to(self.device).to(torch.float32)}
-            return model(**given, **beside).loss * targets, targets
+            texts = [row if isinstance(row, Description) else self.descriptions[row] for row in rows]
+            inputs = batch(texts, self.device)
+            targets = int((inputs["labels"][:, 1:] != -100).sum())
+            options = {} if memory is None else {"memory": memory[list(rows)].to(self.device).to(torch.float32)}
+            return model(**inputs, **options).loss * targets, targets
 
         return loss
 
     @torch.no_grad()
     def describe(self, model: Any, memory: mmattn.Memory | None) -> list[list[int]]:
-        """What the model says of each row of a memory, greedily; without a memory as often the same."""
+        """Return the generated ids for each row of a memory, or as many without a memory."""
         out: list[list[int]] = []
-        for start in range(0, len(self.asked), 100):
-            rows = range(start, min(start + 100, len(self.asked)))
-            beside = {}
+        for start in range(0, len(self.held_out), 100):
+            rows = range(start, min(start + 100, len(self.held_out)))
+            options = {}
             if memory is not None:
-                beside = {"memory": memory[slice(rows.start, rows.stop)].to(self.device).to(torch.float32)}
+                options = {"memory": memory[slice(rows.start, rows.stop)].to(self.device).to(torch.float32)}
             ids = torch.full((len(rows), 1), START, device=self.device)
-            made = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False, **beside
+            output = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False, **options
             )
-            out += made[:, 1:].tolist()
+            out += output[:, 1:].tolist()
         return out
 
     def row(self, name: str, model: Any, memory: mmattn.Memory | None, samples: bool = False) -> dict[str, Any]:
-        """The share of held-out series of which each attribute is said rightly, and all of them."""
-        found = [said(ids) for ids in self.describe(model, memory)]
-        pairs = list(zip(found, self.asked, strict=True))
+        """Return the share of held-out series with each attribute right, and with all."""
+        parsed = [parse(ids) for ids in self.describe(model, memory)]
+        pairs = list(zip(parsed, self.held_out, strict=True))
         right = [
             {one: value == true.attributes()[one] for one, value in text.attributes().items()} for text, true in pairs
         ]
         if samples:
-            self.said = [" ".join(text.words()) if "?" not in vars(text).values() else "?" for text in found]
+            self.texts = [" ".join(text.words()) if "?" not in vars(text).values() else "?" for text in parsed]
             lines = [
                 f"true: {' '.join(true.words())}\nsaid: {text}"
-                for text, true in zip(self.said, self.asked, strict=True)
+                for text, true in zip(self.texts, self.held_out, strict=True)
             ]
             self.run.write_text("samples.txt", "\n\n".join(lines[:20]))
         shares = {one: sum(row[one] for row in right) / len(right) for one in ATTRIBUTES}
         return {"name": name, **shares, "all": sum(all(row.values()) for row in right) / len(right)}
 
     def draw(self) -> None:
-        """The first held-out series and what was said of them, as `series.png`."""
+        """Draw the first held-out series with their descriptions."""
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
         figure, axes = plt.subplots(4, 1, figsize=(9, 8), constrained_layout=True)
-        for row, axis in enumerate(axes[: len(self.asked)]):
+        for row, axis in enumerate(axes[: len(self.held_out)]):
             seed = training.derive_seed(self.config.seed, "held out", row)
-            axis.plot(measured(self.asked[row], self.config.series, seed), linewidth=0.4)
-            axis.set_title(f"said: {self.said[row]}", fontsize=9, loc="left")
+            axis.plot(make_series(self.held_out[row], self.config.series, seed), linewidth=0.4)
+            axis.set_title(f"said: {self.texts[row]}", fontsize=9, loc="left")
             axis.margins(x=0)
         axes[-1].set_xlabel("sample")
         figure.savefig(self.run.path / "series.png", dpi=110)

@@ -1,4 +1,4 @@
-"""A recogniser of spoken numbers, frozen, and an adapter that reads a sensor of the voice without the noise."""
+"""A frozen recogniser of spoken numbers, and an adapter to a sensor of the voice without the noise."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from torch import Tensor
 import mmattn
 from mmattn import training
 from mmattn.encoders import LogMelEncoder
+from mmattn.errors import import_extra
+from mmattn.evaluation import text_scores
 
 from .learning import Lesson, make_adapter, plot_losses
-from .measure import CLEAN, Measure, draw_voices
-from .recogniser import Recogniser, SensorEncoder, feel, text_loss
+from .recogniser import Recogniser, SensorEncoder, most_likely_words, sensor_logits, text_loss
 from .settings import Config
-from .speech import Heard, Speech, Utterance
+from .speech import Clips, Speech, Utterance
 from .voices import WORDS, speak
 
 Row = tuple[Utterance, float]
-"""Who says what, and how loud against the noise, in dB."""
-#: Rows of the picture.
-SHOWN = (
+"""An utterance and its signal-to-noise ratio in dB."""
+CLEAN = 30.0  # dB of a clean voice
+DRAWN = (
     "audio only", "audio and sensor", "audio and another utterance's sensor", "audio, LoRA without a sensor",
 )  # fmt: skip
 
@@ -37,17 +38,20 @@ class Listening(Lesson):
 
     def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
         super().__init__(config, run, accelerator)
+        import_extra("torchmetrics", "metrics")  # fail now rather than after the training
         spoken = speak(config.voices, config.progress)
         settings = config.recogniser
         rate, step = config.voices.sampling_rate, 2 * settings.hop
-        given: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
-        ear = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, normalization="mean_std", **given)
-        sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **given)
+        options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
+        ear = LogMelEncoder(
+            settings.bands, window=settings.window, hop=settings.hop, normalization="mean_std", **options
+        )
+        sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
         self.speech, held_out = (
             Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, accelerator.device)
             for name in ("train", "held_out")
         )
-        # Two more than are ever said, so that words which are not there are counted.
+        # Two more than in any utterance, so that surplus words are counted.
         self.longest = config.voices.most + 2
         self.measure = Measure(held_out, config)
         torch.manual_seed(config.seed)
@@ -56,7 +60,7 @@ class Listening(Lesson):
         self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(accelerator.device)
 
     def table(self) -> dict[str, Any]:
-        """Every row of the table, and the word error rates of each voice."""
+        """Train all models; return every row of the table, and the word error rates of each voice."""
         config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
         seconds = None
         if config.recogniser.saved is None:
@@ -91,93 +95,172 @@ class Listening(Lesson):
             lora.unload()
         plot_losses(self.run)
         voices = {row["name"]: row.pop("voices") for row in rows}
-        draw_voices({name: voices[name] for name in SHOWN if name in voices}, self.run.path / "voices.png")
+        draw_voices({name: voices[name] for name in DRAWN if name in voices}, self.run.path / "voices.png")
         self.samples(rows)
-        return {"rows": rows, "voices": voices, "held_out": len(self.measure.asked), "least": self.least}
+        return {"rows": rows, "voices": voices, "held_out": len(self.measure.utterances), "least": self.least}
 
     def louder(self, random: Random, done: float) -> Row:
-        """What the recogniser learns: at first with hardly any noise, and as loud as the settings say later on."""
+        """Draw a row for the recogniser: with little noise at first, later as in the settings."""
         noise = self.config.noise
         above = max(0.0, CLEAN - noise.easiest) * min(1.0, max(0.0, 1 - (done - 0.1) / 0.3))
         return self.speech.draw(random), random.uniform(noise.snr, noise.easiest) + above
 
     def in_noise(self, random: Random, done: float) -> Row:
-        """What adapter and LoRA learn: as loud as is measured."""
+        """Draw a row for adapter and LoRA, with the noise of the measurement."""
         return self.speech.draw(random), self.config.noise.snr
 
     def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        """The loss of a recogniser that learns everything."""
-        heard, read, said = self.batch(rows, seeds)
-        return self.recogniser(heard.energies, heard.spoken, read, said), int((said >= 0).sum())
+        """Return the loss of the whole recogniser."""
+        clips, ids, labels = self.batch(rows, seeds)
+        return self.recogniser(clips.energies, clips.spoken, ids, labels), int((labels >= 0).sum())
 
     def encoder_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        """The loss of the encoder of the sensor: which word is spoken at each place."""
+        """Return the loss of the sensor encoder: the word at each place."""
         utterances = [utterance for utterance, _ in rows]
-        said = [self.speech.said(one, np.random.default_rng(seed)) for one, seed in zip(utterances, seeds, strict=True)]
-        sensed, spoken = self.speech.feel(utterances, said)
+        sounds = [
+            self.speech.say(one, np.random.default_rng(seed)) for one, seed in zip(utterances, seeds, strict=True)
+        ]
+        sensed, spoken = self.speech.sense(utterances, sounds)
         logits = self.encoder(sensed.transpose(1, 2))
         return F.cross_entropy(logits, spoken, reduction="sum"), spoken.numel()
 
     def plain_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        """The loss of what was put on the recogniser, without a sensor."""
-        heard, read, said = self.batch(rows, seeds)
-        memory = {"audio": self.recogniser.hear(heard.energies)}
-        return text_loss(self.recogniser.model(input_ids=read, memory=memory).logits, said), int((said >= 0).sum())
+        """Return the loss without a sensor."""
+        clips, ids, labels = self.batch(rows, seeds)
+        memory = {"audio": self.recogniser.hear(clips.energies)}
+        return text_loss(self.recogniser.model(input_ids=ids, memory=memory).logits, labels), int((labels >= 0).sum())
 
     def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        """The loss with a sensor, which for some of the rows was at another utterance."""
-        heard, read, said = self.batch(rows, seeds)
-        sensed, wrong = heard.sensed.clone(), round(self.config.sensor.wrong * len(rows))
-        # Rows are drawn at random: the first ones are as good as any.
-        sensed[:wrong] = heard.sensed[:wrong].roll(1, 0)
+        """Return the loss with a sensor, for some rows that of another utterance."""
+        clips, ids, labels = self.batch(rows, seeds)
+        sensed, wrong = clips.sensed.clone(), round(self.config.sensor.wrong * len(rows))
+        sensed[:wrong] = clips.sensed[:wrong].roll(1, 0)
         memory = {
-            "audio": self.recogniser.hear(heard.energies),
-            "sensor": self.recogniser.sense(feel(self.encoder, sensed), heard.energies, self.least),
+            "audio": self.recogniser.hear(clips.energies),
+            "sensor": self.recogniser.sense(sensor_logits(self.encoder, sensed), clips.energies, self.least),
         }
-        return text_loss(self.recogniser.model(input_ids=read, memory=memory).logits, said), int((said >= 0).sum())
+        return text_loss(self.recogniser.model(input_ids=ids, memory=memory).logits, labels), int((labels >= 0).sum())
 
-    def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Heard, Tensor, Tensor]:
-        """What is heard and sensed of rows, what the language model reads, and what it is to say."""
+    def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Clips, Tensor, Tensor]:
+        """Return clips, ids and labels of rows."""
         utterances, levels = zip(*rows, strict=True)
         return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
 
     def calibrate(self) -> float:
-        """The agreement that all but a few streams of another utterance stay below, for speakers of the training."""
+        """Return the agreement that few streams of another utterance reach, for speakers of the training."""
         sensor, random = self.config.sensor, Random(f"{self.config.seed} calibration")
-        found = []
+        agreements = []
         for start in range(0, sensor.calibration, 100):
             count = max(2, min(100, sensor.calibration - start))
             rows = [self.in_noise(random, 1.0) for _ in range(count)]
-            heard, _, _ = self.batch(rows, [random.randrange(2**31) for _ in rows])
-            found.append(self.recogniser.agree(feel(self.encoder, heard.sensed.roll(1, 0)), heard.energies)[1])
-        return float(torch.cat(found).quantile(1 - sensor.passing))
+            clips, _, _ = self.batch(rows, [random.randrange(2**31) for _ in rows])
+            other = sensor_logits(self.encoder, clips.sensed.roll(1, 0))
+            agreements.append(self.recogniser.agree(other, clips.energies)[1])
+        return float(torch.cat(agreements).quantile(1 - sensor.passing))
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
-        """The word error rates, of all voices and of each at the noise that is measured."""
-        given: dict[str, Any] = {"longest": self.longest, "shift": shift}
+        """Return the word error rates of all voices and of each; `alone` measures the sensor without the recogniser."""
+        options: dict[str, Any] = {"longest": self.longest, "shift": shift}
         if sensor:
-            given |= {"sensor": self.encoder, "least": self.least}
+            options |= {"sensor": self.encoder, "least": self.least}
         if alone:
-            noisy = clean = self.measure.read_off(self.encoder)
+            noisy = clean = self.measure.transcribe_sensor(self.encoder)
         else:
             noisy, clean = (
-                self.measure.written(self.recogniser, snr, **given) for snr in (self.config.noise.snr, CLEAN)
+                self.measure.transcribe(self.recogniser, snr, **options) for snr in (self.config.noise.snr, CLEAN)
             )
         rates = {"noisy": self.measure.rate(noisy), "clean": self.measure.rate(clean)}
         return {"name": name, **rates, "voices": self.measure.by_voice(noisy), "written": noisy[:20]}
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
-        """What each wrote of the first utterances, as `samples.txt`."""
+        """Save the transcripts of the first utterances."""
         written, parts = {row["name"]: row.pop("written") for row in rows}, []
         width = max(map(len, written))
-        for place, one in enumerate(self.measure.asked[:20]):
+        for place, one in enumerate(self.measure.utterances[:20]):
             speaker = self.measure.speech.spoken.speakers[one.speaker]
-            lines = {"said": list(one.words), **{name: texts[place] for name, texts in written.items()}}
-            told = [f"{name:{width}}  {' '.join([*WORDS, '?', '?'][id] for id in ids)}" for name, ids in lines.items()]
-            parts.append("\n".join([f"{speaker.voice} ({speaker.speed} words a minute)", *told]))
+            lines = {"said": list(one.words), **{name: rows[place] for name, rows in written.items()}}
+            texts = [f"{name:{width}}  {' '.join([*WORDS, '?', '?'][id] for id in ids)}" for name, ids in lines.items()]
+            parts.append("\n".join([f"{speaker.voice} ({speaker.speed} words a minute)", *texts]))
         self.run.write_text("samples.txt", "\n\n".join(parts))
 
 
+class Measure:
+    """The held-out utterances, each in the same noise for every row."""
+
+    def __init__(self, speech: Speech, config: Config) -> None:
+        self.speech, self.seed = speech, config.seed
+        random, speakers = Random(f"{config.seed} held out"), len(speech.spoken.speakers)
+        self.utterances = [speech.draw(random, row % speakers) for row in range(config.sensor.held_out)]
+
+    def transcribe(
+        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = -1.0
+    ) -> list[list[int]]:
+        """Return the words for each utterance, with the sensor of the utterance `shift` further on."""
+        out: list[list[int]] = []
+        for start in range(0, len(self.utterances), 100):
+            rows = range(start, min(start + 100, len(self.utterances)))
+            clips = self.clips(rows, snr)
+            memory = {"audio": recogniser.hear(clips.energies)}
+            if sensor is not None:
+                sensed = clips.sensed if not shift else self.clips(rows, snr, shift).sensed
+                memory["sensor"] = recogniser.sense(sensor_logits(sensor, sensed), clips.energies, least)
+            out += recogniser.transcribe(memory, longest)
+        return out
+
+    def transcribe_sensor(self, encoder: Any) -> list[list[int]]:
+        """Return the most likely words of the sensor encoder alone."""
+        out: list[list[int]] = []
+        for start in range(0, len(self.utterances), 100):
+            rows = range(start, min(start + 100, len(self.utterances)))
+            out += most_likely_words(sensor_logits(encoder, self.clips(rows, CLEAN).sensed))
+        return out
+
+    def clips(self, rows: Sequence[int], snr: float, shift: int = 0) -> Clips:
+        """Return utterances in their noise, or the ones `shift` further on."""
+        rows = [(row + shift) % len(self.utterances) for row in rows]
+        seeds = [training.derive_seed(self.seed, "noise", row) for row in rows]
+        return self.speech.batch([self.utterances[row] for row in rows], [snr] * len(rows), seeds)
+
+    def rate(self, transcripts: Sequence[Sequence[int]], voice: str | None = None) -> float:
+        """Return the word error rate, of all voices or of one."""
+        speakers = self.speech.spoken.speakers
+        pairs = [
+            (" ".join(map(str, words)), " ".join(map(str, one.words)))
+            for words, one in zip(transcripts, self.utterances, strict=True)
+            if voice in (None, speakers[one.speaker].voice)
+        ]
+        words, references = zip(*pairs, strict=True)
+        return text_scores(words, references, ["wer"])["wer"]
+
+    def by_voice(self, transcripts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Return the word error rate of each voice."""
+        speakers = self.speech.spoken.speakers
+        voices = dict.fromkeys(speakers[one.speaker].voice for one in self.utterances)
+        return {voice: self.rate(transcripts, voice) for voice in voices}
+
+
+def draw_voices(rates: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the word error rate of each voice, by row of the table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4), constrained_layout=True)
+    wide = 0.8 / len(rates)
+    for place, (name, voices) in enumerate(rates.items()):
+        axes.bar(
+            [x + place * wide for x in range(len(voices))], [100 * rate for rate in voices.values()], wide, label=name
+        )
+    names = list(next(iter(rates.values())))
+    axes.set_xticks([x + 0.4 - wide / 2 for x in range(len(names))], names, rotation=20, ha="right", fontsize=8)
+    axes.set_ylabel("word error rate in %")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def size(module: torch.nn.Module, trained: bool = False) -> int:
-    """Number of parameters, or of those that are trained."""
+    """Count the parameters, or the trained ones."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trained)

@@ -1,7 +1,7 @@
-"""Numbers spoken by the synthetic voices of espeak-ng: which voices, what they say, and the cache of what they said.
+"""Numbers spoken by the synthetic voices of espeak-ng, with a cache.
 
 A voice is an accent of English with a variant of espeak-ng (pitch, formants, roughness), as `espeak-ng -v en-gb+f2` has
-it. Eight variants are held out: nothing that they say is trained on.
+it. Eight variants are held out of all training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORDS = (
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty", "forty",
     "fifty", "sixty", "seventy", "eighty", "ninety", "hundred",
 )  # fmt: skip
-#: What the voices in the background say: no numbers, so that there is one answer to what was said.
+#: Sentences of the voices in the background, without numbers.
 CHATTER = (
     "the window over the garden was open all summer", "please bring the other chair into the kitchen",
     "nobody heard the train until it left the station", "we walked along the river and watched the boats",
@@ -64,23 +64,23 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Spoken:
-    """What several speakers said, each the same texts."""
+    """Speakers, and the samples of each text, from -1 to 1, by speaker."""
 
     speakers: list[Speaker]
     clips: list[list[Sound]]
 
 
 def speak(settings: VoiceSettings, progress: bool) -> dict[str, Spoken]:
-    """What "train", "held_out" and "chatter" say, spoken once and then read from the cache: the same for every seed."""
+    """Return the clips of "train", "held_out" and "chatter" from the cache, the same for every seed."""
     random = Random("0 voices")
-    known = [f"{accent}+{variant}" for accent in ACCENTS for variant in VARIANTS]
+    voices = [f"{accent}+{variant}" for accent in ACCENTS for variant in VARIANTS]
 
     def speakers(voices: Sequence[str]) -> list[Speaker]:
         return [Speaker(voice, random.randint(*settings.speed), random.randint(*settings.pitch)) for voice in voices]
 
-    train = speakers(random.sample(known, settings.speakers))
+    train = speakers(random.sample(voices, settings.speakers))
     held_out = speakers(HELD_OUT * settings.held_out)
-    chatter = speakers(random.sample(known, settings.chatter))
+    chatter = speakers(random.sample(voices, settings.chatter))
     return {
         "train": _cached("train", train, WORDS, settings, progress),
         "held_out": _cached("held out", held_out, WORDS, settings, progress),
@@ -91,8 +91,8 @@ def speak(settings: VoiceSettings, progress: bool) -> dict[str, Spoken]:
 def _cached(
     name: str, speakers: list[Speaker], texts: Sequence[str], settings: VoiceSettings, progress: bool
 ) -> Spoken:
-    told = json.dumps([settings.sampling_rate, *texts, *map(asdict, speakers)])
-    file = Path(settings.cache) / f"voices-{hashlib.sha256(told.encode()).hexdigest()[:24]}.npz"
+    contents = json.dumps([settings.sampling_rate, *texts, *map(asdict, speakers)])
+    file = Path(settings.cache) / f"voices-{hashlib.sha256(contents.encode()).hexdigest()[:24]}.npz"
     if not file.is_file():
         check_voices({speaker.voice for speaker in speakers})
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,24 +103,24 @@ def _cached(
         part = file.with_suffix(".part.npz")
         np.savez(part, samples=np.concatenate([np.int16(clip * 32767) for clip in clips]), ends=ends)
         part.replace(file)
-    with np.load(file) as found:
-        flat = np.split(found["samples"].astype(np.float32) / 32767, found["ends"][:-1])
+    with np.load(file) as arrays:
+        flat = np.split(arrays["samples"].astype(np.float32) / 32767, arrays["ends"][:-1])
     return Spoken(speakers, [flat[row * len(texts) : (row + 1) * len(texts)] for row in range(len(speakers))])
 
 
 def find_espeak() -> str:
-    """The program."""
+    """Return the path of the program."""
     program = shutil.which("espeak-ng")
     if program is None:
         raise ConfigError(
-            "this part is spoken by espeak-ng, and there is none on the path: install it (Debian: apt-get install "
-            "espeak-ng), or run the other part, config_series.yaml"
+            "speech needs espeak-ng, which is not on the path: install it (Debian: apt-get install espeak-ng), or run "
+            "the other part, config_series.yaml"
         )
     return program
 
 
 def check_voices(voices: set[str]) -> None:
-    """Refuse voices that espeak-ng does not have: it would say the same with the accent's own voice."""
+    """Refuse voices that espeak-ng lacks: it would use the accent's own voice in silence."""
     listed = [
         subprocess.run([find_espeak(), f"--voices{kind}"], capture_output=True, text=True, check=True).stdout
         for kind in ("=en", "=variant")
@@ -131,32 +131,29 @@ def check_voices(voices: set[str]) -> None:
         voice for voice in voices if voice.split("+")[0] not in accents or voice.split("+")[1] not in variants
     )
     if unknown:
-        raise ConfigError(
-            f"espeak-ng was asked for {len(voices)} voices and has not {unknown}: it lists them with --voices=en and "
-            "--voices=variant; install espeak-ng 1.51 or later with its data"
-        )
+        raise ConfigError(f"espeak-ng has no voices {unknown}: install espeak-ng 1.51 or later with its data")
 
 
 def say(text: str, speaker: Speaker, sampling_rate: int) -> Sound:
-    """The samples of a text, without the silence around it."""
+    """Return the samples of a text, without the silence around it."""
     options = ["-v", speaker.voice, "-s", str(speaker.speed), "-p", str(speaker.pitch), "--stdout"]
-    done = subprocess.run([find_espeak(), *options, text], capture_output=True, check=False)
-    if done.returncode or len(done.stdout) < 1000:
+    result = subprocess.run([find_espeak(), *options, text], capture_output=True, check=False)
+    if result.returncode or len(result.stdout) < 1000:
         raise ConfigError(
-            f"espeak-ng was asked to say {text!r} as {speaker} and gave {len(done.stdout)} bytes: "
-            f"{done.stderr.decode(errors='replace').strip() or 'no reason'}"
+            f"espeak-ng on {text!r} as {speaker} gave {len(result.stdout)} bytes: "
+            f"{result.stderr.decode(errors='replace').strip() or 'no reason'}"
         )
     # A WAV of 16 bits that states the length of an endless stream: a header of 44 bytes, with the rate at the 24th.
-    rate = int.from_bytes(done.stdout[24:28], "little")
-    sound = np.frombuffer(done.stdout[44 : len(done.stdout) // 2 * 2], np.int16).astype(np.float32)
+    rate = int.from_bytes(result.stdout[24:28], "little")
+    sound = np.frombuffer(result.stdout[44 : len(result.stdout) // 2 * 2], np.int16).astype(np.float32)
     sound = resample(sound / np.abs(sound).max(), rate, sampling_rate)
     loud = np.flatnonzero(np.abs(sound) > 0.01)
     sound = sound[loud[0] : loud[-1] + 1]
     return sound / np.abs(sound).max()
 
 
-def resample(sound: Sound, rate: int, wanted: int) -> Sound:
-    """The same sound at another sampling rate: its spectrum, cut or filled up."""
-    count = round(len(sound) * wanted / rate)
+def resample(sound: Sound, rate: int, target: int) -> Sound:
+    """Resample a sound by cutting or padding its spectrum."""
+    count = round(len(sound) * target / rate)
     spectrum = np.fft.rfft(sound)[: count // 2 + 1]
     return np.float32(np.fft.irfft(spectrum, count) * (count / len(sound)))

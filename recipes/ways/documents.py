@@ -1,9 +1,9 @@
-"""Documents in a twentieth of the slots: a prefix for each, trained on what the host says of it (Cartridges).
+"""Documents in a twentieth of the slots: a prefix for each, trained on the host's answers about it (Cartridges).
 
 A cartridge (arXiv 2506.06266, section 3) is a trained prefix that stands for a document. The host is asked about
-everything in the document, with the document in its prompt; the prefix is trained so that the host says the same
-without it: self-study, by the divergence of the two distributions of every answer. In every other step a row has two
-documents, and the host both in its prompt: prefixes that never stood beside another one do not compose.
+everything in the document, with the document in its prompt; the prefix is trained for the same answers without it:
+self-study, by the divergence of the two distributions of every answer. In every other step a row has two documents, and
+the host both in its prompt: prefixes that were never trained beside another one do not compose.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Documents:
         # Each says each thing once; two of them say nothing about the same name.
         self.documents: list[Reading] = []
         for number in range(one.documents):
-            known = self.world.names[number % 2 :: 2]
-            self.documents.append(self.world.draw(random, known, 1, one.statements, one.statements, again=0.0))
+            names = self.world.names[number % 2 :: 2]
+            self.documents.append(self.world.draw(random, names, 1, one.statements, one.statements, again=0.0))
         tokens = [self.world.passages(document)[0] for document in self.documents]
         self.ids = torch.tensor(tokens, device=self.lm.device)
         self.virtual_tokens = max(1, self.ids.shape[1] // one.times_fewer)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every way to have a document, and how many questions about it are answered rightly."""
+        """Return the share of right answers for each way to give a document."""
         every, whole = [[number] for number in range(len(self.documents))], self.ids.shape[1]
         pairs = [[number, number + 1] for number in range(0, len(self.documents) - 1, 2)]
         rows = [
@@ -81,11 +81,11 @@ class Documents:
         return rows
 
     def adapter(self) -> Any:
-        """A prefix for each document."""
+        """Return a prefix for each document."""
         return mmattn.adapters.PrefixAdapter(self.virtual_tokens, num_prefixes=len(self.documents))
 
     def begin(self, model: Any) -> None:
-        """Let each prefix begin as what the host computes of the first tokens of its document."""
+        """Initialise each prefix with the keys and values of the first tokens of its document."""
         reading = mmattn.attach(self.teacher, mmattn.adapters.PassageAdapter())
         cache = mmattn.hosts.PassageCache(reading)
         cache.add([one[: self.virtual_tokens] for one in self.ids], progress=False)
@@ -94,12 +94,12 @@ class Documents:
         reading.unload()
 
     def learn(self, model: Any, name: str, loss: Loss) -> float:
-        """Train the prefixes; seconds."""
+        """Train the prefixes, and return the seconds."""
         optim, random = self.config.optim, Random(f"{self.config.seed} {name}")
 
         def row(documents: int) -> list[int]:
             first = random.randrange(len(self.documents))
-            # What two documents of a row say is about other names.
+            # The documents of a row are about different names.
             others = [number for number in range(len(self.documents)) if number % 2 != first % 2]
             return [first, random.choice(others)][:documents]
 
@@ -126,56 +126,54 @@ class Documents:
         return done.seconds
 
     def next_token(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
-        """-log p of the documents themselves, one after the other, after their prefixes."""
+        """Return -log p of the documents, one after the other, after their prefixes."""
         ids = self.ids[torch.tensor(rows)].flatten(1)
         logits = model(ids, memory=rows).logits[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
 
     def self_study(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
-        """Divergence of what is answered with the prefixes from what the host answers with the documents."""
+        """Return the divergence of the answers with prefixes from the host's answers with the documents."""
         random = Random(f"{self.config.seed} {step}")
-        asked = [self.asked(row, random) for row in rows]
-        ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*asked, strict=True))
+        questions = [self.questions(row, random) for row in rows]
+        ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*questions, strict=True))
         answers = labels[:, 1:] != -100
         with torch.no_grad():
-            wanted = self.in_prompt(rows, self.ids.shape[1])(ids)[:, :-1][answers].log_softmax(-1)
-        found = model(ids, memory=rows).logits[:, :-1][answers].log_softmax(-1)
-        return F.kl_div(found, wanted, reduction="sum", log_target=True), int(answers.sum())
+            target = self.in_prompt(rows, self.ids.shape[1])(ids)[:, :-1][answers].log_softmax(-1)
+        output = model(ids, memory=rows).logits[:, :-1][answers].log_softmax(-1)
+        return F.kl_div(output, target, reduction="sum", log_target=True), int(answers.sum())
 
-    def asked(self, row: Sequence[int], random: Random) -> tuple[list[int], list[int]]:
-        """Some questions about the documents of a row with the answers that the host itself gives."""
-        known = [one for number in row for one in self.documents[number].asked]
-        return self.world.questions(random.sample(known, min(self.config.texts.ask, len(known))))
-
-    # How a document is had, of rows of one or several documents ------------------------------------------------------
+    def questions(self, row: Sequence[int], random: Random) -> tuple[list[int], list[int]]:
+        """Return some questions about the documents of a row with their answers."""
+        statements = [one for number in row for one in self.documents[number].asked]
+        return self.world.questions(random.sample(statements, min(self.config.texts.ask, len(statements))))
 
     def in_prompt(self, rows: Sequence[Sequence[int]], tokens: int) -> Callable[[Tensor], Tensor]:
-        """With the first tokens of each document in the prompt."""
+        """Return a function from questions to logits, with the first tokens of each document in the prompt."""
         before = self.ids[torch.tensor(rows)][:, :, :tokens].flatten(1)
         return lambda ids: self.teacher(torch.cat([before, ids], 1)).logits[:, before.shape[1] :]
 
     def beginning(self, rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
-        """With as many tokens of each document as a prefix has slots."""
+        """Return the same with as many tokens of each document as a prefix has slots."""
         return self.in_prompt(rows, self.virtual_tokens)
 
     def with_prefix(self, model: Any, shift: int = 0) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-        """With a prefix for each document, or that of another one."""
+        """Return the same with a prefix for each document, or that of another one."""
 
-        def having(rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
+        def logits(rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
             memory = [[(number + shift) % len(self.documents) for number in row] for row in rows]
             return lambda ids: model(ids, memory=memory).logits
 
-        return having
+        return logits
 
     @torch.no_grad()
-    def row(self, name: str, slots: int, having: Any, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """How many of all questions about the documents of each row are answered rightly."""
+    def row(self, name: str, slots: int, logits: Any, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return the share of right answers to all questions about the documents of each row."""
         right: list[bool] = []
         every = [[one for number in row for one in self.documents[number].asked] for row in rows]
         for start in range(0, max(map(len, every)), self.config.texts.ask):
-            asked = [self.world.questions(some[start : start + self.config.texts.ask]) for some in every]
-            ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*asked, strict=True))
-            said = having(rows)(ids)[:, :-1].argmax(-1)
-            wanted = labels[:, 1:]
-            right += (said == wanted)[wanted != -100].tolist()
+            questions = [self.world.questions(some[start : start + self.config.texts.ask]) for some in every]
+            ids, labels = (torch.tensor(part, device=self.ids.device) for part in zip(*questions, strict=True))
+            answers = logits(rows)(ids)[:, :-1].argmax(-1)
+            targets = labels[:, 1:]
+            right += (answers == targets)[targets != -100].tolist()
         return {"name": name, "slots": slots, "accuracy": sum(right) / len(right), "seconds": None}

@@ -1,4 +1,4 @@
-"""The tasks about pictures: a language model names the flower on a picture. Data and measures of the vision recipe."""
+"""The tasks about pictures: name the flower in a picture, with the data and measures of the vision recipe."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import torch
 
 from mmattn import pipelines, recipes, training
 
-from .learning import Batch, nats
-from .memories import Memories
 from .settings import Config
-from .ways import Way
+from .ways import Batch, Memories, Way
 
 
 def vision(file: str) -> Any:
-    """A file of the vision recipe of this installation."""
+    """Load a file of the vision recipe of this installation."""
     return recipes.load_recipe(recipes.find_recipe("vision").folder, file)
 
 
 class Pictures:
-    """Pictures to train on and others to measure on, with texts that are true of them."""
+    """Pictures to train on and others to measure on, with their descriptions."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         settings = {**config.vision, "seed": config.seed, "progress": config.progress}
@@ -42,7 +40,7 @@ class Pictures:
         self.slots = held_out.length
 
     def batches(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Steps, pictures (or their mirror images) and texts that are true of them."""
+        """Yield rows of a step, a picture (or its mirror image) and one of its descriptions."""
         optim = self.config.optim
         texts = [self.data.texts_of(picture) for picture in self.data.train] * (2 if self.settings.data.flip else 1)
         order = training.PairSampler(texts, optim.batch_size, self.config.seed)
@@ -50,33 +48,33 @@ class Pictures:
             yield [(step, *pair) for pair in order.pairs(step)]
 
     def batch(self, rows: Sequence[tuple[int, int, int]]) -> Batch:
-        """A batch to train on: nine of ten slots of each picture."""
+        """Return a batch to train on, with nine of ten slots of each picture."""
         (step, *_), items, texts = zip(*rows, strict=True)
         seed = self.config.seed * 1_000_003 + step
         memory = training.augment_memory(self.memory[torch.tensor(items)], keep_fraction=0.9, seed=seed)
         return self._batch(texts, Memories(memory.to(self.device)))
 
     def score(self, way: Way, memories: Memories | None) -> dict[str, Any]:
-        """How many captions name the right flower, and what each description costs."""
-        pairs, spent = self.measure.pairs, []
+        """Return the share of captions with the right flower, and the nats of each description."""
+        pairs, nats = self.measure.pairs, []
         for start in range(0, len(pairs), 64):
             rows, texts = zip(*pairs[start : start + 64], strict=True)
-            given = None if memories is None else memories[rows]
+            batch_memories = None if memories is None else memories[rows]
             with torch.no_grad():
-                spent += nats(way, self._batch(texts, given), given).sum(1).tolist()
+                nats += way.nats(self._batch(texts, batch_memories), batch_memories).sum(1).tolist()
         right, _ = self.measure.check(self.captions(way, memories))
-        return {"accuracy": right, "nats": spent}
+        return {"accuracy": right, "nats": nats}
 
     @torch.no_grad()
     def captions(self, way: Way, memories: Memories | None) -> list[str]:
-        """A caption for each held-out picture, from nothing but the begin token."""
+        """Return a caption of each held-out picture, from the begin token alone."""
         begin, end = training.bos_and_eos(self.tokenizer)
         written: list[str] = []
         for start in range(0, len(self.held_out), 64):
             rows = list(range(start, min(start + 64, len(self.held_out))))
             ids = torch.full((len(rows), 1), begin, device=self.device)
             memory = None if memories is None else way.memory(memories[rows])
-            made = way.model.generate(
+            output = way.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=64,
@@ -85,16 +83,16 @@ class Pictures:
                 pad_token_id=end,
                 **({} if memory is None else {"memory": memory}),
             )
-            written += [one.strip() for one in self.tokenizer.batch_decode(made[:, 1:], skip_special_tokens=True)]
+            written += [one.strip() for one in self.tokenizer.batch_decode(output[:, 1:], skip_special_tokens=True)]
         return written
 
     def request(self) -> tuple[torch.Tensor, Memories]:
-        """The begin token, and one picture."""
+        """Return the begin token and one picture."""
         begin, _ = training.bos_and_eos(self.tokenizer)
         return torch.full((1, 1), begin, device=self.device), self.held_out[[0]]
 
     def bound(self) -> float:
-        """Bits that the name of a flower has."""
+        """Return the bits of the name of a flower."""
         return math.log2(len(self.data.species))
 
     def _batch(self, texts: Sequence[int], memories: Memories | None) -> Batch:

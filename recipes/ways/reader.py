@@ -1,7 +1,7 @@
-"""A small language model that reads: it finds in a text what was said of a name last. Trained from nothing.
+"""A small language model, trained from nothing, that finds the last statement about a name in a text.
 
-Its first texts are random and go round and round, which is what teaches a model of two layers and more to look for what
-followed (induction, arXiv 2209.11895); with questions from the start that takes many times as long.
+Its first texts repeat random words, which teaches a model of two layers and more to look for the words that followed
+(induction, arXiv 2209.11895); with questions from the start that takes many times as long.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from mmattn.errors import AdapterFileError, ConfigError
 from .settings import Config, ReaderSettings
 from .world import ASK, KINDS, MOST_NAMES, PROPERTIES, STOP, World
 
-#: Tokens of a text that goes round.
-ROUND = 64
-#: What is no word.
+ROUND = 64  # tokens of a text of repeated words
 PAD = "<pad>"
 Text = tuple[list[int], list[int]]
-#: What `mmattn train` leaves in the folder of a run.
-FOLDER = "lm"
+FOLDER = "lm"  # of a run
 
 
 def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
-    """The language model of the settings, frozen, and what is said in words that it has."""
+    """Return the language model of the settings, frozen, and the world in its words."""
     try:
         lm, tokenizer = pipelines.load_language_model(config.texts.lm, device)
     except (AdapterFileError, ConfigError) as error:
@@ -44,7 +41,7 @@ def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
 
 
 def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
-    """Leave a language model that has learned to read in the run's folder; how well it does, and how long it took."""
+    """Train a language model to read, save it in the run's folder, and return its accuracy and cost."""
     settings, tokenizer = config.reader, make_tokenizer()
     world = World(tokenizer)
     model = make_reader(settings, tokenizer, config.seed).to(accelerator.device)
@@ -83,7 +80,7 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each word of the texts, and names of two syllables each."""
+    """Return a tokenizer with a token for each word of the texts, and names of two syllables."""
     syllables = [first + second for first, second in product("bdfgklmnprst", "aeio")]
     names = sorted(Random(0).sample([one + other for one, other in product(syllables, syllables)], MOST_NAMES))
     words = [PAD, ASK, STOP, *PROPERTIES[:KINDS], *names]
@@ -93,7 +90,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_reader(settings: ReaderSettings, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama of random weights."""
+    """Return a Llama with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=settings.width, intermediate_size=2 * settings.width,
@@ -106,20 +103,20 @@ def make_reader(settings: ReaderSettings, tokenizer: PreTrainedTokenizerFast, se
 
 @torch.no_grad()
 def _right(model: Any, config: Config, world: World, passages: int) -> float:
-    """How many questions about held-out names are answered rightly, with passages in the prompt."""
+    """Return the share of right answers about held-out names, with passages in the prompt."""
     random, right = Random(f"{config.seed} measured"), []
     for _ in range(config.texts.requests):
         one = world.draw(random, world.some_names(True), passages, config.texts.statements, config.texts.ask)
         before = [token for passage in world.passages(one) for token in passage]
         ids, labels = (torch.tensor([part], device=model.device) for part in world.questions(one.asked))
         logits = model(torch.cat([torch.tensor([before], device=model.device), ids], 1)).logits[:, len(before) : -1]
-        asked = labels[:, 1:] != -100
-        right += (logits.argmax(-1) == labels[:, 1:])[asked].tolist()
+        answers = labels[:, 1:] != -100
+        right += (logits.argmax(-1) == labels[:, 1:])[answers].tolist()
     return sum(right) / len(right)
 
 
 def _batches(config: Config, world: World) -> Iterator[list[Text]]:
-    """Texts of each step: round ones first, then passages, of longer and longer texts."""
+    """Yield the texts of each step: repeated words first, then longer and longer passages."""
     settings, random = config.reader, Random(f"{config.seed} reader")
     for step in range(settings.max_steps):
         share = step / settings.max_steps
@@ -132,7 +129,7 @@ def _batches(config: Config, world: World) -> Iterator[list[Text]]:
 
 
 def _round(random: Random, world: World) -> Text:
-    """Random words over and over; what is asked is all but the first round."""
+    """Return random words over and over, with labels after the first round."""
     words = [*world.properties, *world.names]
     once = [world.ids[random.choice(words)] for _ in range(random.randint(5, ROUND // 2))]
     ids = (once * (ROUND // len(once) + 1))[:ROUND]
@@ -140,14 +137,14 @@ def _round(random: Random, world: World) -> Text:
 
 
 def _readings(random: Random, world: World, passages: int, config: Config, properties: int) -> list[Text]:
-    """Passages with questions after them."""
+    """Return passages with questions after them."""
     statements = config.texts.statements
     ask = max(4, passages * statements // 3)
     count = max(2, config.reader.tokens // (4 * passages * statements + 5 * ask))
-    made = []
+    texts = []
     for _ in range(count):
         one = world.draw(random, world.names, passages, statements, ask, properties=properties)
         before = [token for passage in world.passages(one) for token in passage]
         ids, labels = world.questions(one.asked)
-        made.append(([*before, *ids], [*[-100] * len(before), *labels]))
-    return made
+        texts.append(([*before, *ids], [*[-100] * len(before), *labels]))
+    return texts

@@ -1,25 +1,30 @@
-"""Which way to give a model a memory is best for what? Train each, with its controls: `mmattn train config.yaml`."""
+"""Ways to give a language model a memory, trained and measured with their controls: `mmattn train config.yaml`.
+
+`Study` compares them on one task; `train_reader` makes the language model of the texts; `Documents` trains prefixes.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import mmattn
 from mmattn import training
 
-from .cost import costs
 from .documents import COLUMNS as DOCUMENT_COLUMNS, Documents
-from .learning import learn
 from .pictures import Pictures
 from .reader import load_lm, train_reader
 from .settings import Config
 from .texts import Texts
-from .ways import Alone, Passages, Prefix, Prompt, Way, prefix
+from .ways import Alone, Memories, Passages, Prefix, Prompt, Way, cache_name, prefix
 
 COLUMNS = {
     "accuracy": ("right", 100, ".1f", " %"),
@@ -43,7 +48,7 @@ Make = Callable[[Any, int], Way]
 
 
 def main(settings: dict[str, Any]) -> Path:
-    """Leave settings, metrics and the table with its controls in the run's folder."""
+    """Run with these settings (see settings.py) and return the run's folder."""
     config = Config(**settings)
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
@@ -78,9 +83,9 @@ class Study:
         torch.manual_seed(config.seed)
 
     def table(self) -> dict[str, Any]:
-        """Every row, and what is said under the table."""
+        """Return every row, and the figures below the table."""
         makers, count = self.makers(), self.config.parameters
-        for make in makers.values():  # what cannot be is said before anything is trained
+        for make in makers.values():  # fail now rather than after the first training
             make(self.task.lm, count).close()
         spent = costs(
             {name: lambda lm, make=make: make(lm, 0) for name, make in makers.items()},
@@ -94,7 +99,7 @@ class Study:
         if "passages" in makers:
             untrained |= {
                 "passages read before": makers["passages"],
-                "passages read before, keys not turned": lambda lm, n: Passages(lm, n, turned=False),
+                "passages read before, keys not turned": lambda lm, n: Passages(lm, n, rotate=False),
             }
         if "again" in makers:
             untrained["passages, first tokens read again"] = makers["again"]
@@ -112,7 +117,7 @@ class Study:
         return {"rows": rows, "slots": self.task.slots, "bound": self.task.bound()}
 
     def makers(self) -> dict[str, Make]:
-        """What makes each way, of a language model and a number of parameters to train."""
+        """Return a function for each way, from a language model and a number of trained parameters."""
         dim, config = self.task.memory_dim, self.config
         makers: dict[str, Make] = {
             "gated": lambda lm, n: Way(lm, mmattn.GatedAdapter(dim, **config.gated), n),
@@ -122,7 +127,7 @@ class Study:
             "passages": lambda lm, n: Passages(lm, n),
         }
         if self.config.task == "pictures":
-            del makers["passages"]  # nothing that a language model could read
+            del makers["passages"]  # pictures have no tokens
         chosen = {way: make for way, make in makers.items() if way in self.config.ways}
         if self.config.task != "pictures":
             again = config.texts.recomputed_tokens
@@ -132,40 +137,106 @@ class Study:
         return chosen
 
     def row(self, name: str, make: Make, parameters: int = 0) -> dict[str, Any]:
-        """Train a way, where it has parameters, and measure it."""
+        """Train a way, if it has parameters, and measure it."""
         torch.manual_seed(self.config.seed)
         way, task = make(self.task.lm, parameters), self.task
         seconds = None
         if parameters:
-            seconds = learn(
-                way, name, task.batches(), task.batch, self.config.optim, self.config.seed, self.run, self.accelerator,
-                self.config.progress,
-            )  # fmt: skip
+            seconds = self.train(way, name)
         reads = way.memory(task.held_out[[0]]) is not None or isinstance(way, (Prompt, Passages))
-        found = task.score(way, task.held_out if reads else None)
+        scores = task.score(way, task.held_out if reads else None)
         shuffled = task.score(way, task.shuffled)["accuracy"] if reads else None
         trained = way.parameters if parameters else None
         way.close()
         row = dict.fromkeys(COLUMNS) | {"name": name, "shuffled": shuffled, "parameters": trained, "seconds": seconds}
-        return row | found
+        return row | scores
+
+    def train(self, way: Way, label: str) -> float:
+        """Train the adapter of a way and the LoRA beside it, and return the seconds."""
+        optim, lora_alone = self.config.optim, isinstance(way, (Alone, Prompt, Passages))
+
+        def loss(rows: Sequence[Any], seeds: Sequence[int]) -> tuple[Tensor, int]:
+            batch = self.task.batch(rows)
+            return way.nats(batch, batch.memories).sum(), int((batch.labels[:, 1:] != -100).sum())
+
+        config = training.TrainingConfig(
+            max_steps=optim.max_steps,
+            learning_rate=optim.lora_learning_rate if lora_alone else optim.learning_rate,
+            gate_learning_rate=optim.gate_learning_rate,
+            weight_decay=optim.weight_decay,
+            warmup_steps=min(optim.warmup_steps, optim.max_steps // 2),
+            max_grad_norm=optim.max_grad_norm,
+            seed=self.config.seed,
+        )
+        result = training.train(
+            way.model,
+            loss,
+            self.task.batches(),
+            config,
+            self.accelerator,
+            log=lambda **metrics: self.run.log(model=label, **metrics),
+            label=label,
+            progress=self.config.progress,
+        )
+        if result.interrupted:
+            raise KeyboardInterrupt  # a way that was stopped early would flatter the others
+        return result.seconds
 
 
 def _lora(lm: Any, parameters: int) -> Way:
     return Alone(lm, None, parameters)
 
 
+@torch.no_grad()
+def costs(
+    makers: dict[str, Callable[[Any], Way]], lm: Any, ids: Tensor, memories: Memories, rounds: int = 30
+) -> dict[str, dict[str, float]]:
+    """Return milliseconds and kilobytes of one request with a prepared memory, each way on a copy of the model."""
+    ways = {name: make(copy.deepcopy(lm)) for name, make in makers.items()}
+    prepared = {name: way.prepared(memories) for name, way in ways.items()}
+    first: dict[str, list[float]] = {name: [] for name in ways}
+    further: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            options = {} if prepared[name] is None else {"memory": prepared[name]}
+            text = way.text(ids, memories)
+            out, spent = _timed(lambda way=way, options=options, text=text: way.model(text, use_cache=True, **options))
+            first[name].append(spent)
+            cache = cache_name(out)
+            options |= {"input_ids": out.logits[:, -1:].argmax(-1), cache: out[cache]}
+            _, spent = _timed(lambda way=way, options=options: way.model(use_cache=True, **options))
+            further[name].append(spent)
+    return {
+        name: {
+            "first_ms": statistics.median(first[name][1:]),
+            "token_ms": statistics.median(further[name][1:]),
+            "kilobytes": way.nbytes(prepared[name], memories) / 1e3,
+        }
+        for name, way in ways.items()
+    }
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the output of a call, and its milliseconds."""
+    begin = time.perf_counter()
+    output = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return output, (time.perf_counter() - begin) * 1e3
+
+
 def table(contents: list[dict[str, Any]]) -> str:
-    """The rows of one or several `table.json`, and how to read them."""
+    """Return the table of one or several `table.json`, with its legend."""
     first = contents[0]
     if first["task"] == "documents":
-        made = training.spread_table("", DOCUMENT_COLUMNS, [one["rows"] for one in contents])
-        return f"{made}\n\nDocuments of {first['tokens']} tokens; every question about each is asked."
+        text = training.spread_table("", DOCUMENT_COLUMNS, [one["rows"] for one in contents])
+        return f"{text}\n\nDocuments of {first['tokens']} tokens; every question about each is asked."
     if first["task"] == "reader":
-        made = training.spread_table("", {"accuracy": COLUMNS["accuracy"]}, [one["rows"] for one in contents])
-        return f"{made}\n\n{first['parameters']:,} parameters, {first['seconds']:.0f} s."
-    made = training.spread_table("", COLUMNS, [one["rows"] for one in contents])
-    asked = "descriptions" if first["task"] == "pictures" else "answers"
+        text = training.spread_table("", {"accuracy": COLUMNS["accuracy"]}, [one["rows"] for one in contents])
+        return f"{text}\n\n{first['parameters']:,} parameters, {first['seconds']:.0f} s."
+    text = training.spread_table("", COLUMNS, [one["rows"] for one in contents])
+    unit = "descriptions" if first["task"] == "pictures" else "answers"
     return (
-        f"{made}\n\n{first['slots']} slots in a memory; bits saved of {first['bound']:.2f} against the LoRA without a "
-        f"memory, mean over {asked}; milliseconds and bytes of one request whose memory is prepared."
+        f"{text}\n\n{first['slots']} slots in a memory; bits saved of {first['bound']:.2f} against the LoRA without a "
+        f"memory, mean over {unit}; milliseconds and bytes of one request whose memory is prepared."
     )

@@ -1,9 +1,9 @@
-"""Texts to read: statements about names, passages of them, and questions. Nothing in them can be guessed.
+"""Texts to read: statements about names, passages of statements, and questions whose answers cannot be guessed.
 
-A statement says what a property of a name is, "home mira tino.", the home of mira is tino; a question is its
-beginning, "? home mira", and its answer is what was said last: a fifth of the statements say something anew. A part of
-the names is held out. Every word is one token of the language model that reads, so that passages are of equal length
-and an answer is right or wrong.
+A statement has a property, a name and a value: "home mira tino.", the home of mira is tino. A question is its
+beginning, "? home mira", and its answer the value of the last such statement: a fifth of the statements change an
+earlier one. A part of the names is held out. Every word is one token of the language model, so that passages are of
+equal length and an answer is right or wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEWEST_NAMES, MOST_NAMES = 64, 256
 
 @dataclass(frozen=True)
 class Statement:
-    """What is said of a name: a property and its value."""
+    """A property of a name and its value."""
 
     property: str
     name: str
@@ -37,14 +37,14 @@ class Statement:
 
 @dataclass(frozen=True)
 class Reading:
-    """Passages in their order, and questions about what holds after all of them."""
+    """Passages in their order, and statements that hold after all of them, to ask for."""
 
     passages: list[list[Statement]]
     asked: list[Statement]
 
 
 class World:
-    """Words that are one token each, and what is said with them."""
+    """Words of one token each, and texts of these words."""
 
     def __init__(self, tokenizer: Any) -> None:
         every = [text.strip() for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
@@ -54,14 +54,14 @@ class World:
         self.properties = [word for word in PROPERTIES if word in self.ids][:KINDS]
         if len(names) < FEWEST_NAMES or len(self.properties) < KINDS or not {ASK, STOP} <= {*self.ids}:
             raise ConfigError(
-                f"in the texts every word is one token, and this tokenizer has {len(names)} names of one token (at "
-                f"least {FEWEST_NAMES}), {len(self.properties)} of the words {', '.join(PROPERTIES)} (at least "
-                f"{KINDS}), and {' '.join({ASK, STOP} & {*self.ids}) or 'none'} of '? .': take another language model"
+                f"words must be one token: this tokenizer has {len(names)} of {FEWEST_NAMES} names, "
+                f"{len(self.properties)} of {KINDS} properties, {'?' if ASK in self.ids else 'no ?'} and "
+                f"{'.' if STOP in self.ids else 'no .'}; take another language model"
             )
         self.names = sorted(Random(0).sample(names, min(MOST_NAMES, len(names))))
 
     def some_names(self, held_out: bool, share: float = 0.2) -> list[str]:
-        """All names that are held out, or all others."""
+        """Return the held-out names, or all others."""
         every = Random(1).sample(self.names, len(self.names))
         count = round(share * len(every))
         return every[:count] if held_out else every[count:]
@@ -69,19 +69,19 @@ class World:
     def draw(
         self,
         random: Random,
-        known: Sequence[str],
+        names: Sequence[str],
         passages: int,
         statements: int,
         ask: int,
         again: float = 0.2,
         properties: int = KINDS,
     ) -> Reading:
-        """Passages about some names, and questions about some of what they say."""
+        """Draw passages about some names, and questions about them."""
         total = passages * statements
-        about = random.sample(known, min(len(known), max(2, total // min(3, properties))))
+        about = random.sample(names, min(len(names), max(2, total // min(3, properties))))
         said: dict[tuple[str, str], Statement] = {}
-        made: list[Statement] = []
-        while len(made) < total:
+        drawn: list[Statement] = []
+        while len(drawn) < total:
             anew = bool(said) and random.random() < again
             if anew:
                 key = random.choice(list(said))
@@ -90,19 +90,19 @@ class World:
             if key in said and not anew and len(said) < len(about) * properties:
                 continue
             said[key] = Statement(*key, random.choice(self.names))
-            made.append(said[key])
-        parts = [made[start : start + statements] for start in range(0, total, statements)]
+            drawn.append(said[key])
+        parts = [drawn[start : start + statements] for start in range(0, total, statements)]
         return Reading(parts, random.sample(list(said.values()), min(ask, len(said))))
 
     def passages(self, reading: Reading) -> list[list[int]]:
-        """The tokens of each passage: "home mira tino. friend mira bako." """
+        """Return the tokens of each passage: "home mira tino. friend mira bako." """
         return [
             [token for one in passage for token in self.encode([one.property, one.name, one.value, STOP])]
             for passage in reading.passages
         ]
 
     def questions(self, asked: Sequence[Statement]) -> tuple[list[int], list[int]]:
-        """Questions one after the other with their answers, "? home mira tino.", and labels of the answers alone."""
+        """Return questions with their answers, "? home mira tino.", and labels of the answers alone."""
         ids: list[int] = []
         labels: list[int] = []
         for one in asked:
@@ -112,14 +112,14 @@ class World:
         return ids, labels
 
     def encode(self, words: Sequence[str]) -> list[int]:
-        """The token of each word."""
+        """Return the token of each word."""
         return [self.ids[word] for word in words]
 
 
 def _single_tokens(tokenizer: Any, words: Sequence[str]) -> dict[str, int]:
-    """The token of "." at the end of a word, and of each word that is one token after it."""
+    """Return the token of "." at the end of a word, and of each word that is one token after it."""
     word = PROPERTIES[0]
     texts = [word, word + STOP, STOP, *(f"{STOP} {one}" for one in words)]
     begun, ended, stop, *after = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    found = [(STOP, begun, ended), *((one, stop, ids) for one, ids in zip(words, after, strict=True))]
-    return {one: ids[-1] for one, before, ids in found if ids[:-1] == before and ids[-1] != tokenizer.unk_token_id}
+    candidates = [(STOP, begun, ended), *((one, stop, ids) for one, ids in zip(words, after, strict=True))]
+    return {one: ids[-1] for one, before, ids in candidates if ids[:-1] == before and ids[-1] != tokenizer.unk_token_id}

@@ -26,8 +26,7 @@ from tests.recipes.comparing import check_compared
 STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}
 SMALL = {"num_heads": 2, "head_dim": 6}
 FILES = (
-    "settings", "voices", "speech", "recogniser", "measure", "series", "memory_use", "train_speech", "train_series",
-    "train",
+    "settings", "voices", "speech", "recogniser", "series", "memory_use", "train_speech", "train_series", "train",
 )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def test_what_was_spoken_is_read_from_the_cache(
 @pytest.mark.parametrize("snr", [-7.0, 0.0, 5.0])
 def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: float) -> None:
     one = recipe.speech.Utterance(1, (3, 17, 3))
-    mixed, alone, places = speech.mixed(one, snr, np.random.default_rng(7))
+    mixed, alone, places = speech.mix(one, snr, np.random.default_rng(7))
     assert len(places) == 3 and np.isfinite(mixed).all() and np.abs(mixed).max() <= 0.5
     # What was mixed is a share of the voice alone, and noise that has nothing in common with it.
     spoken = np.concatenate([alone[start:stop] for start, stop in places])
@@ -109,13 +108,13 @@ def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: 
 
 def test_places_say_which_word_is_spoken(recipe: SimpleNamespace, speech: Any) -> None:
     one = recipe.speech.Utterance(0, (5, 11))
-    heard = speech.batch([one], [30.0], [3])
-    assert heard.energies.shape == (1, 16, 125) and heard.spoken.shape == (1, 63) and heard.sensed.shape == (1, 63, 3)
-    words = [word for word in heard.spoken[0].tolist() if word != recipe.speech.START]
+    clips = speech.batch([one], [30.0], [3])
+    assert clips.energies.shape == (1, 16, 125) and clips.spoken.shape == (1, 63) and clips.sensed.shape == (1, 63, 3)
+    words = [word for word in clips.spoken[0].tolist() if word != recipe.speech.START]
     assert words == sorted(words) and set(words) == {5, 11} and len(words) == pytest.approx(10, abs=2)
     # Where a word is spoken it is louder than around it.
-    speaking = heard.spoken[0] != recipe.speech.START
-    assert heard.sensed[0].mean(1)[speaking].mean() > heard.sensed[0].mean(1)[~speaking].mean() + 0.3
+    speaking = clips.spoken[0] != recipe.speech.START
+    assert clips.sensed[0].mean(1)[speaking].mean() > clips.sensed[0].mean(1)[~speaking].mean() + 0.3
 
 
 def test_the_sensor_feels_the_voice_and_not_the_noise(recipe: SimpleNamespace, speech: Any) -> None:
@@ -129,20 +128,20 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
     settings = recipe.settings.RecogniserSettings(width=12, heads=2, bands=16, adapter=SMALL)
     recogniser = recipe.recogniser.Recogniser(settings, 125).eval()
     random = Random(3)
-    heard = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
+    clips = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
     # An ear and a sensor that know what is said.
-    sure = torch.nn.functional.one_hot(heard.spoken, recipe.speech.VOCABULARY) * 9.0
+    sure = torch.nn.functional.one_hot(clips.spoken, recipe.speech.VOCABULARY) * 9.0
     recogniser.ear.forward = lambda energies: (None, sure)
-    _, own = recogniser.agree(sure, heard.energies)
-    _, others = recogniser.agree(sure.roll(1, 0), heard.energies)
+    _, own = recogniser.agree(sure, clips.energies)
+    _, others = recogniser.agree(sure.roll(1, 0), clips.energies)
     assert own.min() > 1.8 and others.min() >= -1 and others.max() < 1.2
     mixed = torch.cat([sure[:4], sure[4:].roll(1, 0)])
-    memory = recogniser.sense(mixed, heard.energies, least=1.5)
+    memory = recogniser.sense(mixed, clips.energies, least=1.5)
     assert memory.tokens.shape == (9, 63, 2 * 12 + 2) and memory.tokens.isfinite().all()
     assert memory.mask is not None and memory.mask.all(1).tolist() == [True] * 4 + [False] * 5
     assert not memory.mask[4:].any()
     vectors = recogniser.model.host.get_input_embeddings().weight
-    assert torch.allclose(memory.tokens[:4, :, :12], (vectors / vectors.std())[heard.spoken[:4]], atol=0.2)
+    assert torch.allclose(memory.tokens[:4, :, :12], (vectors / vectors.std())[clips.spoken[:4]], atol=0.2)
 
 
 def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: SimpleNamespace) -> None:
@@ -151,7 +150,9 @@ def test_the_encoder_of_a_sensor_sees_some_of_the_time_around_a_place(recipe: Si
     stream = torch.randn(1, 31, 3)
     other = stream.clone()
     other[:, 15] += 5
-    changed = (recipe.recogniser.feel(encoder, stream) != recipe.recogniser.feel(encoder, other)).any(2)[0]
+    changed = (recipe.recogniser.sensor_logits(encoder, stream) != recipe.recogniser.sensor_logits(encoder, other)).any(
+        2
+    )[0]
     assert changed.nonzero()[:, 0].tolist() == [*range(11, 20)]
 
 
@@ -270,7 +271,7 @@ def test_series_are_as_described(recipe: SimpleNamespace) -> None:
     series, settings = recipe.series, recipe.settings.SeriesSettings()
     for seed in range(60):
         told = series.Description.draw(Random(seed))
-        values = series.measured(told, settings, seed)
+        values = series.make_series(told, settings, seed)
         assert values.shape == (16_000,) and values.dtype == np.float32
         where = np.isnan(values)
         assert where.any() == (told.anomaly == "gap")
@@ -294,9 +295,9 @@ def test_sentences_are_read_as_they_are_written(recipe: SimpleNamespace) -> None
     for trend, period, anomaly, tenth in product(series.TRENDS, series.PERIODS, series.ANOMALIES, series.TENTHS):
         told = series.Description(trend, period, anomaly, "-" if anomaly == "nothing" else tenth)
         ids = series.batch([told], torch.device("cpu"))["input_ids"][0].tolist()
-        assert ids[0] == series.START and ids[-1] == series.END and series.said(ids[1:]) == told
-        assert series.said([*ids[1:], 0, 1]) == told and len(ids) - 2 < recipe.train_series.LONGEST
-    assert series.said([series.IDS["samples"]]) == series.Description("?", "?", "?", "?")
+        assert ids[0] == series.START and ids[-1] == series.END and series.parse(ids[1:]) == told
+        assert series.parse([*ids[1:], 0, 1]) == told and len(ids) - 2 < recipe.train_series.LONGEST
+    assert series.parse([series.IDS["samples"]]) == series.Description("?", "?", "?", "?")
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("ways", "settings", "world", "reader", "memories", "texts", "ways", "learning", "train")
+    return load_files("ways", "settings", "world", "reader", "texts", "ways", "train")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_words_of_another_language_model(recipe: SimpleNamespace, pieces: str) -
 
 
 def test_a_language_model_without_the_words(recipe: SimpleNamespace) -> None:
-    with pytest.raises(mmattn.errors.ConfigError, match="0 of the words home, .* take another language model"):
+    with pytest.raises(mmattn.errors.ConfigError, match="0 of 8 properties.*take another language model"):
         recipe.world.World(tiny_tokenizer())
 
 
@@ -191,7 +191,7 @@ def test_every_way_trains_as_many_parameters(
         way = make(study.task.lm, config.parameters)
         assert abs(way.parameters - 30_000) <= 1500, name
         batch = study.task.batch(next(iter(study.task.batches())))
-        nats = recipe.learning.nats(way, batch, batch.memories)
+        nats = way.nats(batch, batch.memories)
         assert torch.isfinite(nats).all() and int((nats > 0).sum()) == int((batch.labels != -100).sum())
         nats.sum().backward()
         found = [one for one in way.model.parameters() if one.requires_grad]
@@ -223,8 +223,8 @@ def test_what_is_trained_apart_is_what_is_read_apart(
 def test_keys_that_are_not_turned_are_others(recipe: SimpleNamespace, texts: Any) -> None:
     """Passages put one after the other without turning their keys give other logits, and finite ones."""
     found = []
-    for turned in (True, False):
-        way = recipe.ways.Passages(texts.lm, turned=turned)
+    for rotate in (True, False):
+        way = recipe.ways.Passages(texts.lm, rotate=rotate)
         with torch.no_grad():
             found.append(way.logits(texts.asked.ids[:2], torch.ones_like(texts.asked.ids[:2]), texts.held_out[[0, 1]]))
         way.close()

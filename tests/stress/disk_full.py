@@ -30,11 +30,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Callable[[int | None], None]]:
-    """A tmpfs at `folder`, and a function that leaves room for so many bytes more on it (None: enough).
-
-    Raises:
-        OSError: it may not be mounted.
-    """
+    """A tmpfs at `folder`, and a function that leaves room for so many bytes more on it (None: enough)."""
 
     def mount(size: int | None, *more: str) -> None:
         words = ["mount", "-t", "tmpfs", "-o", ",".join([*more, f"size={1 << 26 if size is None else size}"])]

@@ -27,14 +27,7 @@ ENTRIES = 300
 
 
 def interrupted_builds(folder: Path, encoder: Path, moments: Sequence[float]) -> list[int]:
-    """Interrupt a build after each of some seconds, and let the last one end.
-
-    Returns:
-        the exit codes of those that were interrupted.
-
-    Raises:
-        AssertionError: half an index, files left behind, or a build that fails afterwards.
-    """
+    """Interrupt a build after each of some seconds, and let the last one end."""
     (folder / "lines.txt").write_text("\n".join(f"the bluebell {number}" for number in range(ENTRIES)))
     words = ["index", "build", "lines.txt", "-o", "index", "--encoder", str(encoder)]
     codes = []

@@ -54,13 +54,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @dataclass
 class Batch:
-    """Texts with memories, some of which are spoilt.
-
-    Args:
-        ids: (b, l).
-        sound: a memory for each row.
-        spoilt: the memories of some rows, in place of the sound ones.
-    """
+    """Texts with memories, some of which are spoilt."""
 
     ids: Tensor
     sound: list[mmattn.Memory]
@@ -217,12 +211,7 @@ def settings() -> dict[str, Any]:
 
 
 class Requests:
-    """Requests of one manager, as a server has it, or of `generate_batch`.
-
-    Args:
-        model: the adapted model.
-        running: they are added to a manager that runs on.
-    """
+    """Requests of one manager, as a server has it, or of `generate_batch`."""
 
     def __init__(self, model: Any, running: bool) -> None:
         self.model, self.alone = model, copy.deepcopy(model)

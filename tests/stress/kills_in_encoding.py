@@ -64,11 +64,7 @@ class Writers:
         )
 
     def run(self, data: Path, out: Path, log: Path, pictures: int, seconds: float) -> bool:
-        """Whether a process that encodes was killed so many pictures and seconds after its start, and not done before.
-
-        Raises:
-            RuntimeError: it died of something else.
-        """
+        """Whether a process that encodes was killed so many pictures and seconds after its start, and not done before."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{data} {out} {log}\n")
         self.process.stdin.flush()
@@ -90,11 +86,7 @@ class Writers:
 
 
 def sources_of(out: Path) -> int:
-    """How many sources a store has, whole; 0 where there is none yet.
-
-    Raises:
-        ValueError: its rows or memories are not those of its sources.
-    """
+    """How many sources a store has, whole; 0 where there is none yet."""
     if not (out / "encoded.json").exists():
         return 0
     store = training.EncodedDataset(out)
@@ -105,15 +97,7 @@ def sources_of(out: Path) -> int:
 
 
 def killed_encodings(place: Path, kills: int, seed: int) -> tuple[int, int, int, int]:
-    """Kill processes that encode, at least so many, until each store is made all the same.
-
-    Returns:
-        Kills, those after which some shards were there, stores that were made, and pictures that were encoded again.
-
-    Raises:
-        ValueError: a store that is torn, or another than one made at once.
-        RuntimeError: a process died of something else.
-    """
+    """Kill processes that encode, at least so many, until each store is made all the same."""
     chance = random.Random(seed)
     colours = [[chance.randrange(40) for _ in range(ROWS)] for _ in range(2)]
     data = [captions(place / name, given) for name, given in zip(("data", "more"), colours, strict=True)]

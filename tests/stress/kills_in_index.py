@@ -47,12 +47,7 @@ for line in sys.stdin:
 
 
 def version_of(folder: Path) -> int:
-    """Which save a folder holds.
-
-    Raises:
-        IndexFileError: none, or not a whole one.
-        ValueError: parts of two.
-    """
+    """Which save a folder holds."""
     index = Index.load(folder)
     (version,) = {index[name].metadata for name in index.ids}
     same = (torch.equal(index[name].vector, torch.full((WIDTH,), float(version))) for name in index.ids)
@@ -62,15 +57,7 @@ def version_of(folder: Path) -> int:
 
 
 def killed_saves(folder: Path, kills: int, seed: int) -> set[int]:
-    """Kill a process that saves again and again; after each kill the index is whole.
-
-    Returns:
-        the saves that were found.
-
-    Raises:
-        MmattnError, ValueError: a torn folder.
-        RuntimeError: the process died of something else, or left something behind.
-    """
+    """Kill a process that saves again and again; after each kill the index is whole."""
     chance, found = random.Random(seed), set()
     command = [sys.executable, "-W", "ignore", "-c", WRITER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as writers:

@@ -36,12 +36,7 @@ def save(model: Any, folder: Path, version: int) -> None:
 
 
 def version_of(folder: Path) -> int:
-    """Which save a folder holds.
-
-    Raises:
-        AdapterFileError: none, or not a whole one.
-        ValueError: parts of two.
-    """
+    """Which save a folder holds."""
     config, tensors = load_folder(folder)
     (version,) = {float(value) for tensor in tensors.values() for value in (tensor.min(), tensor.max())}
     if config["encoder"] != f"v{version:.0f}":

@@ -53,11 +53,7 @@ def lost_or_torn(index: Index, acknowledged: int) -> str | None:
 
 
 def kills(store: str, count: int, writes: int, seed: int = 0) -> tuple[int, int]:
-    """Acknowledged writes, and those that were whole but not acknowledged, over `count` kills in `writes` writes each.
-
-    Raises:
-        RuntimeError: a write was lost or torn, or the process died of something else.
-    """
+    """Acknowledged writes, and those that were whole but not acknowledged, over `count` kills in `writes` writes each."""
     chance, done, more = random.Random(seed), 0, 0
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with empty_place(store) as address:

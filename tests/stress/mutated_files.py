@@ -128,11 +128,7 @@ def put_together(header: Any, info: Any, body: bytes) -> bytes:
 
 
 class Folder:
-    """An adapter folder that is written anew with every mutation, the host it is for, and what it held at first.
-
-    Args:
-        place: an empty folder.
-    """
+    """An adapter folder that is written anew with every mutation, the host it is for, and what it held at first."""
 
     def __init__(self, place: Path) -> None:
         self.folder, self.host = place / "adapter", tiny.make("llama")
@@ -182,11 +178,7 @@ class Folder:
                 self.now[name] = raw
 
     def load(self, settings: dict[str, Any]) -> str | None:
-        """Load what is there: what is wrong with that, None if nothing.
-
-        Raises:
-            AdapterFileError: it was refused.
-        """
+        """Load what is there: what is wrong with that, None if nothing."""
         with warnings.catch_warnings():
             for said in ("the weights of this", "Initializing zero-element tensors"):
                 warnings.filterwarnings("ignore", said)

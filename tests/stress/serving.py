@@ -45,12 +45,7 @@ def tensors() -> int:
 
 
 def load(seconds: float, clients: int) -> tuple[Counter[str], dict[str, int]]:
-    """What became of the requests, and what is left behind.
-
-    Args:
-        seconds: that the clients ask.
-        clients: at once.
-    """
+    """What became of the requests, and what is left behind."""
     pipe = answering_pipe()
     asked = make_questions(pipe)
     apart = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))

@@ -28,11 +28,7 @@ ROWS = 2
 
 
 class Life:
-    """One host, the adapters it has at the moment, and what it was at first.
-
-    Args:
-        place: an empty folder.
-    """
+    """One host, the adapters it has at the moment, and what it was at first."""
 
     def __init__(self, place: Path, seed: int) -> None:
         self.folder, self.chance = place / "adapter", random.Random(seed)

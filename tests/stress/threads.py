@@ -30,11 +30,7 @@ HOW = {"max_new_tokens": 4, "do_sample": False}
 
 
 class Readers:
-    """One host, a memory for each reader, and what each is answered when it is alone.
-
-    Args:
-        count: how many readers.
-    """
+    """One host, a memory for each reader, and what each is answered when it is alone."""
 
     def __init__(self, count: int) -> None:
         self.model = tiny.attach(tiny.make("llama"))

@@ -72,11 +72,7 @@ def make_store(folder: Path, rows: int) -> training.EncodedDataset:
 
 
 def train(store: training.EncodedDataset, batches: Any, steps: int, ahead: int) -> tuple[float, float, float]:
-    """Train on some batches, of which so many are fetched ahead.
-
-    Returns:
-        The share of the time that was spent waiting, the mean loss, and the bytes of vectors that each second took.
-    """
+    """Train on some batches, of which so many are fetched ahead."""
     model = small_run.attach(memory_dim=WIDTH)
     collator = training.RowCollator(small_run.Letters(), store)
 
@@ -106,12 +102,7 @@ def main(steps: int = 600) -> int:
 
 
 def measure(steps: int) -> tuple[float, float, float, set[float]]:
-    """Train on the store in all three ways, and print their figures.
-
-    Returns:
-        The shares of the time spent waiting: on disk, at the throttled address, and there with nothing ahead; and the
-        mean losses of the first two.
-    """
+    """Train on the store in all three ways, and print their figures."""
     fsspec.register_implementation(ThrottledFiles.protocol, ThrottledFiles, clobber=True)
     rows = max(1, steps // EPOCHS) * BATCH
     with tempfile.TemporaryDirectory() as place:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import mmattn
 from mmattn import pipelines, recipes, training
 
 from .settings import Config
@@ -28,12 +31,18 @@ class Pictures:
         self.config, self.device = config, device
         self.data = vision("data").load_data(self.settings.data, config.seed)
         encoder = pipelines.load_image_encoder(recipes.resolve_asset(self.settings.encoder), device)
-        self.memory, held_out = vision("train").encode_pictures(encoder, self.data, self.settings)
+        encode = partial(
+            vision("data").encode, encoder, folder=Path(self.settings.data.cache), progress=config.progress
+        )
+        mirrors = [False, True] if self.settings.data.flip else [False]
+        self.memory = mmattn.Memory.stack([encode(self.data.train, mirror=mirror) for mirror in mirrors])
+        held_out = encode(self.data.held_out, mirror=False)
         self.lm, tokenizer = pipelines.load_language_model(self.settings.lm, device)
         self.ids = training.encode_texts(tokenizer, self.data.texts, self.lm.config.max_position_embeddings)
         self.tokenizer = tokenizer
         measure = vision("measure")
-        self.measure = measure.Measure(self.data, tokenizer, self.ids)
+        self.check_captions = measure.check_captions
+        self.pairs = measure.Measure(self.data, tokenizer, self.ids).pairs
         self.held_out = Memories(held_out.to(device))
         self.shuffled = self.held_out[measure.other_species(self.data.held_out, config.seed)]
         self.memory_dim = held_out.dim
@@ -42,7 +51,7 @@ class Pictures:
     def batches(self) -> Iterator[list[tuple[int, int, int]]]:
         """Yield rows of a step, a picture (or its mirror image) and one of its descriptions."""
         optim = self.config.optim
-        texts = [self.data.texts_of(picture) for picture in self.data.train] * (2 if self.settings.data.flip else 1)
+        texts = [picture.species.texts for picture in self.data.train] * (2 if self.settings.data.flip else 1)
         order = training.PairSampler(texts, optim.batch_size, self.config.seed)
         for step in range(optim.max_steps):
             yield [(step, *pair) for pair in order.pairs(step)]
@@ -56,35 +65,24 @@ class Pictures:
 
     def score(self, way: Way, memories: Memories | None) -> dict[str, Any]:
         """Return the share of captions with the right flower, and the nats of each description."""
-        pairs, nats = self.measure.pairs, []
+        pairs, nats = self.pairs, []
         for start in range(0, len(pairs), 64):
             rows, texts = zip(*pairs[start : start + 64], strict=True)
             batch_memories = None if memories is None else memories[rows]
             with torch.no_grad():
                 nats += way.nats(self._batch(texts, batch_memories), batch_memories).sum(1).tolist()
-        right, _ = self.measure.check(self.captions(way, memories))
+        right, _ = self.check_captions(self.data, self.captions(way, memories))
         return {"accuracy": right, "nats": nats}
 
-    @torch.no_grad()
     def captions(self, way: Way, memories: Memories | None) -> list[str]:
         """Return a caption of each held-out picture, from the begin token alone."""
-        begin, end = training.bos_and_eos(self.tokenizer)
-        written: list[str] = []
+        captions: list[str] = []
         for start in range(0, len(self.held_out), 64):
-            rows = list(range(start, min(start + 64, len(self.held_out))))
-            ids = torch.full((len(rows), 1), begin, device=self.device)
-            memory = None if memories is None else way.memory(memories[rows])
-            output = way.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=64,
-                do_sample=False,
-                eos_token_id=end,
-                pad_token_id=end,
-                **({} if memory is None else {"memory": memory}),
-            )
-            written += [one.strip() for one in self.tokenizer.batch_decode(output[:, 1:], skip_special_tokens=True)]
-        return written
+            rows = range(start, min(start + 64, len(self.held_out)))
+            memory = None if memories is None else way.memory(memories[list(rows)])
+            options = {"max_new_tokens": 64}
+            captions += pipelines.generate_texts(way.model, self.tokenizer, [""] * len(rows), memory, options=options)
+        return captions
 
     def request(self) -> tuple[torch.Tensor, Memories]:
         """Return the begin token and one picture."""

@@ -64,7 +64,7 @@ class Writers:
         )
 
     def run(self, data: Path, out: Path, log: Path, pictures: int, seconds: float) -> bool:
-        """Whether a process that encodes was killed so many pictures and seconds after its start, and not done before."""
+        """Return True if a process was killed so many pictures and seconds after its start, before its end."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{data} {out} {log}\n")
         self.process.stdin.flush()

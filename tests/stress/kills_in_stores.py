@@ -53,7 +53,7 @@ def lost_or_torn(index: Index, acknowledged: int) -> str | None:
 
 
 def kills(store: str, count: int, writes: int, seed: int = 0) -> tuple[int, int]:
-    """Acknowledged writes, and those that were whole but not acknowledged, over `count` kills in `writes` writes each."""
+    """Return acknowledged writes, and whole ones that were not acknowledged, over `count` kills of `writes` writes."""
     chance, done, more = random.Random(seed), 0, 0
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with empty_place(store) as address:

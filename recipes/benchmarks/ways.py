@@ -1,4 +1,4 @@
-"""What each way to give a language model a memory costs: a step of decoding, and bytes, by number of slots.
+"""The cost of each way to give a language model a memory: a step of decoding, and bytes, by number of slots.
 
     python -m recipes.benchmarks ways [--dtype float32 bfloat16] [--quick]
 

@@ -1,14 +1,14 @@
-"""How one model reads with others: what memory it is given while it learns, and how it writes.
+"""Readers: a model alone, or with the memory of other models, in training and in generation.
 
-`Alone` has no memory. `Along` is the composition, `Fused` has the caches that the other models have of the prompt.
-`PromptOnly` and `Leaky` are what a reader without a causal rule can be: an encoder of the prompt, or one that is shown
-in training the other model's states of what it must say.
+`Along` is the composition, `Fused` has the caches that the other models have of the prompt. `PromptOnly` and `Leaky`
+are the controls without a causal rule: an encoder of the prompt, and states of the answer itself in training.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ from transformers import LlamaForCausalLM
 
 import mmattn
 
+from .expressions import World
 from .settings import AdapterSettings, FusedSettings
+
+TOKENS = 24  # tokens that are generated to be timed
+Batch = dict[str, Tensor]
 
 
 class Alone:
@@ -26,36 +30,31 @@ class Alone:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """The loss of a batch, what is right being known up to the token before."""
-        return self.model(**batch, **self.beside(batch)).loss
-
-    def beside(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """What else the model is given with a batch."""
+    def beside(self, batch: Batch) -> dict[str, Any]:
+        """Return further arguments of the model."""
         return {}
 
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch."""
+        return self.model(**batch, **self.beside(batch)).loss
+
     @torch.no_grad()
-    def forced(self, batch: dict[str, Tensor]) -> list[bool]:
-        """For each row whether every token of the answer is the likeliest, the true ones before it being given."""
-        likeliest = self.model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **self.beside(batch)
-        ).logits[:, :-1].argmax(-1)  # fmt: skip
+    def forced(self, batch: Batch) -> list[bool]:
+        """Return for each row if every token of the answer is the likeliest after the true ones before it."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        likeliest = self.model(**inputs, **self.beside(batch)).logits[:, :-1].argmax(-1)
         right = batch["labels"][:, 1:]
         return ((likeliest == right) | (right == -100)).all(1).tolist()
 
     @torch.no_grad()
-    def write(self, prompts: dict[str, Tensor], longest: int) -> Tensor:
-        """The new tokens (b, longest or fewer) after prompts, greedily."""
-        out = self.model.generate(**prompts, **self.beside(prompts), max_new_tokens=longest, do_sample=False)
-        return out[:, prompts["input_ids"].shape[1] :]
+    def write(self, prompts: Batch, longest: int) -> Tensor:
+        """Generate the tokens (b, longest or fewer) after prompts, greedily."""
+        output = self.model.generate(**prompts, **self.beside(prompts), max_new_tokens=longest, do_sample=False)
+        return output[:, prompts["input_ids"].shape[1] :]
 
 
-class Several(Alone, ABC):
-    """A model with an adapter for each of several others.
-
-    Args:
-        anchor: the model. lms: the others. adapters: settings, one for each.
-    """
+class Several(Alone):
+    """A model with an adapter for each of several others; `lms` are those in use, by the names of their adapters."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], adapters: Sequence[Any]) -> None:
         self.names = ["default", "second"][: len(lms)]
@@ -64,108 +63,135 @@ class Several(Alone, ABC):
             model = mmattn.attach(model, adapter, name)
         model.set_adapter(self.names)
         super().__init__(model)
-        #: Of each adapter, the model that it is given; controls give fewer, or others.
-        self.given = dict(zip(self.names, map(mmattn.AugmentingModel, lms), strict=True))
+        self.lms = dict(zip(self.names, map(mmattn.AugmentingModel, lms), strict=True))
 
-    def beside(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """What each adapter is given."""
-        return {"memory": {name: self.memory(one, batch) for name, one in self.given.items()}}
+    def beside(self, batch: Batch) -> dict[str, Any]:
+        """Return the memory of each adapter."""
+        return {"memory": {name: self.memory(lm, batch) for name, lm in self.lms.items()}}
 
-    @abstractmethod
-    def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> Any:
-        """What an adapter is given of a model."""
+    def memory(self, lm: mmattn.AugmentingModel, batch: Batch) -> Any:
+        """Return the memory that an adapter has of a model."""
+        return lm
 
 
 class Along(Several):
     """A model with composed adapters, and the models that read along."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
-        given = settings.model_dump()
-        super().__init__(anchor, lms, [mmattn.ComposedAdapter(memory_dim=lm.config.hidden_size, **given) for lm in lms])
-
-    def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> mmattn.AugmentingModel:
-        """The model itself, which reads along."""
-        return lm
+        options = settings.model_dump()
+        adapters = [mmattn.ComposedAdapter(memory_dim=lm.config.hidden_size, **options) for lm in lms]
+        super().__init__(anchor, lms, adapters)
 
 
 class Fused(Several):
     """A model with the caches of others of the prompt."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], settings: FusedSettings) -> None:
-        given, expanded = settings.model_dump(), [expand(lm) for lm in lms]
+        options, expanded = settings.model_dump(), [expand(lm) for lm in lms]
         widths = [mmattn.AugmentingModel(lm).cache_dim for lm in expanded]
-        adapters = [mmattn.adapters.FusedCacheAdapter(width, **given) for width in widths]
-        super().__init__(anchor, expanded, adapters)
+        super().__init__(anchor, expanded, [mmattn.adapters.FusedCacheAdapter(width, **options) for width in widths])
 
-    def memory(self, lm: mmattn.AugmentingModel, batch: dict[str, Tensor]) -> Any:
-        """What the model has cached of the prompt: of a batch to learn from, of what stands before the answer."""
-        mask = batch["attention_mask"]
-        if "labels" in batch:
-            mask = mask * (batch["labels"] == -100)
-        return lm.prefill(batch["input_ids"], mask)
+    def memory(self, lm: mmattn.AugmentingModel, batch: Batch) -> Any:
+        """Return the cache that the model has of the prompt."""
+        return lm.prefill(batch["input_ids"], prompt_mask(batch))
+
+
+class Leaky(Alone):
+    """A model that attends to all states of the other one, of tokens to be predicted, too."""
+
+    def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
+        (self.lm,) = lms
+        options = settings.model_dump(exclude={"augmenting_layers", "rotary", "own_place"})
+        super().__init__(mmattn.attach(anchor, mmattn.GatedAdapter(memory_dim=self.lm.config.hidden_size, **options)))
+
+    @torch.no_grad()
+    def states(self, ids: Tensor, mask: Tensor) -> mmattn.Memory:
+        """Return the last states of the other model for a text."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        output = self.lm(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
+        return mmattn.Memory(output.hidden_states[-1], mask.bool())
+
+    def beside(self, batch: Batch) -> dict[str, Any]:
+        """Return the states of the whole text."""
+        return {"memory": self.states(batch["input_ids"], batch["attention_mask"])}
+
+    @torch.no_grad()
+    def write(self, prompts: Batch, longest: int) -> Tensor:
+        """Generate token by token, with the states of all tokens before."""
+        ids, mask = prompts["input_ids"], prompts["attention_mask"]
+        for _ in range(longest):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            output = self.model(ids, attention_mask=mask, position_ids=positions, memory=self.states(ids, mask))
+            ids = torch.cat([ids, output.logits[:, -1:].argmax(-1)], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        return ids[:, prompts["input_ids"].shape[1] :]
+
+
+class PromptOnly(Leaky):
+    """A model that attends to the other one's states of the prompt, and of nothing that is generated."""
+
+    write = Alone.write
+
+    def beside(self, batch: Batch) -> dict[str, Any]:
+        """Return the states of the prompt."""
+        return {"memory": self.states(batch["input_ids"], prompt_mask(batch))}
+
+
+def prompt_mask(batch: Batch) -> Tensor:
+    """Return the mask of the tokens before the answer; of a batch without labels that is all of it."""
+    mask = batch["attention_mask"]
+    return mask * (batch["labels"] == -100) if "labels" in batch else mask
 
 
 @torch.no_grad()
 def expand(lm: Any) -> LlamaForCausalLM:
-    """The model with one more layer that adds nothing, as LLaMA Pro begins its own (arXiv 2401.02415, section 3.2).
+    """Add a layer that changes nothing, as LLaMA Pro begins its own (arXiv 2401.02415, section 3.2).
 
     A layer caches what the layers before it have computed: without this one, nothing would cache what the last has.
     """
     config = type(lm.config).from_dict({**lm.config.to_dict(), "num_hidden_layers": lm.config.num_hidden_layers + 1})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = LlamaForCausalLM(config).to(lm.device).eval().requires_grad_(False)
-        made.load_state_dict(lm.state_dict(), strict=False)
-        layer = made.model.layers[-1]
+        expanded = LlamaForCausalLM(config).to(lm.device).eval().requires_grad_(False)
+        expanded.load_state_dict(lm.state_dict(), strict=False)
+        layer = expanded.model.layers[-1]
         for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             torch.nn.init.orthogonal_(part.weight)
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
-    return made
+    return expanded
 
 
-class Leaky(Alone):
-    """A model that looks at all states of the other one, of whatever text there is, later tokens included."""
-
-    def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
-        (lm,) = lms
-        given = settings.model_dump(exclude={"augmenting_layers", "rotary", "own_place"})
-        super().__init__(mmattn.attach(anchor, mmattn.GatedAdapter(memory_dim=lm.config.hidden_size, **given)))
-        self.lm = lm
-
-    @torch.no_grad()
-    def states(self, ids: Tensor, mask: Tensor) -> mmattn.Memory:
-        """The last states of the other model for a text."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        found = self.lm(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
-        return mmattn.Memory(found.hidden_states[-1], mask.bool())
-
-    def beside(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """The states of the whole text."""
-        return {"memory": self.states(batch["input_ids"], batch["attention_mask"])}
-
-    @torch.no_grad()
-    def write(self, prompts: dict[str, Tensor], longest: int) -> Tensor:
-        """Word by word, with the states of what has been written so far."""
-        ids, mask = prompts["input_ids"], prompts["attention_mask"]
-        for _ in range(longest):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            said = self.model(ids, attention_mask=mask, position_ids=positions, memory=self.states(ids, mask))
-            ids = torch.cat([ids, said.logits[:, -1:].argmax(-1)], 1)
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        return ids[:, prompts["input_ids"].shape[1] :]
+def measure(reader: Alone, world: World, task: str, count: int, seed: int, filled: bool = False) -> dict[str, float]:
+    """Return the shares of right answers about held-out keys, generated and teacher-forced; `filled`: with values."""
+    pairs = [one.pair("arithmetic" if filled else task) for one in world.expressions(task, count, seed)]
+    longest = max(len(right) for _, right in pairs) + 1
+    right = forced = 0
+    for start in range(0, count, 100):
+        part = pairs[start : start + 100]
+        written = reader.write(world.prompts(part), longest).tolist()
+        right += sum(world.answer(ids) == answer for ids, (_, answer) in zip(written, part, strict=True))
+        forced += sum(reader.forced(world.batch([[pair] for pair in part])))
+    return {"written": right / count, "forced": forced / count}
 
 
-class PromptOnly(Leaky):
-    """A model that looks at the other one's states of the prompt, and of nothing that is written."""
+def token_times(readers: Mapping[str, Alone], world: World, rounds: int = 20) -> dict[str, float]:
+    """Return the milliseconds of each further token of readers on models of their own: medians over rounds in turn."""
+    prompts = world.prompts([world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")])
+    times: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(rounds + 1):
+        for name, reader in readers.items():
+            few, many = (generation_time(reader, prompts, tokens) for tokens in (1, TOKENS))
+            times[name].append((many - few) / (TOKENS - 1))
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
-    def beside(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """The states of the prompt: of a batch to learn from, what stands before the answer."""
-        mask = batch["attention_mask"]
-        if "labels" in batch:
-            mask = mask * (batch["labels"] == -100)
-        return {"memory": self.states(batch["input_ids"], mask)}
 
-    def write(self, prompts: dict[str, Tensor], longest: int) -> Tensor:
-        """With the states of the prompt, made once."""
-        return Alone.write(self, prompts, longest)
+@torch.no_grad()
+def generation_time(reader: Alone, prompts: Batch, tokens: int) -> float:
+    """Return the milliseconds of generating so many tokens."""
+    start = time.perf_counter()
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    reader.model.generate(**prompts, **reader.beside(prompts), **options)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3

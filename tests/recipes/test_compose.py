@@ -23,23 +23,26 @@ SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("compose", "settings", "expressions", "readers", "measure", "train")
+    return load_files("compose", "settings", "expressions", "readers", "train")
+
+
+def make_world(recipe: SimpleNamespace, knowers: int = 1) -> Any:
+    """Thirty keys, a fifth of them to train a composition on."""
+    return recipe.expressions.World(recipe.settings.DataSettings(keys=30, values=11, knowers=knowers), seed=0)
 
 
 @pytest.fixture
 def world(recipe: SimpleNamespace) -> Any:
-    """Thirty keys, a fifth of them to train a composition on."""
-    return recipe.expressions.World(30, 11, 0.2, True, seed=0)
+    return make_world(recipe)
 
 
-@pytest.fixture(scope="module")
-def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_run(recipe: SimpleNamespace, folder: Path, knowers: int) -> Path:
     """The folder of a run that takes seconds."""
     return recipe.train.main(
         {
-            "out": str(tmp_path_factory.mktemp("compose") / "run"),
+            "out": str(folder / "run"),
             "progress": False,
-            "data": {"keys": 30, "values": 11, "ask": 7},
+            "data": {"keys": 30, "values": 11, "ask": 7, "knowers": knowers},
             "knower": SMALL,
             "reckoner": SMALL | {"width": 24},
             "adapter": {"num_heads": 2, "head_dim": 6},
@@ -49,7 +52,13 @@ def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Pa
     )
 
 
-def test_what_is_asked_and_what_is_right(recipe: SimpleNamespace) -> None:
+@pytest.fixture(scope="module")
+def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with one model that knows keys."""
+    return small_run(recipe, tmp_path_factory.mktemp("compose"), 1)
+
+
+def test_prompts_and_answers(recipe: SimpleNamespace) -> None:
     made = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-")
     pairs = {task: made.pair(task) for task in recipe.expressions.TASKS}
     assert {task: ("".join(asked), right) for task, (asked, right) in pairs.items()} == {
@@ -64,21 +73,21 @@ def test_what_is_asked_and_what_is_right(recipe: SimpleNamespace) -> None:
 
 
 def test_no_held_out_key_is_trained_on(world: Any) -> None:
-    (keys,), (held,) = world.keys, world.held
-    assert len(keys) == 6 and len(held) == 24 and not set(keys) & set(held)
+    (keys,), (held_out,) = world.keys, world.held_out
+    assert len(keys) == 6 and len(held_out) == 24 and not set(keys) & set(held_out)
     random = Random(0)
     drawn = {key for _ in range(200) for key in world.draw(world.keys, random).keys}
     assert drawn == set(keys)
-    asked = {key for one in world.asked("KV-arithmetic", 200, 0) for key in one.keys}
-    assert asked <= set(held) and len(asked) > 20
+    measured = {key for one in world.expressions("KV-arithmetic", 200, 0) for key in one.keys}
+    assert measured <= set(held_out) and len(measured) > 20
 
 
 def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
-    world = recipe.expressions.World(30, 11, 0.2, True, seed=0, knowers=2)
+    world = make_world(recipe, knowers=2)
     first, second = map(set, world.known)
     assert len(first) == len(second) == 15 and not first & second and first | second == set(world.values)
-    for one in world.asked("KV-arithmetic", 50, 0):
-        assert one.keys[0] in first & {*world.held[0]} and one.keys[1] in second & {*world.held[1]}
+    for one in world.expressions("KV-arithmetic", 50, 0):
+        assert one.keys[0] in first & {*world.held_out[0]} and one.keys[1] in second & {*world.held_out[1]}
         text = "".join(one.pair("KV-arithmetic")[0])
         assert text == f"<{one.keys[0]}>{one.operator}[{one.keys[1]}]="
     random = Random(0)
@@ -88,7 +97,7 @@ def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleName
         assert {"".join(text[1:4]) for text in texts} == known
     asked = {"".join(token for token in world.reckoning(random)[0] if token in "<>[]") for _ in range(50)}
     assert asked == {"<>[]"}
-    batch = world.batch([[one.pair("KV-arithmetic")] for one in world.asked("KV-arithmetic", 3, 0)])
+    batch = world.batch([[one.pair("KV-arithmetic")] for one in world.expressions("KV-arithmetic", 3, 0)])
     assert int(batch["input_ids"].max()) < len(world.ids)
 
 
@@ -132,7 +141,7 @@ def test_rows_learn_answers_alone(world: Any) -> None:
     assert [row[mask.bool()].tolist() for row, mask in zip(*prompts.values(), strict=True)] == [
         [world.ids[token] for token in asked] for asked, _ in pairs
     ]
-    assert world.said([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
+    assert world.answer([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
 
 
 def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
@@ -178,13 +187,13 @@ def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, ru
         assert model(ids, memory=mmattn.AugmentingModel(knower)).logits.isfinite().all()
 
 
-def test_readers_see_what_they_say(recipe: SimpleNamespace, world: Any) -> None:
-    """The composition and the encoder of the prompt see no answer, the leaky one does."""
+def test_readers_attend_to_answers_or_not(recipe: SimpleNamespace, world: Any) -> None:
+    """The composition and the encoder of the prompt attend to no answer, the leaky one does."""
     readers, settings = recipe.readers, recipe.settings
     small = settings.ModelSettings(**SMALL)
     knower, reckoner = (recipe.train.build(world, small, seed) for seed in (3, 5))
     adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
-    pair = world.asked("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
+    pair = world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
     batch = world.batch([[pair], [(pair[0], ["3"])]])
     at = len(pair[0]) - 1
     fused = settings.FusedSettings(hidden_dim=5)
@@ -222,18 +231,7 @@ def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed
 
 def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """Two that know keys and one that reckons: with one of them missing, and each in the place of the other."""
-    run = recipe.train.main(
-        {
-            "out": str(tmp_path / "run"),
-            "progress": False,
-            "data": {"keys": 30, "values": 11, "ask": 5, "knowers": 2},
-            "knower": SMALL,
-            "reckoner": SMALL,
-            "adapter": {"num_heads": 2, "head_dim": 6},
-            "fused": {"hidden_dim": 5},
-            "optim": {"max_steps": 2, "batch_size": 6},
-        }
-    )
+    run = small_run(recipe, tmp_path, 2)
     names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
     ways = [
         [f"{way}{word}" for word in (

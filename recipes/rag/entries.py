@@ -113,17 +113,24 @@ def entry_sets(entries: Entries, held_out: int, size: int, ask: int, seed: int) 
     while ask > 0:
         questions = random.sample(range(held_out), min(ask, max(2, size // 5)))
         present = [number % 2 == 0 for number in range(len(questions))]
-        absent = {row for row, here in zip(questions, present, strict=True) if not here}
-        rows = [row for row, here in zip(questions, present, strict=True) if here]
-        same_key = dict.fromkeys(row for one in questions for row in entries.by_key[entries.facts[one].key])
-        others = [row for row in same_key if row not in absent and row not in rows]
-        rows += others[: max(0, size // 2 - len(rows))]
-        used = {*rows, *absent}
-        others = [row for row in range(len(entries.facts)) if row not in used]
-        first = [row for row in others if row < held_out]
-        fill = size - len(rows)
-        rows += random.sample(first, min(fill, len(first)))
-        rows += random.sample([row for row in others if row >= held_out], max(0, fill - len(first)))
+        rows = choose_rows(entries, held_out, size, questions, present, random)
         sets.append(EntrySet(rows, questions, present))
         ask -= len(questions)
     return sets
+
+
+def choose_rows(
+    entries: Entries, held_out: int, size: int, questions: list[int], present: list[bool], random: Random
+) -> list[int]:
+    """Return the rows of a set: the present answers, other facts of the same keys, then held-out facts and others."""
+    rows = [row for row, here in zip(questions, present, strict=True) if here]
+    absent = set(questions) - set(rows)
+    same_key = dict.fromkeys(row for one in questions for row in entries.by_key[entries.facts[one].key])
+    others = [row for row in same_key if row not in absent and row not in rows]
+    rows += others[: max(0, size // 2 - len(rows))]
+    used = {*rows, *absent}
+    others = [row for row in range(len(entries.facts)) if row not in used]
+    first = [row for row in others if row < held_out]
+    fill = size - len(rows)
+    rows += random.sample(first, min(fill, len(first)))
+    return rows + random.sample([row for row in others if row >= held_out], max(0, fill - len(first)))

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn import inspect, training
 
-from .answering import MemoryOf, device_of, most_attended, neighbour_answers, write_answers
+from .answering import MemoryOf, most_attended, neighbour_answers, write_answers
 from .entries import Entries, EntrySet, entry_sets
 from .facts import UNKNOWN, prompt
 from .settings import Config
@@ -50,17 +49,11 @@ class Measure:
         self, model: Any, one: EntrySet, way: str | None, index: mmattn.Index | None = None
     ) -> list[dict[str, Any]]:
         """Return for each question of a set the right and the given answer, and if the right entry has most weight."""
-        entries, facts = self.entries, [self.entries.facts[row] for row in one.questions]
+        facts = [self.entries.facts[row] for row in one.questions]
         prompts = [prompt(fact) for fact in facts]
         attended: list[Any] = [None] * len(facts)
-        if way == "knn":
-            known = [entries.facts[row] for row in one.rows]
-            values = [fact.value for fact in known]
-            texts = neighbour_answers(model, self.tokenizer, prompts, [prompt(fact) for fact in known], values)
-        elif way == "prompt":
-            hits = entries.index(one.rows).search(entries.questions[one.questions], IN_PROMPT).ids
-            context = [[entries.facts[row] for row in reversed(ids)] for ids in hits]
-            texts = write_answers(model, self.tokenizer, list(map(prompt, facts, context)))
+        if way in ("knn", "prompt"):
+            texts = self.baseline(model, one, prompts, way)
         else:
             memory_of = None if way is None else self.memory_of(one, way, index)
             batch = 1 if way == "all" else 32
@@ -80,6 +73,18 @@ class Measure:
             }
             for fact, row, here, text, top in zip(facts, one.questions, one.present, texts, attended, strict=True)
         ]
+
+    def baseline(self, lm: Any, one: EntrySet, prompts: list[str], way: str) -> list[str]:
+        """Answer without an adapter: by neighbours among all entries, or with the best entries in the prompt."""
+        entries = self.entries
+        if way == "knn":
+            known = [entries.facts[row] for row in one.rows]
+            values = [fact.value for fact in known]
+            return neighbour_answers(lm, self.tokenizer, prompts, [prompt(fact) for fact in known], values)
+        hits = entries.index(one.rows).search(entries.questions[one.questions], IN_PROMPT).ids
+        context = [[entries.facts[row] for row in reversed(ids)] for ids in hits]
+        with_facts = [prompt(entries.facts[row], facts) for row, facts in zip(one.questions, context, strict=True)]
+        return write_answers(lm, self.tokenizer, with_facts)
 
     def memory_of(self, one: EntrySet, way: str, index: mmattn.Index | None = None) -> MemoryOf:
         """Return the function from numbers of questions to their memory; `index` is one of the slots of the set."""
@@ -101,23 +106,6 @@ class Measure:
             return mmattn.Memory(entries.slots(rows), scores=scores).__getitem__
         memory = entries.nearest(one.rows, questions, count)
         return memory[[(row + (way == "shuffled")) % len(questions) for row in range(len(questions))]].__getitem__
-
-    def traces(self, model: Any, count: int = 6) -> list[inspect.Trace]:
-        """Return the attention of the answers to some questions over the smallest index."""
-        one = self.sets[min(self.sets)][0]
-        rows, view = one.questions[:count], min(self.config.data.per_query, len(one.rows))
-        hits = self.entries.index(one.rows).search(self.entries.questions[rows], view)
-        memory, prompts = hits.memory(tokens=True), [prompt(self.entries.facts[row]) for row in rows]
-        answers = write_answers(model, self.tokenizer, prompts, memory.__getitem__)
-        begin, end = training.bos_and_eos(self.tokenizer)
-        traces = []
-        for row, (text, answer) in enumerate(zip(prompts, answers, strict=True)):
-            question, new = self.tokenizer([text, f" {answer}"])["input_ids"]
-            ids = [begin, *question, *new, end]
-            words, start = [self.tokenizer.decode([one]) for one in ids], 1 + len(question)
-            part, title = memory[row].to(device_of(model)), f"{text} {answer}"
-            traces.append(inspect.attribute(model, ids, part, words, start=start, title=title))
-        return traces
 
 
 def shares(answers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

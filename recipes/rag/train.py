@@ -39,6 +39,7 @@ DOCS = {
     "against": ("against the LoRA of the same seed", 1, "+.4f", ""),
     "seconds": ("seconds of training", 1, ".0f", ""),
 }
+TRACES = 6  # answers that `mmattn explore` shows
 Question = tuple[str, str, mmattn.Memory]
 
 
@@ -85,9 +86,10 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     entries.encoder.save(run.path / "adapter" / "encoder.safetensors")
     make_pipeline_config(config, tokenizer).save(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
+    pipe: Any = mmattn.pipeline(run.path / "adapter", index=run.path / "index", device=accelerator.device)
+    inspect.save_traces([pipe.trace(fact.question) for fact in entries.facts[:TRACES]], run.path)
 
     # Measuring: ways to read the entries, the entries of other questions, none, and a LoRA of equal size.
-    inspect.save_traces(measure.traces(model), run.path)
     for name, way in (
         ("index searched by attention", "index"),
         ("attention to all entries", "all"),

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class Strict(BaseModel, extra="forbid"):
-    """Settings of which an unknown key is an error."""
+    """Settings; an unknown key is an error."""
 
 
 class DataSettings(Strict):

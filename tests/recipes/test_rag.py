@@ -225,7 +225,7 @@ def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -
     names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "index", "adapter"}
     assert names <= {path.name for path in run.iterdir()}
     traces = inspect.load_traces(run)
-    assert all(trace.dropped is not None and len(trace.sources) == 10 for trace in traces)
+    assert len(traces) == 6 and all(trace.dropped is not None and len(trace.sources) == 12 for trace in traces)
     assert all(trace.title.startswith("Question: ") and trace.sources[0].endswith(".") for trace in traces)
     table = json.loads((run / "table.json").read_text())
     lines = {recipe.train.label(row): row for row in table["rows"]}

@@ -129,8 +129,10 @@ def plot_curves(
             for values in seeds:
                 points = sorted(values.items())
                 label = _literal(name) if values is seeds[0] else None
-                axes.plot(*zip(*points, strict=True), color=f"C{names.index(name) % 10}", label=label, linewidth=1.2)
+                options = {"color": f"C{names.index(name) % 10}", "label": label, "linewidth": 1.2, "marker": "."}
+                axes.plot(*zip(*points, strict=True), **options)
         axes.set(xlabel="step", ylabel=metric)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         if log:
             _log_axis(axes)
         axes.grid(alpha=0.3)

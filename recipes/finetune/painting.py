@@ -1,4 +1,4 @@
-"""A diffusion UNet that learns to draw pictures as their texts say, with a memory beside the text."""
+"""The host `unet`: a diffusion UNet that learns to draw pictures as their texts say, with a memory beside the text."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ STEPS = 20  # of denoising, where pictures are drawn
 
 
 class Painting:
-    """The frozen UNet of the settings with its text encoder, and the loss of its rows.
-
-    Attributes:
-        models: the UNet, its text encoder, the noise schedule it was trained with, and the VAE where there is one.
-        host: the UNet.
-
-    Raises:
-        ConfigError: what `unet` names is a transformer.
-    """
+    """The frozen UNet `host` of the settings; `models` has its text encoder, noise schedule and VAE, too."""
 
     def __init__(self, settings: Config, accelerator: Any) -> None:
         self.settings, self.device = settings, accelerator.device
@@ -40,28 +32,21 @@ class Painting:
             )
 
     def check(self, rows: Any) -> str | None:
-        """The first text with words that the text encoder of this UNet never saw; None where there is none."""
+        """Return the first text with words unknown to the text encoder of this UNet, or None."""
         return self.models.prompts.unknown(rows[number].text for number in range(len(rows)))
 
     def attach(self, memories: training.MemorySource) -> Any:
-        """The UNet with the adapter of the settings."""
-        given = self.settings.decoupled
-        heads = {"num_heads": 4, "head_dim": 32}
-        resampler = None if given.latents is None else mmattn.Resampler(num_latents=given.latents, **heads)
-        adapter = mmattn.DecoupledAdapter(
-            memory_dim=memories.dim,
-            tokens=given.tokens,
-            blocks=None if given.blocks is None else tuple(given.blocks),
-            start=given.start,
-            resampler=resampler,
-        )
-        model = self._masked(mmattn.attach(self.host, adapter))
+        """Return the UNet with the adapter of the settings."""
+        options = self.settings.decoupled.model_dump(include={"tokens", "blocks", "start"})
+        if (latents := self.settings.decoupled.latents) is not None:
+            options["resampler"] = mmattn.Resampler(num_latents=latents, num_heads=4, head_dim=32)
+        model = self._masked(mmattn.attach(self.host, mmattn.DecoupledAdapter(memory_dim=memories.dim, **options)))
         if self.settings.optim.host_gradient_checkpointing:
             model.enable_gradient_checkpointing()
         return model
 
     def control(self, parameters: int) -> tuple[Any, Any]:
-        """The text-only LoRA with as many parameters, and what takes it off again."""
+        """Return the text-only LoRA with as many parameters, and the function that removes it."""
         lora = training.matched_lora(self.host, parameters)
         model = self._masked(mmattn.attach(lora.get_base_model()))
 
@@ -72,74 +57,74 @@ class Painting:
         return model, undo
 
     def _masked(self, model: Any) -> Any:
-        # A UNet of recipes/diffusion was trained not to see the padding of its text; a Stable Diffusion sees it.
+        # A UNet of recipes/diffusion masks the padding of its text; a Stable Diffusion attends to it.
         return model if self.models.prompts.attends_to_padding else model.use_core()
 
     def collate(self, memories: training.MemorySource | None) -> training.Collate:
-        """Pictures, texts and memories of rows, made in a thread beside the training."""
+        """Return the function from rows to a batch, which a thread beside the training calls."""
 
         def collate(rows: Sequence[training.Row], seeds: Sequence[int]) -> dict[str, Any]:
-            given = {"pixels": self.pixels([row.picture for row in rows]), "texts": [row.text for row in rows]}
-            return {**given, "memory": None if memories is None else memories.of(rows)}
+            memory = None if memories is None else memories.of(rows)
+            pixels = self.pixels([row.picture for row in rows])
+            return {"pixels": pixels, "texts": [row.text for row in rows], "memory": memory}
 
         return collate
 
     def loss(self, model: Any) -> training.Loss:
-        """The loss that `training.train` asks for: the min-SNR weighted error (arXiv 2303.09556) of each picture.
+        """Return the loss: the min-SNR weighted error (arXiv 2303.09556) of each picture.
 
-        Time, noise and what is left out of a row come from the row's own seed: whatever the number of processes, the
-        row is learned in the same way.
+        Time, noise and dropped conditions come from the seed of a row, whatever the number of processes.
         """
-        drop, unet = self.settings.decoupled.conditioning_dropout_prob, model
+        drop, schedule = self.settings.decoupled.conditioning_dropout_prob, self.models.schedule
 
         def loss(batch: dict[str, Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
             random = [torch.Generator().manual_seed(seed) for seed in seeds]
             chances = torch.stack([torch.rand(2, generator=one) for one in random])
-            no_text, no_memory = (chances < (drop if unet.training else 0)).unbind(1)
-            told = [None if out else text for text, out in zip(batch["texts"], no_text.tolist(), strict=True)]
-            memory: mmattn.Memory | None = batch["memory"]
+            no_text, no_memory = (chances < (drop if model.training else 0)).unbind(1)
+            texts = [None if out else text for text, out in zip(batch["texts"], no_text.tolist(), strict=True)]
+            inputs, memory = self.words(texts), batch["memory"]
             if memory is not None:
-                seen = memory.real_slots() & ~no_memory.to(memory.device)[:, None]
-                memory = mmattn.Memory(memory.tokens, seen, memory.segments, memory.scores, check_finite=False)
+                mask = memory.real_slots() & ~no_memory.to(memory.device)[:, None]
+                inputs["memory"] = mmattn.Memory(
+                    memory.tokens, mask, memory.segments, memory.scores, check_finite=False
+                )
             clean = self.models.encode(batch["pixels"])
-            schedule = self.models.schedule
             steps = schedule.config.num_train_timesteps
             times = torch.cat([torch.randint(steps, (1,), generator=one) for one in random]).to(self.device)
             noise = torch.stack([torch.randn(clean.shape[1:], generator=one) for one in random]).to(self.device)
-            given = self.words(told) if memory is None else {**self.words(told), "memory": memory}
-            found = unet(schedule.add_noise(clean, noise, times), times, **given).sample
-            wanted, weight = self._target(clean, noise, times)
-            errors = (found.float() - wanted).square().mean((1, 2, 3))
+            output = model(schedule.add_noise(clean, noise, times), times, **inputs).sample
+            target, weight = self._target(clean, noise, times)
+            errors = (output.float() - target).square().mean((1, 2, 3))
             return (weight * errors).sum(), len(seeds)
 
         return loss
 
     def _target(self, clean: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What the UNet should predict at these times, and the weight (b,) of its error."""
+        """Return the target of the UNet at these times, and the weight (b,) of its error."""
         schedule = self.models.schedule
-        kept = schedule.alphas_cumprod.to(clean.device)[times]
-        snr = kept / (1 - kept)
-        most = snr.clamp(max=self.settings.decoupled.min_snr)
+        signal = schedule.alphas_cumprod.to(clean.device)[times]
+        snr = signal / (1 - signal)
+        clamped = snr.clamp(max=self.settings.decoupled.min_snr)
         if schedule.config.prediction_type == "v_prediction":
-            return schedule.get_velocity(clean, noise, times), most / (snr + 1)
-        return noise, most / snr
+            return schedule.get_velocity(clean, noise, times), clamped / (snr + 1)
+        return noise, clamped / snr
 
     @torch.no_grad()
-    def words(self, texts: Sequence[str | None]) -> dict[str, torch.Tensor]:
-        """The texts (b, m, e) as the UNet's own cross-attention reads them, and their padding where it is hidden."""
+    def words(self, texts: Sequence[str | None]) -> dict[str, Any]:
+        """Return the hidden states (b, m, e) of texts for the UNet's own cross-attention, and their mask."""
         states, mask = self.models.prompts(texts)
-        given = {"encoder_hidden_states": states}
-        return given if self.models.prompts.attends_to_padding else {**given, "text_mask": mask}
+        inputs = {"encoder_hidden_states": states}
+        return inputs if self.models.prompts.attends_to_padding else {**inputs, "text_mask": mask}
 
-    def draw(self, model: Any, memory: Any, texts: Sequence[str], seed: int, steps: int = STEPS) -> torch.Tensor:
-        """Pictures (b, c, height, width) from 0 to 1, as the texts say, without guidance."""
-        generator = torch.Generator().manual_seed(seed)
-        made = self.models.generate(model, texts, num_inference_steps=steps, generator=generator, memory=memory)
-        return made / 2 + 0.5
+    def draw(self, model: Any, memory: Any, texts: Sequence[str], seed: int) -> torch.Tensor:
+        """Draw pictures (b, c, height, width) from 0 to 1, as the texts say, without guidance."""
+        random = torch.Generator().manual_seed(seed)
+        options = {"num_inference_steps": STEPS, "generator": random, "memory": memory}
+        return self.models.generate(model, texts, **options) / 2 + 0.5
 
     def pixels(self, pictures: Sequence[Any]) -> torch.Tensor:
-        """The middle square of pictures, (b, c, height, width) from -1 to 1."""
-        made, size = [], self.models.size
+        """Return the middle square of pictures, (b, c, height, width) from -1 to 1."""
+        size, squares = self.models.size, []
         for picture in pictures:
             image = mmattn.load_image(picture)
             side = min(image.size)
@@ -147,11 +132,11 @@ class Painting:
             image = image.crop((left, top, left + side, top + side)).resize((size, size))
             pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
             pixels = pixels.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1
-            made.append(pixels.mean(0, keepdim=True) if self.models.channels == 1 else pixels)
-        return torch.stack(made)
+            squares.append(pixels.mean(0, keepdim=True) if self.models.channels == 1 else pixels)
+        return torch.stack(squares)
 
     def pipeline_config(self, results: str = "", pooled: bool = False) -> pipelines.PipelineConfig:
-        """How to run the trained adapter from prompts and examples, pooled or not, to pictures, with its table."""
+        """Return the file that lets `mmattn.pipeline` draw with the adapter."""
         settings, data = self.settings, self.settings.data.path
         return pipelines.PipelineConfig(
             task="text-to-image",

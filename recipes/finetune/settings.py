@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Strict(BaseModel, extra="forbid"):
+    """Settings; an unknown key is an error."""
 
 
 class DataSettings(Strict):
@@ -124,30 +124,28 @@ class Config(Strict):
 
     @property
     def called_together(self) -> bool:
-        """Whether all processes must call the host for one of them to have an answer."""
+        """Return True if all processes must call the host for one of them to have an answer."""
         return self.fsdp or self.tp_plan is not None
 
     @model_validator(mode="after")
-    def _for_this_host(self) -> Config:
-        others = {"unet", "decoupled", "captions"}
+    def _fits_its_host(self) -> Config:
+        others = {
+            "language": ("unet", "decoupled", "captions"),
+            "unet": ("lm", "quantise", "dtype", "fsdp", "tp_plan", "adapter", "lora", "caption"),
+        }[self.host]
+        fields = type(self).model_fields
+        wrong = sorted(name for name in others if getattr(self, name) != fields[name].default)
         if self.host == "unet":
-            others = {"lm", "quantise", "dtype", "fsdp", "tp_plan", "adapter", "lora", "caption"}
-        plain = type(self).model_fields
-        given = sorted(name for name in others if getattr(self, name) != plain[name].default)
-        if self.host == "unet":
-            plain, own = OptimSettings.model_fields, self.optim
             names = ("cache_hidden_states", "loss_chunk_size", "torch_compile")
-            given += [f"optim.{name}" for name in names if getattr(own, name) != plain[name].default]
-        if given:
-            raise ValueError(f"{', '.join(given)} is for another host than host: {self.host}")
-        if self.fsdp and (self.tp_plan or self.quantise):
-            raise ValueError(
-                "fsdp shards floating point weights that each process has whole: leave tp_plan and quantise out"
-            )
+            wrong += [f"optim.{name}" for name in names if getattr(self.optim, name)]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} is for another host than host: {self.host}")
+        if self.fsdp + bool(self.tp_plan) + bool(self.quantise) > 1:
+            raise ValueError("fsdp, tp_plan and quantise exclude each other: leave tp_plan and quantise out")
         if self.called_together and (self.optim.cache_hidden_states or self.optim.loss_chunk_size):
             raise ValueError(
-                "the processes compute the layers of the host and its head together, with fsdp or tp_plan: leave "
-                "optim.cache_hidden_states and optim.loss_chunk_size out"
+                "all processes call the host together with fsdp or tp_plan: leave optim.cache_hidden_states and "
+                "optim.loss_chunk_size out"
             )
         if self.tp_plan and (self.eval.controls or self.lora.rank):
             raise ValueError("a LoRA cannot be put on a tensor parallel host: leave eval.controls and lora.rank out")

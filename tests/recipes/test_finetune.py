@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 import mmattn
 from mmattn import training
-from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, TextError
 from mmattn.recipes import read_settings
+from tests.cli.running import call
 from tests.recipes.comparing import check_compared
 from tests.tiny import assert_close
 
@@ -30,7 +30,7 @@ FLORA = ROOT / "assets" / "flora"
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("finetune", "settings", "memories", "language", "painting", "train", "report", "looks")
+    return load_files("finetune", "settings", "data", "language", "train", "report")
 
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -48,14 +48,6 @@ def short(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `mmattn WORDS`."""
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
-
-
 @pytest.fixture(scope="module")
 def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of a few steps, with its controls."""
@@ -63,22 +55,13 @@ def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 class TestLanguage:
-    def test_it_leaves_everything(self, run: Path) -> None:
+    def test_its_files(self, run: Path) -> None:
         assert {path.name for path in run.iterdir()} == {
-            "adapter",
-            "attention.safetensors",
-            "checkpoints",
-            "checkpoints_lora",
-            "config.resolved.yaml",
-            "loss.png",
-            "metrics.jsonl",
-            "metrics_lora.jsonl",
-            "samples.txt",
-            "table.json",
-            "table.md",
-        }
+            "adapter", "attention.safetensors", "checkpoints", "checkpoints_lora", "config.resolved.yaml", "loss.png",
+            "metrics.jsonl", "metrics_lora.jsonl", "samples.txt", "table.json", "table.md",
+        }  # fmt: skip
         for name in ("metrics", "metrics_lora"):
-            lines = [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+            lines = training.read_metrics(run / f"{name}.jsonl")
             assert [line["step"] for line in lines] == [2, 4] and all("eval_loss" in line for line in lines)
         assert len((run / "samples.txt").read_text().splitlines()) == 2
         assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
@@ -205,12 +188,11 @@ class TestLanguage:
         assert len(mmattn.pipeline(out / "adapter")([FLORA / "daffodil.png"])) == 1
 
     @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("bnb4", "bitsandbytes")])
-    def test_what_quantises_is_not_installed(
+    def test_a_quantising_library_that_is_missing(
         self, recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, package: str
     ) -> None:
         monkeypatch.setitem(sys.modules, package, None)
-        said = rf"cannot be loaded as {kind}: {package} is needed here .* pip install 'mmattn\[quantised\]'"
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(MissingExtraError, match=rf"{package} is needed here .* pip install 'mmattn\[quantised\]'"):
             recipe.language.load_lm(recipe.settings.Config(quantise=kind), "cpu")
 
 
@@ -257,19 +239,19 @@ class TestData:
         code, out, err = call(capsys, "explore", run, "--out", tmp_path / "page.html")
         assert code == 0 and "page.html" in out, err
 
-    def test_what_passages_were_attended_to(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
+    def test_the_attention_to_passages(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(), "cpu")
         reader = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         memories = training.RowMemories(tmp_path, passages=reader)
         model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))
         row = training.Row("It is red.", "What is it?", passages=("Roses are red.", "Violets are blue."))
-        (trace,) = recipe.looks.language_traces(model, tokenizer, [row], ["It is blue."], memories)
+        (trace,) = recipe.language.trace_texts(model, tokenizer, [row], ["It is blue."], memories)
         assert trace.sources == row.passages and "".join(trace.words).strip().startswith("It is blue.")
         resampled = mmattn.GatedAdapter(
             memory_dim=memories.dim, every=3, num_heads=2, head_dim=8, resampler=mmattn.Resampler(num_latents=2)
         )
         hidden = mmattn.attach(model.unload(), resampled)
-        assert recipe.looks.language_traces(hidden, tokenizer, [row], ["It is blue."], memories) == []
+        assert recipe.language.trace_texts(hidden, tokenizer, [row], ["It is blue."], memories) == []
 
 
 def test_few_pictures_beside_a_probe(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
@@ -287,7 +269,7 @@ def test_few_pictures_beside_a_probe(load_files: Callable[..., SimpleNamespace],
     shares = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in said.splitlines()[4:]}
     assert shares["logistic regression, mean of the patches"] == shares["logistic regression, pooled"] == "100.0 %"
     assert set(shares) >= {"adapter, seed 0", "adapter, mean of 1"}
-    assert few.named(["A photo of a Daisy", "a photo of"], ["A photo of a daisy.", "A photo of a pansy."]) == 0.5
+    assert few.share_named(["A photo of a Daisy", "a photo of"], ["A photo of a daisy.", "A photo of a pansy."]) == 0.5
 
 
 class TestUNet:
@@ -304,8 +286,6 @@ class TestUNet:
             del asked[name]
         out = recipe.train.main(asked)
         rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
-        traces = mmattn.inspect.load_traces(out)
-        assert len(traces) == 2 and all(trace.queries == "sources" and trace.word_grid == (8, 8) for trace in traces)
         assert len(rows) == 4 and rows["adapter, its own memory"]["loss"] != rows["adapter, no memory"]["loss"]
         with Image.open(out / "samples.png") as samples:
             assert min(samples.size) > 100
@@ -376,26 +356,17 @@ class TestSettings:
         with pytest.raises(ValidationError, match=said):
             recipe.settings.Config(**changes)
 
-    def test_a_number_of_steps_overrides_the_epochs_of_the_shipped_file(self, recipe: SimpleNamespace) -> None:
-        from mmattn.recipes import read_settings
+    def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
+        for name in ("config.yaml", "config_unet.yaml"):
+            settings = read_settings(ROOT / "recipes" / "finetune" / name, ["optim.max_steps=120"])
+            assert settings.pop("recipe") == "finetune"
+            optim = recipe.settings.Config(**settings).optim
+            assert (optim.max_steps, optim.num_train_epochs) == (120, None), "a number of steps overrides the epochs"
 
-        given = read_settings(ROOT / "recipes" / "finetune" / "config.yaml", ["optim.max_steps=120"])
-        del given["recipe"]
-        optim = recipe.settings.Config(**given).optim
-        assert (optim.max_steps, optim.num_train_epochs) == (120, None)
-
-    def test_what_contradicts_is_said_without_all_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_contradiction_is_named_without_all_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
         config = ROOT / "recipes" / "finetune" / "config.yaml"
         code, _, err = call(capsys, "train", config, "host=unet", "lm=gpt2")
         assert (code, err) == (2, "mmattn: settings refused: lm is for another host than host: unet\n")
-
-    def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
-        from mmattn.recipes import read_settings
-
-        for name in ("config.yaml", "config_unet.yaml"):
-            given = read_settings(ROOT / "recipes" / "finetune" / name)
-            assert given.pop("recipe") == "finetune"
-            recipe.settings.Config(**given)
 
     def test_schema(self, recipe: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
         for word in ("finetune", ROOT / "recipes" / "finetune" / "config_unet.yaml"):
@@ -407,18 +378,19 @@ class TestSettings:
         code, _, err = call(capsys, "schema", "benchmarks")
         assert code == 2 and "has no settings" in err
 
-    def test_data_without_anything_to_look_at(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
+    def test_data_without_any_memory(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text('{"text": "alone"}\n{"text": "alone, too"}\n')
         asked = short(tmp_path)
         asked["data"] = {"path": str(tmp_path / "rows.jsonl"), "held_out": 1}
-        with pytest.raises(ConfigError, match="nothing to look at"):
+        with pytest.raises(ConfigError, match="no row of .* has a picture, a passage or a memory"):
             recipe.train.main(asked)
 
 
 def test_a_table_without_a_shuffled_memory(recipe: SimpleNamespace) -> None:
-    line = recipe.train.Line("adapter, shuffled memory", float("nan"), 5, 1.0)
-    text = recipe.report.table([recipe.train.Line("LoRA, text only", 2.0, 5, 1.0), line], "language")
-    assert "nan" not in text and "fewer than two held-out rows" in text
+    lines = (("LoRA, text only", 2.0), ("adapter, shuffled memory", float("nan")), ("adapter, its own memory", 1.5))
+    rows = [recipe.report.table_row(name, loss, 5, 1.0, "language") for name, loss in lines]
+    text = recipe.train.table([{"rows": rows}])
+    assert "nan" not in text and "fewer than two held-out rows" in text and "+0.5000" in text and "4.48" in text
 
 
 class TestBeforeTheFirstStep:

@@ -22,7 +22,7 @@ CLIP = str(ROOT / "assets" / "clip")
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("finetune", "settings", "memories", "data", "train")
+    return load_files("finetune", "settings", "data", "train")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ class TestRuns:
         def none(*given: Any, **options: Any) -> Any:
             raise AssertionError("an encoder was loaded")
 
-        monkeypatch.setattr(recipe.memories, "load_image_encoder", none)
-        monkeypatch.setattr(recipe.memories, "load_text_encoder", none)
+        monkeypatch.setattr(recipe.data, "load_image_encoder", none)
+        monkeypatch.setattr(recipe.data, "load_text_encoder", none)
         out = recipe.train.main(asked(tmp_path, store))
         printed = capsys.readouterr().out
         assert "8 encoded rows (pictures by assets/clip, float16)" in printed
@@ -88,8 +88,8 @@ class TestRuns:
         (first, second) = (recipe.data.read(one, lambda line: None) for one in settings)
         assert sorted(row.text for row in first.held_out) == sorted(row.text for row in second.held_out)
         assert sorted(row.text for row in first.rows) == sorted(row.text for row in second.rows)
-        own = recipe.memories.row_memories(settings[1], second.rows, "cpu")
-        stored = recipe.memories.row_memories(settings[0], first.rows, "cpu")
+        own = recipe.data.row_memories(settings[1], second.rows, "cpu")
+        stored = recipe.data.row_memories(settings[0], first.rows, "cpu")
         assert stored.fingerprint == own.fingerprint and stored.dim == own.dim
         for row in first.held_out:
             (same,) = [other for other in second.held_out if other.text == row.text]
@@ -127,53 +127,45 @@ class TestRuns:
 
 
 class TestRefused:
-    def test_an_encoder_of_another_name(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
+    def test_another_encoder(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
         """One under another name is loaded for its fingerprint, and may be the same."""
+        check, config = recipe.data.check_encoders, recipe.settings.Config
         rows = training.EncodedDataset(store)
-        recipe.memories.check_encoders(recipe.settings.Config(encoder=CLIP), rows)
-        with pytest.raises(
-            ConfigError, match="encoded by assets/clip, and encoder=torchvision:mobilenet_v2 is another"
-        ):
-            recipe.memories.check_encoders(recipe.settings.Config(encoder="torchvision:mobilenet_v2"), rows)
-
-    def test_another_text_encoder(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
-        reader = recipe.memories.load_text_encoder(CLIP)
-        given = [training.Row("It is red.", passages=("Roses are red.",))]
-        names = {"passages": "assets/clip"}
-        rows = training.encode_rows(given, tmp_path / "store", passages=reader, encoder_names=names)
-        recipe.memories.check_encoders(recipe.settings.Config(text_encoder="assets/clip"), rows)
+        check(config(encoder=CLIP), rows)
+        with pytest.raises(ConfigError, match="by assets/clip, and encoder=torchvision:mobilenet_v2 is another"):
+            check(config(encoder="torchvision:mobilenet_v2"), rows)
+        passages = [training.Row("It is red.", passages=("Roses are red.",))]
+        options = {"passages": recipe.data.load_text_encoder(CLIP), "encoder_names": {"passages": "assets/clip"}}
+        rows = training.encode_rows(passages, tmp_path / "store", **options)
+        check(config(text_encoder="assets/clip"), rows)
         with pytest.raises(ConfigError, match="text_encoder=all-MiniLM-L6-v2 pooling=none is another"):
-            recipe.memories.check_encoders(recipe.settings.Config(), rows)
-
-    def test_a_unet(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
-        given = asked(tmp_path, store, host="unet")
-        for name in ("adapter", "caption"):
-            del given[name]
-        with pytest.raises(ConfigError, match="has encoded memories, and a UNet needs the pictures"):
-            recipe.train.main(given)
+            check(config(), rows)
 
     def test_settings_of_other_data(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
-        given = asked(tmp_path, store)
-        given["data"] |= {"columns": {"text": "caption"}}
+        settings = asked(tmp_path, store)
+        settings["data"] |= {"columns": {"text": "caption"}}
         with pytest.raises(ConfigError, match="columns only applies to a dataset"):
-            recipe.train.main(given)
+            recipe.train.main(settings)
+        settings = asked(tmp_path, store, host="unet")
+        for name in ("adapter", "caption"):
+            del settings[name]
+        with pytest.raises(ConfigError, match="has encoded memories, and a UNet needs the pictures"):
+            recipe.train.main(settings)
 
 
 class TestTheCommand:
     def test_a_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, err = call(capsys, "encode", FLORA, "-o", tmp_path / "store", "--dtype", "int8", "--pooled")
-        assert code == 0, err
+        assert code == 0 and "encoding contents 8/8" in err, err
         first, second = out.splitlines()
+        error = training.EncodedDataset(tmp_path / "store").manifest.relative_error
         assert first == f"{FLORA}: 8 texts in captions.jsonl"
         assert second.startswith(f"EncodedDataset(rows=8, e=96, int8, shards=1) in {tmp_path / 'store'}: ")
-        assert second.endswith(
-            f"relative error {training.EncodedDataset(tmp_path / 'store').manifest.relative_error:.1e}"
-        )
-        assert "encoding contents 8/8" in err
+        assert second.endswith(f"relative error {error:.1e}")
         code, _, err = call(capsys, "encode", FLORA, "-o", tmp_path / "store", "--pooled")
         assert code == 2 and "(--dtype int8, now float16)" in err
 
-    def test_what_is_left_out_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_broken_pictures_are_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shutil.copytree(FLORA, tmp_path / "data")
         (tmp_path / "data" / "daffodil.png").write_bytes(b"no picture")
         code, out, err = call(capsys, "encode", tmp_path / "data", "-o", tmp_path / "store")
@@ -195,22 +187,21 @@ class TestTheCommand:
         assert len(store) == 4 and store[3].contents == store[1].contents
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "message"),
         [
             (["gone"], "there is no file or folder 'gone'"),
             ([FLORA, "--columns", "text"], "--columns takes KEY=NAME, such as text=caption; got 'text'"),
             ([FLORA, "--columns", "text=caption"], "columns only applies to a dataset of Hugging Face"),
             ([FLORA, "--dtype", "float64"], "--dtype must be one of"),
             ([FLORA, "--encoder", "nosuch"], "nosuch"),
+            (["a store"], "is encoded already"),
+            (["rows.jsonl"], "there is nothing to encode"),
         ],
     )
-    def test_refused(self, words: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = call(capsys, "encode", *words, "-o", tmp_path / "store")
-        assert code == 2 and said in err
-
-    def test_a_store_is_no_source(self, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = call(capsys, "encode", store, "-o", tmp_path / "store")
-        assert code == 2 and "is encoded already" in err
+    def test_refused(
+        self, words: list[Any], message: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a row without a memory"}))
-        code, _, err = call(capsys, "encode", tmp_path / "rows.jsonl", "-o", tmp_path / "store")
-        assert code == 2 and "there is nothing to encode" in err
+        places = {"a store": store, "rows.jsonl": tmp_path / "rows.jsonl"}
+        code, _, err = call(capsys, "encode", *(places.get(word, word) for word in words), "-o", tmp_path / "new")
+        assert code == 2 and message in err

@@ -303,10 +303,10 @@ def test_examples_are_brought_to_the_frame_of_the_digits(data: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-inference-steps", "0"], "--num-inference-steps must"),
+        (["--num-inference-steps", "0"], "num_inference_steps must"),
         (["--like", "none.png"], "there is no such file"),
-        (["--adapter-scale", "nan"], "--adapter-scale must"),
-        (["--guidance-scale", "inf"], "--guidance-scale must"),
+        (["--adapter-scale", "nan"], "adapter_scale must"),
+        (["--guidance-scale", "inf"], "guidance_scale must"),
     ],
 )
 def test_bad_options_of_draw(tmp_path: Path, capsys: Any, arguments: list[str], message: str) -> None:

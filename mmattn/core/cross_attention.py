@@ -284,7 +284,7 @@ class SelfAttention(CrossAttention):
             positions: (l,) or (b, l), for `rotary`; counted from 0 by default.
             bias: broadcastable to (b, h, l, m), added to the scores (`positions.alibi`).
             cache: takes the keys and values (b, g, l, k) of x and gives those of the whole text so far:
-                `partial(cache.append, layer)` of a `GrowingCache` or `PagedCache`.
+                `partial(cache.update, layer_idx=layer)` of a `DynamicCache` of transformers.
             return_weights: also return the weights (b, h, l, m).
 
         Raises:

@@ -1,8 +1,6 @@
 """Encoder–decoder transformers trained from scratch on the attention core."""
 
 from mmattn.seq2seq.encoder_decoder import EncoderDecoder
-from mmattn.seq2seq.kv_cache import GrowingCache
-from mmattn.seq2seq.paged_cache import PagedCache, PagePool
 from mmattn.seq2seq.transformer import TransformerBlock
 
-__all__ = ["EncoderDecoder", "GrowingCache", "PagePool", "PagedCache", "TransformerBlock"]
+__all__ = ["EncoderDecoder", "TransformerBlock"]

@@ -11,27 +11,20 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache
 
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.positions import Learned, Rotary, alibi, sinusoidal, token_positions
-from mmattn.errors import (
-    ConfigError,
-    ShapeError,
-    check_choice,
-    check_float,
-    check_int,
-)
+from mmattn.core.tracing import may_read
+from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.seq2seq.checks import check_ids, check_memory
 from mmattn.seq2seq.generation import beam_search, greedy
-from mmattn.seq2seq.kv_cache import Cache, GrowingCache
-from mmattn.seq2seq.paged_cache import PagePool
 from mmattn.seq2seq.transformer import TransformerBlock
 from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
 FORMAT = "mmattn-seq2seq"
 
@@ -158,7 +151,7 @@ class EncoderDecoder(nn.Module):
             MaskError: a mask that is not bool.
         """
         table = self.target_embedding if self.source_embedding is None else self.source_embedding
-        check_ids("source", source, mask, table.num_embeddings, source.shape[-1], self._limit)
+        _check_ids("source", source, mask, table.num_embeddings, source.shape[-1], self._limit)
         if not self.encoder:
             return Memory(torch.zeros(*source.shape, 0), mask, check_finite=False)
         places = _places(source, mask, 0)
@@ -192,17 +185,17 @@ class EncoderDecoder(nn.Module):
             memory: of `encode`, or the keys and values that `prepare` computed of it. The number of its rows may divide
                 b: row i of the target then attends to row i // multiple (beams).
             mask: (b, l) bool, with a cache (b, n + l): True = a token, False = padding.
-            cache: keys and values of the n tokens before these; those of these are appended.
+            cache: of transformers, with K/V of the n tokens before these; those of these are appended.
 
         Raises:
             ShapeError: sizes that do not fit, no token, an id outside the vocabulary, too many for learned positions.
             MaskError: a mask that is not bool.
         """
-        before = 0 if cache is None else cache.length
+        before = 0 if cache is None else cache.get_seq_length()
         length = before + target.shape[-1]
-        check_ids("target", target, mask, self.target_embedding.num_embeddings, length, self._limit)
+        _check_ids("target", target, mask, self.target_embedding.num_embeddings, length, self._limit)
         if self.encoder:
-            check_memory(memory, len(target), self.dim, len(self.decoder))
+            _check_memory(memory, len(target), self.dim, len(self.decoder))
         places = _places(target, mask, before)
         x = self._embed(target, self.target_embedding, self.target_positions, places)
         bias = self._bias(x, length, before)
@@ -212,8 +205,8 @@ class EncoderDecoder(nn.Module):
                 read = {"memory": memory.tokens, "memory_mask": memory.mask}
             elif self.encoder:
                 read = {"memory": memory[number]}
-            kept = None if cache is None else partial(cache.append, number)
-            x = block(x, mask=mask, positions=places, bias=bias, cache=kept, **read)
+            update = None if cache is None else partial(cache.update, layer_idx=number)
+            x = block(x, mask=mask, positions=places, bias=bias, cache=update, **read)
         x = x if self.decoder_norm is None else self.decoder_norm(x)
         return F.linear(x, self.target_embedding.weight)
 
@@ -229,7 +222,7 @@ class EncoderDecoder(nn.Module):
         length_penalty: float = 1.0,
         max_length: int = 64,
         prefix: Tensor | None = None,
-        cache: Cache | bool = True,
+        cache: bool = True,
     ) -> list[list[int]]:
         """Generate a target for each row of a source: ids without the start and the end.
 
@@ -242,63 +235,46 @@ class EncoderDecoder(nn.Module):
             length_penalty: as in `beam_search`.
             max_length: tokens of a target at most, the end included.
             prefix: (b, n) ids that every target begins with, the start first.
-            cache: True caches keys and values of the target from step to step, False computes them again at each step.
-                Or a cache to use: empty, or with the first tokens of `prefix`, which are not computed again.
+            cache: False computes K/V of the target again at each step.
 
         Raises:
-            ShapeError: as `forward`, or `prefix` does not fit the source, the cache or `max_length`.
+            ShapeError: as `forward`, or `prefix` does not fit the source or `max_length`.
             MaskError: a mask that is not bool.
             ConfigError: a number outside its range, or more beams than the vocabulary has tokens besides the end.
         """
         begin = torch.full((len(source), 1), check_int("start", start, at_least=0), device=source.device)
         tokens = begin if prefix is None else prefix
-        kept: Cache | None = GrowingCache() if cache is True else None if cache is False else cache
-        held = 0 if kept is None else kept.length
-        if (
-            tokens.dim() != 2
-            or len(tokens) != len(source)
-            or not held < tokens.shape[1] <= check_int("max_length", max_length)
-        ):
+        longest = check_int("max_length", max_length)
+        if tokens.dim() != 2 or len(tokens) != len(source) or not 0 < tokens.shape[1] <= longest:
             raise ShapeError(
-                f"prefix must be (b, n) with b = {len(source)} and n above the {held} tokens of the cache and at most "
-                f"max_length = {max_length}, got {tuple(tokens.shape)}"
+                f"prefix must be (b, n) with b = {len(source)} and n at most max_length = {longest}, got "
+                f"{tuple(tokens.shape)}"
             )
-        if self.positions == "learned" and max_length > self.max_length:
-            raise ShapeError(f"max_length may be {self.max_length}, the learned positions there are; got {max_length}")
+        if self.positions == "learned" and longest > self.max_length:
+            raise ShapeError(f"max_length may be {self.max_length}, the learned positions there are; got {longest}")
         check_int("beams", beams, at_most=self.target_embedding.num_embeddings - 1)
         check_int("end", end, at_least=0, at_most=self.target_embedding.num_embeddings - 1)
-        memory = self.prepare(self.encode(source, mask))
+        check_float("length_penalty", length_penalty)
+        memory, past = self.prepare(self.encode(source, mask)), DynamicCache() if cache else None
 
         def step(tokens: Tensor) -> Tensor:
-            begin = 0 if kept is None else kept.length
-            return self.decode(tokens[:, begin:], memory, cache=kept)[:, -1]
+            new = tokens if past is None else tokens[:, past.get_seq_length() :]
+            return self.decode(new, memory, cache=past)[:, -1]
+
+        def reorder(rows: Sequence[int]) -> None:
+            if past is not None:
+                past.reorder_cache(torch.tensor(rows, dtype=torch.long, device=source.device))
 
         if beams == 1:
-            return greedy(step, tokens, end=end, max_length=max_length)
-
-        reorder = (lambda rows: None) if kept is None else kept.reorder
-        check_float("length_penalty", length_penalty)
-        given: dict[str, Any] = {"end": end, "max_length": max_length}
-        return beam_search(step, reorder, tokens, beams=beams, length_penalty=length_penalty, **given)
-
-    def make_pool(self, page_size: int = 16) -> PagePool:
-        """A pool of pages for the caches of targets: `generate(…, cache=pool.cache(rows=b))`.
-
-        Args:
-            page_size: tokens of a page.
-
-        Raises:
-            ConfigError: `page_size` is no positive int.
-        """
-        h, weight = self.settings["num_heads"], self.target_embedding.weight
-        made: dict[str, Any] = {"page_size": page_size, "device": weight.device, "dtype": weight.dtype}
-        return PagePool(len(self.decoder), h, self.dim // h, **made)
+            return greedy(step, tokens, end=end, max_length=longest)
+        return beam_search(
+            step, reorder, tokens, end=end, max_length=longest, beams=beams, length_penalty=length_penalty
+        )
 
     def attentions(self) -> dict[tuple[str, int], CrossAttention]:
         """The cross-attention of each decoder layer, by ("source", layer): what `mmattn.inspect.record` records."""
-        blocks = [block for block in self.decoder if isinstance(block, TransformerBlock)]
-        found = enumerate(block.cross_attention for block in blocks)
-        return {("source", number): attention for number, attention in found if attention is not None}
+        blocks = enumerate(block for block in self.decoder if isinstance(block, TransformerBlock))
+        return {("source", layer): block.cross_attention for layer, block in blocks if block.cross_attention}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write settings and weights to one safetensors file, atomically.
@@ -355,7 +331,44 @@ class EncoderDecoder(nn.Module):
         return alibi(self.settings["num_heads"], x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
 
 
-def _if(condition: bool, kind: Callable[..., Made], *arguments: Any) -> Made | None:
+def _check_memory(memory: Memory | Sequence[KeyValue], rows: int, dim: int, layers: int) -> None:
+    """Refuse a memory that does not fit a target."""
+    if isinstance(memory, Memory):
+        batch, fits, got = memory.batch, memory.dim == dim, f"a memory of width {memory.dim}"
+    else:
+        batch = memory[0].batch if len(memory) else 0
+        fits, got = len(memory) == layers, f"K/V of {len(memory)} layers"
+    if not fits or (rows != batch and (batch == 0 or rows % batch)):
+        raise ShapeError(
+            f"a target of {rows} rows needs a memory of as many rows or a divisor, of width {dim} or prepared for "
+            f"{layers} layers; got {got} and {batch} rows"
+        )
+
+
+def _check_ids(name: str, ids: Tensor, mask: Tensor | None, vocabulary: int, length: int, limit: int | None) -> None:
+    """Refuse ids (b, ·) that are no text of a length, cached tokens included."""
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"{name} must be (b, l) ids, int64 or int32; got {tuple(ids.shape)} {ids.dtype}")
+    if not ids.shape[1]:
+        raise ShapeError(f"the {name} is empty, {tuple(ids.shape)}: give each row a token at least")
+    if mask is not None and check_bool_mask(f"{name}_mask", mask).shape != (len(ids), length):
+        raise ShapeError(f"{name}_mask must be {(len(ids), length)}, got {tuple(mask.shape)}")
+    if limit is not None and length > limit:
+        raise ShapeError(
+            f"the {name} has {length} tokens and there are {limit} learned positions: cut it, or use another max_length"
+        )
+    if not may_read(ids) or not len(ids):
+        return
+    if mask is not None and not bool(mask.any(1).all()):
+        raise ShapeError(f"row {int((~mask.any(1)).nonzero()[0])} of the {name} has no token, only padding")
+    low, high = (int(end) for end in ids.aminmax())
+    if low < 0 or high >= vocabulary:
+        raise ShapeError(
+            f"ids of the {name} must lie in 0…{vocabulary - 1}, got {low}…{high}: they come from another tokenizer"
+        )
+
+
+def _if(condition: bool, kind: Callable[..., T], *arguments: Any) -> T | None:
     return kind(*arguments) if condition else None
 
 

@@ -44,7 +44,6 @@ class WritingSettings(Strict):
     beams: int = Field(4, ge=1)
     length_penalty: float = 1.0
     batch: int = Field(64, ge=1)
-    page_size: int = Field(4, ge=1)  # tokens of a page, where pages are measured
 
 
 class AlignmentSettings(Strict):

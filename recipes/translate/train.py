@@ -60,7 +60,7 @@ def main(settings: dict[str, Any]) -> Path:
     translator.model.save(run.path / "model.safetensors")
     tokenizer.save_pretrained(run.path / "tokenizer")
 
-    # Measuring: the right source, another's source, pages; then the other codes, and a decoder without a source.
+    # Measuring: the right source, another's source; then the other codes, and a decoder without a source.
     sources = [one.source for one in held_out]
     texts = translator(sources)
     rows = [{"name": name, **score(held_out, texts), **costs}]
@@ -72,12 +72,11 @@ def main(settings: dict[str, Any]) -> Path:
     run.write_json("translations.json", lines)
     right = [one.source for one, text in zip(held_out, texts, strict=True) if text in one.references]
     save_alignments(config, run, translator, right or sources)
-    pages = [measure_pages(translator, sources, beams) for beams in sorted({1, config.writing.beams})]
     for control in [*(code for code in CODES if code != name), NO_SOURCE] if config.controls else []:
         other, costs = train(config, tokenizer, batches, control, run, device)
         rows.append({"name": control, **score(held_out, other(sources)), **costs})
     content = {"seed": config.seed, "pairs": len(batches), "held_out": len(held_out), "steps": config.optim.max_steps}
-    content |= {"rows": rows, "pages": pages}
+    content |= {"rows": rows}
     run.write_json("table.json", content)
     text = table([content])
     run.write_text("table.md", text)
@@ -131,20 +130,6 @@ def score(held_out: Sequence[HeldOut], texts: Sequence[str]) -> dict[str, float]
     return {"exact": exact / len(held_out), **text_scores(texts, references, ["chrf", "bleu"])}
 
 
-def measure_pages(translator: Translator, texts: Sequence[str], beams: int) -> dict[str, Any]:
-    """Return the peak bytes of the targets' keys and values in one piece and in pages, and whether texts are equal."""
-    sources = encode_sources(translator.tokenizer, texts, translator.max_tokens)
-    row = {"beams": beams, "page_size": translator.settings.page_size, "plain": 0, "paged": 0, "same": True}
-    for rows in translator.batches(sources):
-        batch = [sources[row] for row in rows]
-        plain, pool = mmattn.seq2seq.GrowingCache(), translator.model.make_pool(translator.settings.page_size)
-        targets = translator.write(batch, beams=beams, cache=plain)
-        row["same"] &= targets == translator.write(batch, beams=beams, cache=pool.cache(rows=len(batch)))
-        row["plain"] += plain.nbytes()
-        row["paged"] += pool.peak * pool.page_bytes
-    return row
-
-
 def save_alignments(config: Config, run: training.RunFolder, translator: Translator, sources: list[str]) -> None:
     """Save the attention of the translations of short sources as a picture, as text, and for `mmattn explore`."""
     short = [source for source in sources if 3 <= len(source.split()) <= 6]
@@ -157,19 +142,9 @@ def save_alignments(config: Config, run: training.RunFolder, translator: Transla
 
 
 def table(contents: list[dict[str, Any]]) -> str:
-    """Return the table of one or several `table.json`, and the bytes that pages of keys and values save."""
+    """Return the table of one or several `table.json`."""
     runs = [[{"seconds": None, "parameters": None, **row} for row in one["rows"]] for one in contents]
     first = contents[0]
     lines = [training.spread_table("", COLUMNS, runs), ""]
     lines.append(f"{first['pairs']:,} pairs, {first['held_out']:,} held-out sentences, {first['steps']:,} steps.")
-    for places in zip(*(one["pages"] for one in contents), strict=True):
-        saved = [1 - page["paged"] / page["plain"] for page in places]
-        same = "the same texts" if all(page["same"] for page in places) else "OTHER TEXTS"
-        beams = f"{places[0]['beams']} beam{'s' if places[0]['beams'] > 1 else ''}"
-        plain, paged = (sum(page[kind] for page in places) / len(places) / 2**20 for kind in ("plain", "paged"))
-        share = training.mean_and_spread(saved, 100, ".0f", " %")
-        lines.append(
-            f"Keys and values of the targets, {beams}: {plain:.1f} MB in one piece, {paged:.1f} MB in pages of "
-            f"{places[0]['page_size']} tokens ({share} saved), {same}."
-        )
     return "\n".join(lines)

@@ -126,14 +126,11 @@ def test_several_references_count(recipe: SimpleNamespace) -> None:
     assert half["exact"] == 0.5 and 0 < half["chrf"] < 80
 
 
-def test_a_run_has_its_controls_and_what_pages_save(run: Path) -> None:
+def test_a_run_has_its_controls(run: Path) -> None:
     content = json.loads((run / "table.json").read_text(encoding="utf-8"))
     names = ["rotary", "rotary, another's source", "sinusoidal", "learned", "alibi", "no cross-attention"]
     assert [row["name"] for row in content["rows"]] == names
     assert all(0 <= row["chrf"] <= 100 and 0 <= row["exact"] <= 1 for row in content["rows"])
-    assert [page["beams"] for page in content["pages"]] == [1, 3] and all(page["same"] for page in content["pages"])
-    assert content["pages"][1]["paged"] < content["pages"][1]["plain"], "three beams share what they have in common"
-    assert "the same texts" in (run / "table.md").read_text(encoding="utf-8")
     lines = json.loads((run / "translations.json").read_text(encoding="utf-8"))
     assert len(lines) == content["held_out"] and all(line["references"] for line in lines)
 

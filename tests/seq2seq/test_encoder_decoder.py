@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import mmattn
 from mmattn.errors import AdapterFileError, MaskError, ShapeError
-from mmattn.seq2seq import EncoderDecoder, GrowingCache
+from mmattn.seq2seq import EncoderDecoder
 from mmattn.seq2seq.encoder_decoder import POSITIONS
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
@@ -63,22 +64,22 @@ def test_a_token_sees_the_source_and_what_is_before_it(positions: str) -> None:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_token_by_token_with_any_cache_as_at_once(positions: str) -> None:
+def test_token_by_token_with_a_cache_as_at_once(positions: str) -> None:
     model = tiny(positions)
     memory = model.encode(SOURCE, SOURCE != 0)
     whole = model.decode(TARGET, memory)
-    for cache in (GrowingCache(), model.make_pool(page_size=3).cache(rows=2)):
-        with torch.no_grad():
-            kept = model.prepare(memory)
-            parts = [model.decode(TARGET[:, :2], kept, cache=cache)]
-            parts += [model.decode(TARGET[:, i : i + 1], kept, cache=cache) for i in range(2, 5)]
-        assert cache.length == 5 and whole.isfinite().all()
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-12)
+    cache = DynamicCache()
+    with torch.no_grad():
+        prepared = model.prepare(memory)
+        parts = [model.decode(TARGET[:, :2], prepared, cache=cache)]
+        parts += [model.decode(TARGET[:, i : i + 1], prepared, cache=cache) for i in range(2, 5)]
+    assert cache.get_seq_length() == 5 and whole.isfinite().all()
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_texts_are_the_same_with_and_without_caches_and_row_by_row(positions: str, beams: int) -> None:
+def test_texts_are_the_same_with_and_without_a_cache_and_row_by_row(positions: str, beams: int) -> None:
     given = {"start": START, "end": END, "beams": beams, "max_length": 17}
     for _ in range(20):  # Of random models about one in ten repeats itself, or ends at once.
         model = tiny(positions)
@@ -87,11 +88,8 @@ def test_texts_are_the_same_with_and_without_caches_and_row_by_row(positions: st
             break
     else:
         pytest.fail("no random model wrote two texts that differ")
-    pool = model.make_pool(page_size=4)
     assert model.generate(SOURCE, mask=SOURCE != 0, cache=False, **given) == plain
-    assert model.generate(SOURCE, mask=SOURCE != 0, cache=pool.cache(rows=2), **given) == plain
     assert [model.generate(SOURCE[:1], **given)[0], model.generate(SOURCE[1:, :4], **given)[0]] == plain
-    assert pool.used == 0, "what nobody refers to any more gives its pages back"
 
 
 def test_without_cross_attention_the_source_is_nothing() -> None:
@@ -176,14 +174,14 @@ def test_what_a_call_refuses() -> None:
         model(SOURCE, TARGET[:, :0])
     with pytest.raises(MaskError, match="from_huggingface"):
         model(SOURCE, TARGET, source_mask=(SOURCE != 0).long())
-    cache, memory = GrowingCache(), model.encode(SOURCE)
+    cache, memory = DynamicCache(), model.encode(SOURCE)
     for wrong, match in (
-        (model.prepare(memory)[:1], "keys and values of 1 layers and 2 rows"),
+        (model.prepare(memory)[:1], "K/V of 1 layers and 2 rows"),
         (mmattn.Memory(torch.randn(2, 7, D + 1)), "a memory of width 43"),
         (memory[[0, 1, 1]], "a target of 2 rows .* 3 rows"),
     ):
         with pytest.raises(ShapeError, match=match):
             model.decode(TARGET, wrong, cache=cache)
-    assert cache.length == 0, "a rejected call changes nothing"
+    assert cache.get_seq_length() == 0, "a rejected call changes nothing"
     assert model(SOURCE.repeat(1, 29), TARGET).isfinite().all(), "only learned positions end"
     assert model.generate(SOURCE[:0], start=START, end=END) == []

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from mmattn import SelfAttention, masks
 from mmattn.core.positions import Rotary, alibi
 from mmattn.errors import ConfigError, ShapeError
-from mmattn.seq2seq import GrowingCache, TransformerBlock
+from mmattn.seq2seq import TransformerBlock
 
 B, L, M, D, H = 2, 5, 7, 42, 3
 
@@ -64,13 +65,13 @@ def test_a_text_read_in_pieces_is_the_text_read_at_once(code: str) -> None:
     x = torch.randn(B, L, D, dtype=torch.float64)
     mask = torch.tensor([[True] * L, [False, False, True, True, True]])
     whole = layer(x, mask=mask, positions=torch.arange(L), bias=alibi(H, L, L).double() if code == "alibi" else None)
-    cache, parts = GrowingCache(), []
+    cache, parts = DynamicCache(), []
     for begin, end in ((0, 3), (3, 4), (4, 5)):
         bias = alibi(H, end - begin, end, offset=begin).double() if code == "alibi" else None
         given = {"mask": mask[:, :end], "bias": bias, "positions": torch.arange(begin, end)}
-        parts.append(layer(x[:, begin:end], cache=partial(cache.append, 0), **given))
+        parts.append(layer(x[:, begin:end], cache=partial(cache.update, layer_idx=0), **given))
     made = torch.cat(parts, 1)
-    assert made.isfinite().all() and cache.length == L
+    assert made.isfinite().all() and cache.get_seq_length() == L
     torch.testing.assert_close(made, whole)
     assert made[1, :2].eq(0).all(), "a token that sees nothing gives exactly 0, the output's bias included"
 
@@ -93,15 +94,11 @@ def test_what_is_refused() -> None:
         TransformerBlock(D, H, norm="both")
     with pytest.raises(ConfigError, match="feed_forward"):
         TransformerBlock(D, H, feed_forward=0)
-    cache = GrowingCache()
+    cache = DynamicCache()
     with pytest.raises(ConfigError, match="does not start at 0"):
-        SelfAttention(D, H, rotary=Rotary(D // H))(torch.randn(B, L, D), cache=partial(cache.append, 0))
+        SelfAttention(D, H, rotary=Rotary(D // H))(torch.randn(B, L, D), cache=partial(cache.update, layer_idx=0))
     with pytest.raises(ConfigError, match="null slot"):
-        SelfAttention(D, H, null_slot=True)(torch.randn(B, L, D), cache=partial(cache.append, 0))
+        SelfAttention(D, H, null_slot=True)(torch.randn(B, L, D), cache=partial(cache.update, layer_idx=0))
     with pytest.raises(ShapeError, match=r"x must be \(b, l, 42\)"):
-        SelfAttention(D, H)(torch.randn(B, L, D + 1), cache=partial(cache.append, 0))
-    assert cache.length == 0
-    SelfAttention(D, H)(torch.randn(B, L, D), cache=partial(cache.append, 0))
-    with pytest.raises(ShapeError, match="reorder it to the rows"):
-        SelfAttention(D, H)(torch.randn(B + 1, 1, D), cache=partial(cache.append, 0))
-    assert cache.length == L
+        SelfAttention(D, H)(torch.randn(B, L, D + 1), cache=partial(cache.update, layer_idx=0))
+    assert cache.get_seq_length() == 0

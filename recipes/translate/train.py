@@ -21,7 +21,7 @@ from mmattn import inspect, training
 from mmattn.errors import import_extra
 from mmattn.evaluation import text_scores
 
-from .data import Batches, HeldOut, encode_sources, load_pairs, pad_rows, train_tokenizer
+from .data import Batches, HeldOut, load_pairs, pad_rows, train_tokenizer
 from .settings import Config
 from .writing import Translator, align_text, draw_alignments
 

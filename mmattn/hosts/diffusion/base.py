@@ -8,25 +8,33 @@ and Wo A is added. `use_core` also computes the host's own attention to its text
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.protocols import BoundMemory
+from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel, check_unused
-from mmattn.hosts.context import Action, ForwardStep
-from mmattn.hosts.diffusion.call import AfterBlock, DenoisingCall, InsideAttention, RowsAndScale, WatchLayer
-from mmattn.hosts.diffusion.guided_calls import NAMED, conditional_parts, forget_step, parts_in_order, parts_of
+from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
+from mmattn.hosts.diffusion.attention import CoreProcessor
+from mmattn.hosts.diffusion.call import DenoisingCall, RowsAndScale, after_block, inside_attention, watch_layer
+from mmattn.hosts.diffusion.guided_calls import conditional_parts, forget_step, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
+from mmattn.hosts.diffusion.loading import load_part
+from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
+    AdapterScale,
     Grid,
     at_layer,
     at_step,
@@ -37,11 +45,11 @@ from mmattn.hosts.diffusion.scale import (
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.keywords import check_keywords
-from mmattn.hosts.ownership import forget_compiled
+from mmattn.hosts.ownership import Handle, forget_compiled
 from mmattn.hosts.recomputation import keep_context
 
 #: The model that a pipeline calls in this context, and the name of the prediction in diffusers' `cache_context`.
-_PREDICTION: ContextVar[tuple[Any, str]] = ContextVar("mmattn_guidance_prediction", default=(None, ""))
+_PREDICTION: ContextVar[tuple[object, str]] = ContextVar("mmattn_guidance_prediction", default=(None, ""))
 
 
 class AdaptedDenoiser(AdaptedModel):
@@ -56,30 +64,34 @@ class AdaptedDenoiser(AdaptedModel):
     positions: ClassVar[tuple[str, ...]] = ("inside",)
     replaced = ("cache_context",)
     attaches_bare: ClassVar[bool] = True
+    #: Name of the model in a pipeline of diffusers.
+    part: ClassVar[str]
 
     def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
         super().__init__(host, require_memory)
         self.layer_names = tuple(layer_names)
         self.arguments = forward_arguments(host)
         self.picture_name = "sample" if "sample" in self.arguments else "hidden_states"
-        #: Processors of `use_core` by layer, and the host's own that they replace.
-        self.processors: dict[int, Any] = {}
-        self._replaced: dict[int, Any] = {}
+        self.processors: dict[int, CoreProcessor] = {}
 
     @abstractmethod
-    def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
+    def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
         """Return frames, height and width of the picture in the host's first layer, by the arguments of a call."""
 
     @abstractmethod
-    def text_attention(self, index: int) -> Any:
-        """Return the processor that computes the text attention of a layer by the core, with a `check` of the layer."""
+    def text_attention(self, index: int) -> CoreProcessor:
+        """Return the processor that computes the text attention of a layer by the core."""
+
+    @abstractmethod
+    def published_layout(self, follows_time: bool) -> PublishedLayout:
+        """Return the layout of published IP-Adapters for this host."""
 
     def picture_part(self, index: int) -> int:
         """Return the index of the picture among the outputs of an attention layer."""
         return 0
 
     def layer(self, index: int) -> Any:
-        """The host's attention layer of this number."""
+        """Return the host's attention layer of this number."""
         return self.host.get_submodule(self.layer_names[index])
 
     def join(self) -> None:
@@ -89,7 +101,7 @@ class AdaptedDenoiser(AdaptedModel):
             self.host.__dict__["cache_context"] = self._cache_context
 
     @contextlib.contextmanager
-    def _cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
+    def _cache_context(self, name: str, **kwargs: object) -> Iterator[None]:
         before = _PREDICTION.get()
         _PREDICTION.set((self, name))
         try:
@@ -103,10 +115,39 @@ class AdaptedDenoiser(AdaptedModel):
         model, name = _PREDICTION.get()
         return name if model is self else ""
 
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """Load the model in a folder, or this part of a pipeline in a folder or on the hub."""
+        return load_part(name, cls.part)
+
+    def read_single_file(self, path: str | PathLike[str]) -> tuple[Settings, dict[str, Tensor]]:
+        """Return the settings and weights in the single file of a published IP-Adapter."""
+        tensors = read_file(path)
+        follows_time = any(name.endswith("norm_ip.linear.weight") for name in tensors)
+        return self.published_layout(follows_time).read(tensors, path)
+
+    def save_ip_adapter(self, path: str | PathLike[str], name: str = "default") -> None:
+        """Write one adapter as a single safetensors file in the layout of published IP-Adapters.
+
+        Args:
+            path: the file.
+            name: of the adapter.
+
+        Raises:
+            ConditionError: the layout has no such adapter (`tokens` not given, a part of the blocks, a resampler).
+        """
+        follows_time = isinstance(self.adapter(name).config, JointDecoupledAdapter)
+        self.published_layout(follows_time).write(path, name)
+
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, *args: Any, memory: Any = None, adapter_scale: Any = 1.0, text_mask: Tensor | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        memory: object = None,
+        adapter_scale: AdapterScale = 1.0,
+        text_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Call the host with a memory; returns what the host returns.
 
@@ -124,6 +165,7 @@ class AdaptedDenoiser(AdaptedModel):
             if text_mask is None:
                 return self.host(*args, **kwargs)
         around = self.denoising_call() if memory is None else None
+        call: DenoisingCall | None
         if around is None:
             call = self.make_call(memory, adapter_scale, text_mask=text_mask)
         else:
@@ -131,7 +173,7 @@ class AdaptedDenoiser(AdaptedModel):
         with self.open_blocks.conditioned(call):
             return self.host(*args, **kwargs)
 
-    def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
+    def predict(self, sample: Tensor, timestep: Tensor | float, text: Tensor, **inputs: object) -> Tensor:
         """Return the prediction of the host for a sample (b, …), under the conditions of the surrounding block."""
         kwargs = {self.picture_name: sample, "timestep": timestep, "encoder_hidden_states": text}
         predicted: Tensor = self.host(**kwargs, **inputs).sample
@@ -140,9 +182,9 @@ class AdaptedDenoiser(AdaptedModel):
     @contextlib.contextmanager
     def condition(  # type: ignore[override]
         self,
-        memory: Any,
+        memory: object,
         *,
-        adapter_scale: Any = 1.0,
+        adapter_scale: AdapterScale = 1.0,
         text_mask: Tensor | None = None,
         guided: bool = False,
         negative_prompt_embeds: Tensor | None = None,
@@ -173,10 +215,8 @@ class AdaptedDenoiser(AdaptedModel):
         A call inside a guided block raises ConditionError where nothing tells whether it is unconditional.
         """
         call = self.make_call(
-            memory, adapter_scale, text_mask=text_mask, guided=guided or negative_prompt_embeds is not None
+            memory, adapter_scale, text_mask=text_mask, guided=guided, negative_prompt_embeds=negative_prompt_embeds
         )
-        if call is not None:
-            call.negative_prompt_embeds = negative_prompt_embeds
         try:
             with self.open_blocks.conditioned(call, is_condition=True):
                 yield self
@@ -184,27 +224,37 @@ class AdaptedDenoiser(AdaptedModel):
             forget_step(self.host)
 
     def make_call(  # type: ignore[override]
-        self, memory: Any, adapter_scale: Any = 1.0, *, text_mask: Tensor | None = None, guided: bool = False
+        self,
+        memory: object,
+        adapter_scale: AdapterScale = 1.0,
+        *,
+        text_mask: Tensor | None = None,
+        guided: bool = False,
+        negative_prompt_embeds: Tensor | None = None,
     ) -> DenoisingCall | None:
         """Return the call with this memory, or None without one."""
         self.check_attached()
         text_mask = self._check_text_mask(text_mask)
         if memory is None:
             self.check_not_required()
-            return DenoisingCall({}, text_mask=text_mask) if self._replaced else None
+            return DenoisingCall({}, text_mask=text_mask) if self.processors else None
         sources = self.bind(memory)
-        by_name = isinstance(adapter_scale, Mapping) and adapter_scale and adapter_scale.keys() <= set(self.adapters)
+        by_name: Mapping[str, AdapterScale] = dict.fromkeys(sources, adapter_scale)
+        if isinstance(adapter_scale, Mapping) and adapter_scale and adapter_scale.keys() <= set(self.adapters):
+            by_name = {name: adapter_scale.get(name, 0.0) for name in sources}
         scales = {
-            name: check_adapter_scale(
-                adapter_scale.get(name, 0.0) if by_name else adapter_scale, self.layer_names, source.rows
-            )
-            for name, source in sources.items()
+            name: check_adapter_scale(by_name[name], self.layer_names, source.rows) for name, source in sources.items()
         }
-        sources = {name: source for name, source in sources.items() if not is_zero(scales[name])}
-        return DenoisingCall(sources, scales=scales, guided=guided, text_mask=text_mask)
+        return DenoisingCall(
+            {name: source for name, source in sources.items() if not is_zero(scales[name])},
+            scales,
+            guided=guided or negative_prompt_embeds is not None,
+            negative_prompt_embeds=negative_prompt_embeds,
+            text_mask=text_mask,
+        )
 
     def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
-        if text_mask is not None and not self._replaced:
+        if text_mask is not None and not self.processors:
             raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
         if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
             return text_mask
@@ -218,36 +268,28 @@ class AdaptedDenoiser(AdaptedModel):
 
     # One forward -----------------------------------------------------------------------------------------------------
 
-    def install_hooks(self) -> list[Any]:
+    def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and to the attention layers beside which they act."""
         self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
-        adapters = [self.adapter(name) for name in self.adapters]
-        blocks = sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers})
-        return [
+        hooks: list[Handle] = [
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(self), always_call=True),
-            *(
-                attn.register_forward_hook(InsideAttention(self, index), with_kwargs=True)
-                for (index, _), attn in self.hooked.items()
-            ),
-            *(self.hook_block(index) for index in blocks),
-            *(
-                part.register_forward_pre_hook(WatchLayer(self, index))
-                for (index, _), attn in self.hooked.items()
-                for part in watched_parts(attn)
-            ),
         ]
-
-    def hook_block(self, index: int) -> Any:
-        """Hook the adapters to the output of the block around an attention layer."""
-        block, part = self.block_of(index)
-        return self.host.get_submodule(block).register_forward_hook(AfterBlock(self, index, part))
+        for (index, _), attn in self.hooked.items():
+            hooks.append(attn.register_forward_hook(partial(inside_attention, self, index), with_kwargs=True))
+            hooks += [part.register_forward_pre_hook(partial(watch_layer, self, index)) for part in watched_parts(attn)]
+        adapters = [self.adapter(name) for name in self.adapters]
+        for index in sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers}):
+            block, part = self.block_of(index)
+            hook = partial(after_block, self, index, part)
+            hooks.append(self.host.get_submodule(block).register_forward_hook(hook))
+        return hooks
 
     def block_of(self, index: int) -> tuple[str, int | None]:
         """Return the block around an attention layer, and the index of the picture in its outputs or None."""
         raise AttachError(
-            f"layout.added_to='block' adds to the blocks of a transformer, and {type(self.host).__name__} is a host of "
-            f"kind {self.kind!r}: leave it out"
+            f"layout.added_to='block' is for blocks of a transformer, and {type(self.host).__name__} is of kind "
+            f"{self.kind!r}: leave it out"
         )
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
@@ -256,96 +298,73 @@ class AdaptedDenoiser(AdaptedModel):
             self.block_of(adapter.layers[0])
 
     def forward_step(
-        self, call: Any, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the actions of one forward, for the size of its picture and its timestep."""
+        assert isinstance(call, DenoisingCall)
         if torch.is_grad_enabled():
             keep_context(host)
-        given = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
-        sample, timestep = given.get(self.picture_name), given.get("timestep")
+        by_name = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
+        sample, timestep = by_name.get(self.picture_name), by_name.get("timestep")
         if sample is None:
             return ForwardStep(self, host, None, {})  # the host raises by itself
-        rows, grid, prediction = sample.shape[0], self.grid_of(given), self.prediction_name()
-        actions: dict[tuple[int, str], list[Action]] = {}
-        conditional: dict[int, tuple[bool, ...]] = {}
-        for name, source in call.sources.items():
-            count = parts_of(name, rows, source.rows, call.guided, prediction)
-            if not call.guided:
-                conditional[count] = (True,)
-            elif count not in conditional:
-                conditional[count] = conditional_parts(self.host, call, given, self.picture_name, count, prediction)
-            if not any(sees := conditional[count]):
-                continue
-            scale = call.scales[name]
-            if not isinstance(scale, float):
-                scale = at_step(scale, timestep, self.layer_names, source.rows)
-                check_aspect(scale, grid)
-            if name in self.active and name not in disabled:
-                self._add_actions(actions, name, source, sees, scale, grid, rows=rows, timestep=timestep)
+        actions = self._actions(call, disabled, sample.shape[0], by_name, self.grid_of(by_name), timestep)
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
         """Return the actions for queries (rows, h, l, k) where only a part of the host was called."""
         call, disabled = self.current_call()
-        actions: dict[tuple[int, str], list[Action]] = {}
         if not isinstance(call, DenoisingCall):
             return ()
-        for name, source in call.sources.items():
-            if name not in self.active or name in disabled or index not in self.adapter(name).layers:
-                continue
-            scale: Any = call.scales[name]
-            if self.adapter(name).adds_to_block:
-                raise ConditionError("an adapter that adds to whole blocks needs the call of the whole host")
-            if callable(scale) and not isinstance(scale, Tensor):
-                raise ConditionError("an adapter_scale that follows the time step needs the call of the whole host")
-            scale = at_layer(scale, self.layer_names[index])
-            if isinstance(scale, Tensor) and scale.dim() > 1:
-                raise ConditionError("an adapter_scale by pixel needs the call of the whole host")
-            sees = self._parts_of_attention(call, name, q.shape[0], source.rows)
-            if any(sees):
-                self._add_actions(actions, name, source, sees, scale, (1, 1, q.shape[2]), index)
-        return actions.get((index, "inside"), ())
+        return self._actions(call, disabled, q.shape[0], only=index).get((index, "inside"), ())
 
-    def _parts_of_attention(
-        self, call: DenoisingCall, name: str, rows: int, memory_rows: int | None
-    ) -> tuple[bool, ...]:
-        """Return which parts of the rows of a layer see the memory, without the arguments of the host."""
-        prediction = self.prediction_name()
-        count = parts_of(name, rows, memory_rows, call.guided, prediction)
-        if not call.guided or call.parts:
-            return call.parts if count == len(call.parts) else (True,) * count
-        unknown = count == 1 and prediction not in NAMED and self.picture_name == "hidden_states"
-        if call.negative_prompt_embeds is not None or unknown:
-            raise ConditionError(
-                "a compiled host, or a part of one, does not know which half of guidance is unconditional: compile "
-                "blocks alone (compile_repeated_blocks), or name the half by host.cache_context('cond') and ('uncond')"
-            )
-        return parts_in_order(self.host, count) if count > 1 else (NAMED.get(prediction, True),)
-
-    def _add_actions(
+    def _actions(
         self,
-        actions: dict[tuple[int, str], list[Action]],
-        name: str,
-        source: BoundMemory,
-        sees: tuple[bool, ...],
-        scale: Any,
-        grid: Grid | None,
-        only: int | None = None,
-        rows: int | None = None,
+        call: DenoisingCall,
+        disabled: frozenset[str],
+        rows: int,
+        kwargs: Keywords | None = None,
+        grid: Grid | None = None,
         timestep: Any = None,
-    ) -> None:
-        adapter = self.adapter(name)
-        frames, height, width = grid or (1, 1, 1)
-        if timestep is not None and source.rows is not None:
-            timestep = times_by_row(timestep, sees.index(True) * source.rows, source.rows)
-        view = source.step(TextState(source.rows or 0, frames * height * width, layer=only, timestep=timestep))
-        for index in adapter.layers if only is None else (only,):
-            layer_scale = at_layer(scale, self.layer_names[index])
-            entries = actions.setdefault((index, "inside"), [])
-            if not is_zero(layer_scale):
-                entries.append(
-                    (view, adapter.block(index), RowsAndScale(sees, layer_scale, grid, adapter.adds_to_block, rows))
-                )
+        only: int | None = None,
+    ) -> dict[tuple[int, str], list[Action]]:
+        """Return the actions of a forward with these arguments, or at the `only` layer that is called by itself."""
+        actions: dict[tuple[int, str], list[Action]] = {}
+        parts: dict[int, tuple[bool, ...]] = {}
+        prediction = self.prediction_name()
+        for name, source in call.sources.items():
+            adapter, acts = self.adapter(name), name in self.active and name not in disabled
+            if only is not None and not (acts and only in adapter.layers):
+                continue
+            count = parts_of(name, rows, source.rows, call.guided, prediction)
+            if count not in parts:
+                parts[count] = conditional_parts(self.host, call, kwargs, self.picture_name, count, prediction)
+            if not any(parts[count]):
+                continue
+            scale = call.scales[name]
+            if not isinstance(scale, float):
+                scale = at_step(scale, timestep, self.layer_names, source.rows)
+                check_aspect(scale, grid)
+            if not acts:
+                continue
+            view = self._view(source, parts[count], grid, timestep, only)
+            for index in adapter.layers if only is None else (only,):
+                entries = actions.setdefault((index, "inside"), [])
+                layer_scale = at_layer(scale, self.layer_names[index])
+                if not is_zero(layer_scale):
+                    rows_of_sample = rows if only is None else None
+                    part = RowsAndScale(parts[count], layer_scale, grid, adapter.adds_to_block, rows_of_sample)
+                    entries.append((view, adapter.block(index), part))
+        return actions
+
+    def _view(
+        self, source: BoundMemory, parts: tuple[bool, ...], grid: Grid | None, timestep: Any, only: int | None
+    ) -> View:
+        """Return the memory as the rows of the first conditional part attend to it."""
+        rows = source.rows
+        if timestep is not None and rows is not None:
+            timestep = times_by_row(timestep, parts.index(True) * rows, rows)
+        return source.step(TextState(rows or 0, math.prod(grid or (1,)), layer=only, timestep=timestep))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that ran, or were replaced, and that memory did not reach.
@@ -359,9 +378,8 @@ class AdaptedDenoiser(AdaptedModel):
     def check_reached(self, layers: Sequence[int]) -> None:
         """Raise ConditionError for layers that memory did not reach."""
         raise ConditionError(
-            f"memory did not reach {[self.layer_names[index] for index in layers]}: these layers ran without being "
-            "called, or were replaced after attach; name others with DecoupledAdapter(blocks=...), or unload() before "
-            "the host is changed"
+            f"memory did not reach {[self.layer_names[index] for index in layers]}, which ran without being called or "
+            "were replaced: name others with blocks=, or unload() before the host is changed"
         )
 
     # The host's own attention ----------------------------------------------------------------------------------------
@@ -369,16 +387,15 @@ class AdaptedDenoiser(AdaptedModel):
     @property
     def through_core(self) -> bool:
         """Return whether the host's own attention to its text is computed by the core."""
-        return bool(self._replaced)
+        return bool(self.processors)
 
-    def call_of_forward(self, host: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins; no processor may have been replaced after `use_core`."""
-        for index in self._replaced:
-            if self.layer(index).processor is not self.processors[index]:
+        for index, processor in self.processors.items():
+            if self.layer(index).processor is not processor:
                 raise ConditionError(
-                    f"the processor of {self.layer_names[index]} was replaced after use_core(), so the host's own "
-                    "attention left the core: call use_core(False) before load_ip_adapter, set_attn_processor and the "
-                    "like"
+                    f"the processor of {self.layer_names[index]} was replaced after use_core(): call use_core(False) "
+                    "before load_ip_adapter, set_attn_processor and the like"
                 )
         return self.current_call()
 
@@ -397,25 +414,21 @@ class AdaptedDenoiser(AdaptedModel):
         """
         if on:
             self.check_attached()
-        if on and not self._replaced:
-            processors = {index: self.text_attention(index) for index in range(len(self.layer_names))}
-            for index, processor in processors.items():
-                processor.check(self.layer(index))
-            self.processors = processors
-            for index, processor in processors.items():
-                self._replaced[index] = self.layer(index).processor
+        if on and not self.processors:
+            self.processors = {index: self.text_attention(index) for index in range(len(self.layer_names))}
+            for index, processor in self.processors.items():
                 self.layer(index).processor = processor
         elif not on:
-            for index, processor in self._replaced.items():
-                if self.layer(index).processor is self.processors[index]:
-                    self.layer(index).processor = processor
-            self._replaced = {}
+            for index, processor in self.processors.items():
+                if self.layer(index).processor is processor:
+                    self.layer(index).processor = processor.replaced
+            self.processors = {}
         forget_compiled()
         return self
 
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Return the attention modules of the adapters, and under "text" those of `use_core`."""
-        processors = self.processors.items() if self.through_core else ()
+        processors = self.processors.items()
         text = {("text", index): one.heads for index, one in processors if one.heads is not None}
         return super().attentions() | text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,24 +128,15 @@ def example_inputs(
     """Yield arguments of a host for each width that its text may have, with masks of the text and without."""
     config: Any = getattr(host, "config", {})
     widths = dict.fromkeys(width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width)
-    device, dtype = device_of(host), _dtype_of(host)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    def whole(*shape: int, value: int = 1) -> Tensor:
-        return torch.full(shape, value, device=device)
-
-    parameters = list(inspect.signature(type(inner_host(host)).forward).parameters.values())[1:]
+    names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
     for width, masked in itertools.product(widths or (None,), (True, False)):
-        case = _Example(config, rows, layout, grid, random, whole, width)
-        kwargs: dict[str, Any] = {"hidden_states": random(*layout.shape(rows, grid))}
-        for parameter in parameters:
-            make = _ARGUMENTS.get(parameter.name) if masked or not parameter.name.endswith("_mask") else None
-            value = None if make is None else make(case)
-            if value is not None:
-                kwargs[parameter.name] = value
-        yield kwargs
+        example = _Example(config, rows, layout, grid, width, generator, device_of(host), _dtype_of(host))
+        values = example.texts() | example.positions() | example.pictures() | example.conditions()
+        yield {
+            name: values[name]
+            for name in names
+            if values.get(name) is not None and (masked or not name.endswith("_mask"))
+        }
 
 
 def _dtype_of(host: nn.Module) -> torch.dtype:
@@ -158,149 +149,129 @@ def _dtype_of(host: nn.Module) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Example:
-    """One set of example arguments."""
+    """Example arguments by name; None to leave one out."""
 
     config: Mapping[str, Any]
     rows: int
     layout: Layout
     grid: Grid
-    random: Callable[..., Tensor]
-    whole: Callable[..., Tensor]
     width: int | None
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
 
-    @property
-    def length(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def full(self, *shape: int, value: int = 1) -> Tensor:
+        return torch.full(shape, value, device=self.device)
+
+    def vectors(self, name: str, *length: int) -> Tensor | None:
+        """Return vectors (b, …, width) where the config has this width."""
+        width = self.config.get(name)
+        return self.random(self.rows, *length, width) if isinstance(width, int) and width else None
+
+    def texts(self) -> dict[str, Any]:
+        """Return texts, those of several layers of an encoder in the host's order of axes, and their masks."""
+        text = None if self.width is None else self.random(self.rows, TEXT, self.width)
+        layers, injected = self.config.get("num_text_layers"), self.config.get("injection_layer_ids")
+        states = text
+        if self.width and layers:
+            states = self.random(self.rows, TEXT, layers, self.width)
+        elif self.width and injected:
+            states = self.random(self.rows, len(injected) + 1, TEXT, self.width)
+        blocks = self.config.get("num_layers", 0) + self.config.get("num_single_layers", 0)
+        mask = self.full(self.rows, TEXT)
+        picture = self.full(self.rows, math.prod(self.grid) // 4)
+        masks = ("encoder_hidden_states_mask", "encoder_attention_mask", "encoder_attention_mask_2", "encoder_mask")
+        return dict.fromkeys(masks, mask.bool()) | {
+            "text_embedding_mask": mask,
+            "text_embedding_mask_t5": mask,
+            "img_mask": torch.cat([0 * mask, picture], 1).bool(),
+            "encoder_hidden_states": states,
+            "encoder_hidden_states_2": self.vectors("text_embed_2_dim", TEXT),
+            "encoder_hidden_states_t5": self.vectors("cross_attention_dim_t5", TEXT),
+            "image_embeds": self.vectors("image_embed_dim", TEXT),
+            "audio_encoder_hidden_states": text,
+            "text_bth": text,
+            "text_lens": self.full(self.rows, value=TEXT),
+            "text_encoder_layers": [self.vectors("text_encoder_dim", TEXT) for _ in range(blocks)],
+        }
+
+    def positions(self) -> dict[str, Any]:
+        """Return positions: frame, row and column (l, 3) of each token, (l, 4) where the host has one axis more."""
+        axes = [torch.arange(size, device=self.device) for size in self.grid]
+        tokens = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3).to(self.dtype)
+        tokens = F.pad(tokens, (0, max(len(self.config.get("axes_dims_rope") or axes) - 3, 0)))
+        text = tokens[:1].repeat(TEXT, 1) * 0
+        rotations = None
+        if self.config.get("scaling_factor"):  # hosts that take rotary positions from their pipeline
+            angles = self.random(32, 32, self.config["hidden_size"] // self.config["num_attention_heads"] // 2).float()
+            rotations = torch.polar(torch.ones_like(angles), angles)
+        return {
+            "img_ids": tokens,
+            "txt_ids": text,
+            "position_ids": torch.cat([text, tokens]),
+            "visual_rope_pos": tuple(axes),
+            "text_rope_pos": torch.arange(TEXT, device=self.device),
+            "image_rotary_emb": rotations,
+            "cross_attention_kwargs": None if rotations is None else {},
+            "img_shapes": [[self.grid]] * self.rows,
+            "num_frames": self.grid[0],
+            "height": self.grid[1],
+            "width": self.grid[2],
+        }
+
+    def like_picture(self, channels: int | None, frames: int) -> Tensor | None:
+        """Return another picture of this size with as many channels and frames."""
+        if not channels or not frames:
+            return None
+        return self.random(*replace(self.layout, channels=channels).shape(self.rows, (frames, *self.grid[1:])))
+
+    def pictures(self) -> dict[str, Any]:
+        """Return the picture or sound, and others beside it."""
+        frames, config, shape = self.grid[0], self.config, self.layout.shape(self.rows, self.grid)
+        face, sound = config.get("motion_encoder_size"), config.get("audio_in_channels")
+        acoustic = config.get("audio_acoustic_hidden_dim")
+        context = config["in_channels"] - acoustic if acoustic else None
+        return {
+            "hidden_states": self.random(*shape),
+            "pose_hidden_states": self.like_picture(config.get("latent_channels"), frames - 1),
+            "control_hidden_states": self.like_picture(config.get("vace_in_channels"), frames),
+            "context_latents": self.random(*shape[:2], context) if context else None,
+            "face_pixel_values": self.random(self.rows, 3, 4 * frames - 4, face, face) if face else None,
+            "audio_hidden_states": self.random(self.rows, FRAMES, sound) if sound else None,
+            "audio_num_frames": FRAMES,
+            "prior_token_id": self.full(self.rows, math.prod(self.grid)),
+            "prior_token_drop": self.full(self.rows, value=0).bool(),
+            "padding_mask": self.random(1, 1, 8, 8) * 0,
+        }
 
     def times(self, step: int) -> Tensor:
         """Return a timestep (b,), or (b, frames) for hosts whose frames have timesteps of their own."""
-        each = (self.grid[0],) if "deltatime_type" in self.config else ()
-        return self.whole(self.rows, *each, value=step).to(self.random(1))
+        frames = (self.grid[0],) if "deltatime_type" in self.config else ()
+        return self.full(self.rows, *frames, value=step).to(self.dtype)
 
-    def vectors(self, name: str) -> Tensor | None:
-        """Return vectors (b, width) where the config has a width."""
-        width = self.config.get(name)
-        return self.random(self.rows, width) if isinstance(width, int) and width else None
-
-    def text(self, name: str | None = None) -> Tensor | None:
-        width = self.width if name is None else self.config.get(name)
-        return None if not width else self.random(self.rows, TEXT, width)
-
-    def positions(self) -> Tensor:
-        """Return frame, row and column (l, 3) of each token; (l, 4) where the host has one axis more."""
-        axes = [torch.arange(size) for size in self.grid]
-        grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3)
-        more = len(self.config.get("axes_dims_rope") or grid[0]) - 3
-        return F.pad(grid, (0, max(more, 0))).to(self.random(1))
-
-    def like_picture(self, name: str, fewer: int = 0) -> Tensor | None:
-        """Return another picture of this size with the channels of the config; a film some frames shorter."""
-        channels, (frames, height, width) = self.config.get(name), self.grid
-        if not channels or fewer >= frames:
-            return None
-        return self.random(*replace(self.layout, channels=channels).shape(self.rows, (frames - fewer, height, width)))
-
-    def layers_of_text(self) -> Tensor | None:
-        """Return text of several layers of an encoder in the host's order of axes, or of one."""
-        layers = self.config.get("num_text_layers")
-        if layers and self.width:
-            return self.random(self.rows, TEXT, layers, self.width)
-        injected = self.config.get("injection_layer_ids")
-        if injected and self.width:
-            return self.random(self.rows, len(injected) + 1, TEXT, self.width)
-        return self.text()
-
-    def sizes(self) -> Tensor:
-        return self.whole(self.rows, 2, value=16).to(self.random(1))
-
-
-def _rotations(case: _Example) -> Tensor | None:
-    """Return complex rotations (height, width, k / 2), for hosts that take rotary positions from their pipeline."""
-    if not case.config.get("scaling_factor"):
-        return None
-    size = case.config["hidden_size"] // case.config["num_attention_heads"] // 2
-    angles = case.random(32, 32, size).float()
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def _added(case: _Example) -> dict[str, Any]:
-    sized = case.config.get("use_additional_conditions")
-    if sized is None:
-        sized = case.config.get("sample_size") == 128
-    return {"resolution": case.sizes() if sized else None, "aspect_ratio": case.sizes()[:, :1] if sized else None}
-
-
-#: Example values by name of the argument; None to leave it out.
-_ARGUMENTS: dict[str, Callable[[_Example], Any]] = {
-    "timestep": lambda case: case.times(7),
-    "r_timestep": lambda case: case.times(3),
-    "timestep_r": lambda case: None if case.config.get("use_meanflow") is False else case.times(3),
-    "chunk_partition": lambda case: (1, case.grid[0] - 1),
-    "encoder_hidden_states": lambda case: case.layers_of_text(),
-    "encoder_hidden_states_2": lambda case: case.text("text_embed_2_dim"),
-    "audio_encoder_hidden_states": lambda case: case.text(),
-    "text_bth": lambda case: case.text(),
-    "text_lens": lambda case: case.whole(case.rows, value=TEXT),
-    "image_embeds": lambda case: case.text("image_embed_dim"),
-    "encoder_hidden_states_t5": lambda case: case.text("cross_attention_dim_t5"),
-    "encoder_hidden_states_mask": lambda case: case.whole(case.rows, TEXT).bool(),
-    "encoder_attention_mask": lambda case: case.whole(case.rows, TEXT).bool(),
-    "encoder_attention_mask_2": lambda case: case.whole(case.rows, TEXT).bool(),
-    "encoder_mask": lambda case: case.whole(case.rows, TEXT).bool(),
-    "text_embedding_mask": lambda case: case.whole(case.rows, TEXT),
-    "text_embedding_mask_t5": lambda case: case.whole(case.rows, TEXT),
-    "pooled_projections": lambda case: case.vectors(
-        "in_text_dim2" if "in_text_dim2" in case.config else "pooled_projection_dim"
-    ),
-    "global_hidden_states": lambda case: (
-        case.vectors("global_cond_dim")
-        if not case.config.get("global_states_input_dim")
-        else case.vectors("global_states_input_dim")[:, None]  # type: ignore[index]
-    ),
-    "class_labels": lambda case: case.whole(case.rows, value=1) if case.config.get("num_embeds_ada_norm") else None,
-    "guidance": lambda case: case.whole(case.rows).float() if case.config.get("guidance_embeds") else None,
-    "img_ids": lambda case: case.positions(),
-    "txt_ids": lambda case: case.positions()[:1].repeat(TEXT, 1) * 0,
-    "position_ids": lambda case: torch.cat([case.positions()[:1].repeat(TEXT, 1) * 0, case.positions()]),
-    "visual_rope_pos": lambda case: tuple(torch.arange(size, device=case.random(1).device) for size in case.grid),
-    "text_rope_pos": lambda case: torch.arange(TEXT, device=case.random(1).device),
-    "image_rotary_emb": _rotations,
-    "cross_attention_kwargs": lambda case: {} if case.config.get("scaling_factor") else None,
-    "img_mask": lambda case: torch.cat(
-        [case.whole(case.rows, TEXT, value=0), case.whole(case.rows, case.length // 4)], 1
-    ).bool(),
-    "prior_token_id": lambda case: case.whole(case.rows, case.length),
-    "prior_token_drop": lambda case: case.whole(case.rows, value=0).bool(),
-    "pose_hidden_states": lambda case: case.like_picture("latent_channels", fewer=1),
-    "face_pixel_values": lambda case: case.random(
-        case.rows, 3, 4 * case.grid[0] - 4, *[case.config["motion_encoder_size"]] * 2
-    ),
-    "text_encoder_layers": lambda case: [
-        case.text("text_encoder_dim") for _ in range(case.config["num_layers"] + case.config["num_single_layers"])
-    ],
-    "control_hidden_states": lambda case: case.like_picture("vace_in_channels"),
-    "context_latents": lambda case: (
-        None
-        if not case.config.get("audio_acoustic_hidden_dim")
-        else case.random(
-            *case.layout.shape(case.rows, case.grid)[:2],
-            case.config["in_channels"] - case.config["audio_acoustic_hidden_dim"],
-        )
-    ),
-    "audio_hidden_states": lambda case: (
-        case.random(case.rows, FRAMES, case.config["audio_in_channels"]) if "audio_in_channels" in case.config else None
-    ),
-    "audio_num_frames": lambda case: FRAMES,
-    "img_shapes": lambda case: [[case.grid]] * case.rows,
-    "num_frames": lambda case: case.grid[0],
-    "height": lambda case: case.grid[1],
-    "width": lambda case: case.grid[2],
-    "original_size": lambda case: case.sizes(),
-    "target_size": lambda case: case.sizes(),
-    "crop_coords": lambda case: case.sizes() * 0,
-    "added_cond_kwargs": _added,
-    "image_meta_size": lambda case: case.whole(case.rows, 6).float(),
-    "style": lambda case: case.whole(case.rows, value=0),
-    "fps": lambda case: 24,
-    "padding_mask": lambda case: case.random(1, 1, 8, 8) * 0,
-}
+    def conditions(self) -> dict[str, Any]:
+        """Return timesteps, pooled texts, classes and sizes."""
+        config, sizes = self.config, self.full(self.rows, 2, value=16).to(self.dtype)
+        sized = config.get("use_additional_conditions", config.get("sample_size") == 128)
+        states = self.vectors("global_states_input_dim", 1)
+        return {
+            "timestep": self.times(7),
+            "r_timestep": self.times(3),
+            "timestep_r": None if config.get("use_meanflow") is False else self.times(3),
+            "chunk_partition": (1, self.grid[0] - 1),
+            "pooled_projections": self.vectors("in_text_dim2" if "in_text_dim2" in config else "pooled_projection_dim"),
+            "global_hidden_states": self.vectors("global_cond_dim") if states is None else states,
+            "class_labels": self.full(self.rows) if config.get("num_embeds_ada_norm") else None,
+            "guidance": self.full(self.rows).float() if config.get("guidance_embeds") else None,
+            "original_size": sizes,
+            "target_size": sizes,
+            "crop_coords": sizes * 0,
+            "added_cond_kwargs": dict.fromkeys(("resolution", "aspect_ratio"))
+            | ({"resolution": sizes, "aspect_ratio": sizes[:, :1]} if sized else {}),
+            "image_meta_size": self.full(self.rows, 6).float(),
+            "style": self.full(self.rows, value=0),
+            "fps": 24,
+        }

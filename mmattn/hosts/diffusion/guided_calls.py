@@ -56,23 +56,23 @@ class HostCall:
 
     @property
     def name(self) -> str:
-        """Class of the host."""
-        return type(inner_host(self.host)).__name__
+        """Return the class of the host."""
+        return _class_of(self.host)
 
     @property
     def sample(self) -> Tensor:
-        """The sample (rows, …)."""
+        """Return the sample (rows, …)."""
         sample: Tensor = self.kwargs[self.picture]
         return sample
 
     @property
     def named_text(self) -> Any:
-        """The text, or None if no argument is known as one."""
+        """Return the text, or None if no argument is known as one."""
         return next((self.kwargs[name] for name in TEXTS if self.kwargs.get(name) is not None), None)
 
     @property
     def text(self) -> Any:
-        """The text; without a known argument for it everything but the sample and its timestep."""
+        """Return the text; without a known argument for it everything but the sample and its timestep."""
         if self.named_text is not None:
             return self.named_text
         return [value for each, value in sorted(self.kwargs.items()) if each not in (self.picture, "timestep")]
@@ -144,24 +144,24 @@ def _advice(rows: int, memory_rows: int, guided: bool, may_be_doubled: bool) -> 
         return "; if a pipeline computes guidance over them, say condition(memory, guided=True)"
     if memory_rows != 1 or rows < 2:
         return ""
-    doubled = f"memory.expand({pictures}) with guided=True where guidance doubles {pictures} pictures"
-    alone = f"memory.expand({rows}) for {rows} pictures"
-    if not may_be_doubled:
-        return f"; say {alone}"
-    return f"; say {doubled}" if guided else f"; say {alone}, or {doubled}"
+    alone = "" if guided and may_be_doubled else f"; say memory.expand({rows}) for {rows} pictures"
+    doubled = f"; say memory.expand({pictures}) with guided=True where guidance doubles {pictures} pictures"
+    return alone + doubled if may_be_doubled else alone
 
 
 def conditional_parts(
-    host: nn.Module, call: DenoisingCall, kwargs: Mapping[str, Any], picture: str, count: int, prediction: str
+    host: nn.Module, call: DenoisingCall, kwargs: Mapping[str, Any] | None, picture: str, count: int, prediction: str
 ) -> tuple[bool, ...]:
     """Return which of the `count` equal parts of a sample's rows are conditional, and so see the memory."""
-    if call.parts:
+    if not call.guided or call.parts:
         return call.parts if count == len(call.parts) else (True,) * count
+    if kwargs is None:
+        return _parts_of_layer(host, call, picture, count, prediction)
     this = HostCall(host, kwargs, picture)
     by_class = _by_null_class(this, count)
     if count > 1:
         forget_step(host)
-        return by_class or _by_text(this, call.negative_prompt_embeds, count) or parts_in_order(host, count)
+        return by_class or _by_text(this, call.negative_prompt_embeds, count) or _parts_in_order(host, count)
     step = _step_of(this, call.sources)
     if by_class:
         (conditional,) = by_class
@@ -177,9 +177,22 @@ def conditional_parts(
     return (conditional,)
 
 
-def parts_in_order(host: nn.Module, count: int) -> tuple[bool, ...]:
+def _parts_of_layer(
+    host: nn.Module, call: DenoisingCall, picture: str, count: int, prediction: str
+) -> tuple[bool, ...]:
+    """Return which parts are conditional where a layer is called without the host, whose arguments are not known."""
+    unknown = count == 1 and prediction not in NAMED and picture == "hidden_states"
+    if call.negative_prompt_embeds is not None or unknown:
+        raise ConditionError(
+            "a part of a host, or a compiled one, does not know which half of guidance is unconditional: name it by "
+            "host.cache_context('cond'), or use compile_repeated_blocks"
+        )
+    return _parts_in_order(host, count) if count > 1 else (NAMED.get(prediction, True),)
+
+
+def _parts_in_order(host: nn.Module, count: int) -> tuple[bool, ...]:
     """Return which of 2 or 3 parts of a batch are conditional, by the order of pipelines of diffusers."""
-    name = type(inner_host(host)).__name__
+    name = _class_of(host)
     if count == 2:
         if _is_perturbed_alone(host):
             return True, True
@@ -187,6 +200,10 @@ def parts_in_order(host: nn.Module, count: int) -> tuple[bool, ...]:
     if any(one.startswith("PAGCFG") for one in _processors(host)):
         return False, True, True
     raise ConditionError(f"{name} is called with {count} parts of rows in an unknown order: {_DECLARE}")
+
+
+def _class_of(host: nn.Module) -> str:
+    return type(inner_host(host)).__name__
 
 
 def _processors(host: nn.Module) -> set[str]:

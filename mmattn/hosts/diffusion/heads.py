@@ -113,14 +113,18 @@ def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
         x = x.flatten(2).transpose(1, 2)
     if getattr(attn, "group_norm", None) is not None:
         x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
-    q, heads, norm = queries_of(attn)(x), heads_of(attn), _named(attn, _NORMS)
+    q = queries_of(attn)(x)
     if _named(attn, _QUERIES) is None:
         q = q[..., : q.shape[-1] // 3]
-    if norm is None:
-        return q.unflatten(2, (heads, -1)).transpose(1, 2)
-    if norm_width(norm) == q.shape[-1]:
-        return norm(q).unflatten(2, (heads, -1)).transpose(1, 2)
-    return norm(q.unflatten(2, (heads, -1))).transpose(1, 2)
+    return split_heads(q, heads_of(attn), _named(attn, _NORMS))
+
+
+def split_heads(x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
+    """Return x (b, l, h · k) by head (b, h, l, k), normalised as a whole or by head, as wide as the norm is."""
+    if norm is not None and norm_width(norm) == x.shape[-1]:
+        x, norm = norm(x), None
+    by_head = x.unflatten(2, (heads, -1))
+    return (by_head if norm is None else norm(by_head)).transpose(1, 2)
 
 
 def projections(attn: Any, x: Tensor) -> Tensor:
@@ -146,12 +150,11 @@ def check_projections(attn: Any, name: str, reads_text: bool) -> None:
         )
 
 
-def norm_width(norm: Any) -> int | None:
+def norm_width(norm: nn.Module) -> int | None:
     """Return the width of a norm, or None."""
-    for name in ("normalized_shape", "dim"):
-        width = getattr(norm, name, None)
-        if isinstance(width, (tuple, list)) and width:
-            return int(width[-1])
+    width = _named(norm, ("normalized_shape", "dim"))
+    if isinstance(width, (tuple, list)) and width:
+        return int(width[-1])
     weight = _named(norm, ("weight", "gamma"))
     return None if weight is None else int(weight.shape[-1])
 

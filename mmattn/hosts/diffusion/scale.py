@@ -62,7 +62,7 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
 
 
 def at_step(
-    adapter_scale: AdapterScale, timestep: Tensor | float | None, layer_names: Sequence[str], rows: int
+    adapter_scale: AdapterScale, timestep: Tensor | float | None, layer_names: Sequence[str], rows: int | None
 ) -> Fixed:
     """Return the scale at one timestep: schedules are called, and their results checked."""
     if isinstance(adapter_scale, Mapping):
@@ -76,7 +76,7 @@ def at_step(
 def first_time(timestep: Tensor | float | None) -> float:
     """Return the timestep as a number, for schedules, which need one timestep for all rows."""
     if timestep is None:
-        raise ConditionError("a schedule of adapter_scale needs a timestep, and the host is called without one")
+        raise ConditionError("a schedule of adapter_scale needs a call of the whole host with a timestep")
     if not isinstance(timestep, Tensor):
         return float(timestep)
     if timestep.numel() > 1 and not bool((timestep == timestep.flatten()[0]).all()):
@@ -113,8 +113,8 @@ def check_aspect(adapter_scale: Any, grid: Grid | None) -> None:
     sides = adapter_scale.shape[-2:]
     if grid is None:
         raise ConditionError(
-            f"adapter_scale is a map of {sides[0]} × {sides[1]}, and this call does not say how its tokens lie in a "
-            "picture: give a number, (b,) or one for each block"
+            f"adapter_scale is a map of {sides[0]} × {sides[1]}, and nothing says how its tokens lie in a picture: "
+            "give a number, (b,) or one by block, or call the whole host"
         )
     frames, height, width = grid
     if abs(math.log(sides[0] * width / (sides[1] * height))) > ASPECT:
@@ -154,15 +154,3 @@ def over_queries(adapter_scale: float | Tensor, grid: Grid | None, q: Tensor) ->
 def is_zero(adapter_scale: Any) -> bool:
     """Return whether a scale is the number 0."""
     return isinstance(adapter_scale, float) and adapter_scale == 0
-
-
-def doubled(adapter_scale: AdapterScale) -> AdapterScale:
-    """Return a scale for two halves of rows."""
-    if isinstance(adapter_scale, Tensor):
-        return torch.cat([adapter_scale, adapter_scale])
-    if isinstance(adapter_scale, Mapping):
-        return {prefix: doubled(inner) for prefix, inner in adapter_scale.items()}
-    if callable(adapter_scale):
-        schedule = adapter_scale
-        return lambda timestep: doubled(schedule(timestep))
-    return adapter_scale

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled.adapter import DecoupledAdapter
-from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.diffusion.attention import JointAttention, TextAttention
+from mmattn.hosts.diffusion.attention import CoreProcessor, JointAttention, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
-from mmattn.hosts.diffusion.find_attention import (
-    CROSS,
-    JOINT,
-    SELF,
-    PictureAttention,
-    check_reaches,
-    find_attention,
-)
+from mmattn.hosts.diffusion.find_attention import CROSS, JOINT, SELF, PictureAttention, check_reaches, find_attention
 from mmattn.hosts.diffusion.heads import (
     check_projections,
     head_size,
@@ -32,8 +22,7 @@ from mmattn.hosts.diffusion.heads import (
     keys_and_values_of,
     takes_hidden_states,
 )
-from mmattn.hosts.diffusion.loading import load_part
-from mmattn.hosts.diffusion.published import FluxLayout, PublishedLayout, SD3Layout, read_file
+from mmattn.hosts.diffusion.published import FluxLayout, PublishedLayout, SD3Layout
 from mmattn.hosts.diffusion.scale import Grid
 from mmattn.hosts.registry import register_host
 
@@ -59,6 +48,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
     """
 
     kind: ClassVar[str] = "diffusion_transformer"
+    part: ClassVar[str] = "transformer"
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         self.__dict__["structure"] = structure = find_attention(host)
@@ -111,8 +101,8 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         layer, size = self.attention(index), head_size(self.layer(index))
         if layer.block_part is None or layer.block_width != size.num_heads * size.head_dim:
             raise AttachError(
-                f"layout.added_to='block' adds heads of {layer.name}, {size.num_heads * size.head_dim} wide, to "
-                f"{layer.block!r}, whose output is no picture of that width: leave it out"
+                f"layout.added_to='block' needs a block whose output is {size.num_heads * size.head_dim} wide, and "
+                f"{layer.block!r} is not: leave it out"
             )
         return layer.block, None if layer.block_part == -1 else layer.block_part
 
@@ -123,65 +113,39 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         k, v = (attn.add_k_proj, attn.add_v_proj) if joint else keys_and_values_of(attn)
         if k is None or v is None:
             raise AttachError(
-                f"start='host' copies key and value projections, of which {self.layer_names[index]} of "
-                f"{type(self.host).__name__} has none of their own (they are one with others): give start='nothing'"
+                f"start='host' copies key and value projections, and {self.layer_names[index]} has none of their own: "
+                "give start='nothing'"
             )
         return k.weight, v.weight
 
-    def read_single_file(
-        self, path: str | PathLike[str]
-    ) -> tuple[DecoupledAdapter | JointDecoupledAdapter, dict[str, Tensor]]:
-        """Return the settings and weights in the single file of an IP-Adapter of Flux (XLabs) or SD 3.5 (InstantX)."""
-        tensors = read_file(path)
-        follows_time = any(name.endswith("norm_ip.linear.weight") for name in tensors)
-        return self._published_layout(follows_time).read(tensors, path)
+    def published_layout(self, follows_time: bool) -> PublishedLayout:
+        """Return the layout of published IP-Adapters for Flux or, if they follow the time step, for SD 3.5."""
+        if follows_time:
+            return SD3Layout(self, range(len(self.layer_names)))
+        return FluxLayout(self, [index for index, layer in enumerate(self.structure.layers) if layer.kind == JOINT])
 
-    def _published_layout(self, follows_time: bool) -> PublishedLayout:
-        joint = [index for index, layer in enumerate(self.structure.layers) if layer.kind == JOINT]
-        return SD3Layout(self) if follows_time else FluxLayout(self, joint)
-
-    def save_ip_adapter(self, path: str | PathLike[str], name: str = "default") -> None:
-        """Write one adapter as a single safetensors file in the layout of published IP-Adapters.
-
-        Args:
-            path: the file.
-            name: of the adapter.
-
-        Raises:
-            ConditionError: the adapter is built otherwise than those.
-        """
-        follows_time = isinstance(self.adapter(name).config, JointDecoupledAdapter)
-        self._published_layout(follows_time).write(path, name)
-
-    def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
+    def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
         """Return frames, height and width in tokens of the picture of a call; None if the call does not say."""
-        return self.structure.layout.grid_of(given, given[self.picture_name])
+        return self.structure.layout.grid_of(kwargs, kwargs[self.picture_name])
 
-    def predict(self, sample: Tensor, timestep: Any, text: Tensor, **inputs: Any) -> Tensor:
+    def predict(self, sample: Tensor, timestep: Tensor | float, text: Tensor, **inputs: object) -> Tensor:
         """Return the prediction of a sample, with the timestep, or (1, frames) of them, for every row."""
         time = torch.as_tensor(timestep, device=sample.device)
         return super().predict(sample, time.expand(sample.shape[0], *time.shape[1:]), text, **inputs)
 
-    def text_attention(self, index: int) -> TextAttention | JointAttention:
+    def text_attention(self, index: int) -> CoreProcessor:
         """Return the processor that computes the attention of a layer over its text by the core."""
         kind = self.attention(index).kind
-        if kind == CROSS:
-            return TextAttention(self, index, self.layer(index))
-        if kind == JOINT:
-            return JointAttention(self, index)
-        raise ConditionError(
-            f"use_core: {self.layer_names[index]} of {type(self.host).__name__} reads no text of its own that the core "
-            "could mask; adapters work there"
-        )
+        if kind == SELF:
+            raise ConditionError(
+                f"use_core: {self.layer_names[index]} of {type(self.host).__name__} reads no text of its own that the "
+                "core could mask; adapters work there"
+            )
+        return (TextAttention if kind == CROSS else JointAttention)(self, index, self.layer(index))
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: object, rows: int) -> dict[str, Any]:
         """Return a noisy picture, a timestep, a text, and further arguments of the host."""
         inputs: dict[str, Any] = self.structure.inputs(self.host, rows, generator)
         return inputs
-
-    @classmethod
-    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """Load the transformer in a folder, or the `transformer` of a pipeline in a folder or on the hub."""
-        return load_part(name, "transformer")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.decoupled.adapter import DecoupledAdapter
-from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError
-from mmattn.hosts.diffusion.attention import TextAttention
+from mmattn.hosts.diffusion.attention import CoreProcessor, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.heads import attention_names, head_size, is_of_diffusers, takes_hidden_states
-from mmattn.hosts.diffusion.loading import load_part
-from mmattn.hosts.diffusion.published import UNetLayout, read_file
+from mmattn.hosts.diffusion.published import PublishedLayout
 from mmattn.hosts.diffusion.scale import Grid
 from mmattn.hosts.registry import register_host
 
@@ -43,6 +39,7 @@ class AdaptedUNet(AdaptedDenoiser):
     """
 
     kind: ClassVar[str] = "unet"
+    part: ClassVar[str] = "unet"
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__(host, _text_layers(host), require_memory)
@@ -52,33 +49,18 @@ class AdaptedUNet(AdaptedDenoiser):
         """Return whether this is a model of diffusers that is called with `sample`."""
         return is_of_diffusers(model) and not takes_hidden_states(model)
 
-    def forward(  # type: ignore[override]
-        self,
-        sample: Tensor,
-        timestep: Tensor | float | int,
-        encoder_hidden_states: Tensor | None = None,
-        memory: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Call the host with a memory; returns what the host returns.
-
-        Args:
-            sample: the host's own.
-            timestep: the host's own.
-            encoder_hidden_states: the host's own.
-            memory: as in `AdaptedDenoiser.forward`, as all further arguments.
-            kwargs: `adapter_scale`, `text_mask`, and the host's own.
-        """
-        return super().forward(sample, timestep, encoder_hidden_states, memory=memory, **kwargs)
-
-    def grid_of(self, given: Mapping[str, Any]) -> Grid | None:
+    def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
         """Return one frame of the height and width of the sample."""
-        sample = given["sample"]
-        return 1, sample.shape[-2], sample.shape[-1]
+        height, width = kwargs["sample"].shape[-2:]
+        return 1, height, width
 
-    def text_attention(self, index: int) -> TextAttention:
+    def text_attention(self, index: int) -> CoreProcessor:
         """Return the processor that computes the text attention of a layer by the core."""
         return TextAttention(self, index, self.layer(index))
+
+    def published_layout(self, follows_time: bool) -> PublishedLayout:
+        """Return the layout of published IP-Adapters for UNets."""
+        return PublishedLayout(self, range(len(self.layer_names)))
 
     def sites(self, position: str) -> list[Site]:
         """Return every cross-attention layer."""
@@ -92,27 +74,9 @@ class AdaptedUNet(AdaptedDenoiser):
         k, v = (attn.to_k, attn.to_v) if attn.added_kv_proj_dim is None else (attn.add_k_proj, attn.add_v_proj)
         return k.weight, v.weight
 
-    def read_single_file(
-        self, path: str | PathLike[str]
-    ) -> tuple[DecoupledAdapter | JointDecoupledAdapter, dict[str, Tensor]]:
-        """Return the settings and weights in the single file of a published IP-Adapter."""
-        return UNetLayout(self).read(read_file(path), path)
-
-    def save_ip_adapter(self, path: str | PathLike[str], name: str = "default") -> None:
-        """Write one adapter as a single safetensors file in the layout of published IP-Adapters.
-
-        Args:
-            path: the file.
-            name: of the adapter.
-
-        Raises:
-            ConditionError: the adapter is of another kind (`tokens` not given, a part of the blocks, a resampler).
-        """
-        UNetLayout(self).write(path, name)
-
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: object, rows: int) -> dict[str, Any]:
         """Return a noisy picture, a timestep and a text, with the further arguments of SDXL."""
         host: Any = self.host.config
         size = host.sample_size or 32
@@ -131,11 +95,6 @@ class AdaptedUNet(AdaptedDenoiser):
             batch["added_cond_kwargs"] = {"text_embeds": random(rows, pooled), "time_ids": random(rows, 6)}
         return batch
 
-    @classmethod
-    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """Load the UNet in a folder, or the `unet` of a pipeline in a folder or under a name on the hub."""
-        return load_part(name, "unet")
-
 
 def _text_layers(host: nn.Module) -> tuple[str, ...]:
     """Return the names of the cross-attention layers of a UNet, in the order of its `attn_processors`."""
@@ -149,12 +108,11 @@ def _text_layers(host: nn.Module) -> tuple[str, ...]:
         if not all(hasattr(attn, name) for name in _ATTENTION) or getattr(attn, "add_q_proj", None) is not None:
             raise AttachError(
                 f"no adapter can act beside {type(attn).__name__} layers of {type(host).__name__}, which are not those "
-                "of UNets, or join text and picture in one softmax: use a UNet2DConditionModel"
+                "of UNets: use a UNet2DConditionModel"
             )
     if not layers:
         raise AttachError(
-            f"{type(host).__name__} has no cross-attention layers at which an adapter could attend to a memory: use a "
-            "UNet2DConditionModel with cross-attention blocks"
+            f"{type(host).__name__} has no cross-attention layers: use a UNet2DConditionModel with such blocks"
         )
     return tuple(layers)
 

@@ -120,7 +120,7 @@ def test_one_of_diffusers_own_beside_ours():
     out = model(*args, memory=tiny.memory(ROWS, lengths=[5, 0, 3]), **image).sample
     assert torch.equal(out[1], own[1]) and differs(out[::2], own[::2])
     assert list(model.adapters) == ["default"] and len(model.layer_names) == 4
-    with pytest.raises(ConditionError, match="IPAdapterAttnProcessor2_0.*unload"):
+    with pytest.raises(ConditionError, match="IPAdapterAttnProcessor2_0.*default one back"):
         model.use_core()
     late = mmattn.attach(model.unload(), tiny_unets.adapter(blocks=("mid",)))
     assert torch.equal(late(*args, memory=memory, **image).sample, own)
@@ -245,16 +245,16 @@ def bad_files():
         "nothing in it": (save({}), "lacks"),
         "plus": (save(plus), "Plus"),
         "an extra tensor": (save(good | {"image_proj.latents": torch.zeros(3)}), "Plus"),
-        "no bias": (save(without("image_proj.proj.bias")), "lacks.*proj.bias"),
+        "no bias": (save(without("image_proj.proj.bias")), "proj.*bias"),
         "no last layer": (save(without("ip_adapter.7.to_v_ip.weight")), "another base model"),
-        "another base": (save(checkpoint(tiny_unets.make("sdxl"))), "slots 17 wide|another base model"),
+        "another base": (save(checkpoint(tiny_unets.make("sdxl"))), "another base model"),
         "wide text": (reshaped("ip_adapter.1.to_k_ip.weight", 14, 19), "another base model"),
         "no shape": (reshaped("ip_adapter.1.to_k_ip.weight"), "another base model"),
-        "a short bias": (reshaped("image_proj.proj.bias", 17), "slots 17 wide"),
-        "a short norm": (reshaped("image_proj.norm.bias", 16), "slots 17 wide"),
-        "an odd projection": (reshaped("image_proj.proj.weight", 18, 13), "slots 17 wide"),
-        "a flat projection": (reshaped("image_proj.proj.weight", 17), "slots 17 wide"),
-        "no projection": (reshaped("image_proj.proj.weight", 0, 13), "slots 17 wide"),
+        "a short bias": (reshaped("image_proj.proj.bias", 17), "not a plain IP-Adapter"),
+        "a short norm": (reshaped("image_proj.norm.bias", 16), "not a plain IP-Adapter"),
+        "an odd projection": (reshaped("image_proj.proj.weight", 18, 13), "not a plain IP-Adapter"),
+        "a flat projection": (reshaped("image_proj.proj.weight", 17), "not a plain IP-Adapter"),
+        "no projection": (reshaped("image_proj.proj.weight", 0, 13), "not a plain IP-Adapter"),
         "too wide": (save(good | projection), "memory_dim"),
         "integers": (save(good | {"image_proj.norm.bias": torch.zeros(17, dtype=torch.long)}), "int64"),
         "torn.bin": (pickled(nested(good))[:-300], "cannot be read"),
@@ -263,7 +263,7 @@ def bad_files():
         "a list.bin": (pickled([torch.zeros(3)]), "no 'image_proj'"),
         "flat.bin": (pickled(good), "no 'image_proj'"),
         "numbers.bin": (pickled({"image_proj": {"proj.weight": 3}, "ip_adapter": {}}), "no 'image_proj'"),
-        "no names.bin": (pickled({"image_proj": {3: torch.zeros(3)}}), "it holds"),
+        "no names.bin": (pickled({"image_proj": {3: torch.zeros(3)}}), "lacks"),
     }
 
 

@@ -7,6 +7,8 @@ recorded. Transformers with joint attention such as Stable Diffusion 3 otherwise
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from mmattn.core.attention import attend
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import autocast_dtype
-from mmattn.errors import ConditionError
+from mmattn.errors import ConditionError, check_bool_mask
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import Call, Keywords
 from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads
 from mmattn.hosts.diffusion.heads import head_size, query_heads, split_heads
+from mmattn.hosts.ownership import forget_compiled
 
 #: Processors of diffusers that do nothing but attend: queries, keys and values, normalised or not, and one projection.
 PLAIN = (
@@ -218,3 +223,90 @@ def _padding_mask(call: DenoisingCall | None, text: Tensor, bias: Tensor | None)
     if call is not None:
         call.padding = (bias, mask)
     return mask
+
+
+class TextThroughCore(AdaptedModel):
+    """A diffusion model whose own attention to its text can be computed by the core."""
+
+    def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
+        super().__init__(host, require_memory)
+        self.layer_names = tuple(layer_names)
+        self.processors: dict[int, CoreProcessor] = {}
+
+    @abstractmethod
+    def text_attention(self, index: int) -> CoreProcessor:
+        """Return the processor that computes the text attention of a layer by the core."""
+
+    def picture_part(self, index: int) -> int:
+        """Return the index of the picture among the outputs of an attention layer."""
+        return 0
+
+    def layer(self, index: int) -> Any:
+        """Return the host's attention layer of this number."""
+        return self.host.get_submodule(self.layer_names[index])
+
+    def denoising_call(self) -> DenoisingCall | None:
+        """Return the call under way."""
+        call, _ = self.current_call()
+        return call if isinstance(call, DenoisingCall) else None
+
+    @property
+    def through_core(self) -> bool:
+        """Return whether the host's own attention to its text is computed by the core."""
+        return bool(self.processors)
+
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins; no processor may have been replaced after `use_core`."""
+        for index, processor in self.processors.items():
+            if self.layer(index).processor is not processor:
+                raise ConditionError(
+                    f"the processor of {self.layer_names[index]} was replaced after use_core(): call use_core(False) "
+                    "before load_ip_adapter, set_attn_processor and the like"
+                )
+        return self.current_call()
+
+    def use_core(self, on: bool = True) -> Any:
+        """Compute the host's own attention to its text by `mmattn.attend`: padding is masked, and K/V of the text that
+        are the same at every step are computed once per block.
+
+        Without masks the host's outputs are equal but for rounding. Rows whose text is all masked see no text.
+
+        Args:
+            on: False gives the host its own processors back.
+
+        Raises:
+            ConditionError: layers whose attention the core cannot compute, another processor than diffusers' default,
+                or adapters that were unloaded.
+        """
+        if on:
+            self.check_attached()
+        if on and not self.processors:
+            self.processors = {index: self.text_attention(index) for index in range(len(self.layer_names))}
+            for index, processor in self.processors.items():
+                self.layer(index).processor = processor
+        elif not on:
+            for index, processor in self.processors.items():
+                if self.layer(index).processor is processor:
+                    self.layer(index).processor = processor.replaced
+            self.processors = {}
+        forget_compiled()
+        return self
+
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Return the attention modules of the adapters, and under "text" those of `use_core`."""
+        processors = self.processors.items()
+        text = {("text", index): one.heads for index, one in processors if one.heads is not None}
+        return super().attentions() | text
+
+    def unload(self) -> nn.Module:
+        """Return the very same host without any trace of the adapters."""
+        self.use_core(False)
+        return super().unload()
+
+    def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
+        if text_mask is not None and not self.processors:
+            raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
+        if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
+            return text_mask
+        with torch.inference_mode(False):
+            return text_mask.clone()

@@ -24,10 +24,10 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AttachError, ConditionError, check_bool_mask
-from mmattn.hosts.base import AdaptedModel, check_unused
+from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.base import check_unused
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
-from mmattn.hosts.diffusion.attention import CoreProcessor
+from mmattn.hosts.diffusion.attention import TextThroughCore
 from mmattn.hosts.diffusion.call import DenoisingCall, RowsAndScale, after_block, inside_attention, watch_layer
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, forget_step, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
@@ -45,14 +45,14 @@ from mmattn.hosts.diffusion.scale import (
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.keywords import check_keywords
-from mmattn.hosts.ownership import Handle, forget_compiled
+from mmattn.hosts.ownership import Handle
 from mmattn.hosts.recomputation import keep_context
 
 #: The model that a pipeline calls in this context, and the name of the prediction in diffusers' `cache_context`.
 _PREDICTION: ContextVar[tuple[object, str]] = ContextVar("mmattn_guidance_prediction", default=(None, ""))
 
 
-class AdaptedDenoiser(AdaptedModel):
+class AdaptedDenoiser(TextThroughCore):
     """A diffusion model and the adapters beside its attention layers.
 
     Args:
@@ -68,31 +68,17 @@ class AdaptedDenoiser(AdaptedModel):
     part: ClassVar[str]
 
     def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
-        super().__init__(host, require_memory)
-        self.layer_names = tuple(layer_names)
+        super().__init__(host, layer_names, require_memory)
         self.arguments = forward_arguments(host)
         self.picture_name = "sample" if "sample" in self.arguments else "hidden_states"
-        self.processors: dict[int, CoreProcessor] = {}
 
     @abstractmethod
     def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
         """Return frames, height and width of the picture in the host's first layer, by the arguments of a call."""
 
     @abstractmethod
-    def text_attention(self, index: int) -> CoreProcessor:
-        """Return the processor that computes the text attention of a layer by the core."""
-
-    @abstractmethod
     def published_layout(self, follows_time: bool) -> PublishedLayout:
         """Return the layout of published IP-Adapters for this host."""
-
-    def picture_part(self, index: int) -> int:
-        """Return the index of the picture among the outputs of an attention layer."""
-        return 0
-
-    def layer(self, index: int) -> Any:
-        """Return the host's attention layer of this number."""
-        return self.host.get_submodule(self.layer_names[index])
 
     def join(self) -> None:
         """Follow the host, and the names that pipelines give to `cache_context`, which has no hook."""
@@ -253,19 +239,6 @@ class AdaptedDenoiser(AdaptedModel):
             text_mask=text_mask,
         )
 
-    def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
-        if text_mask is not None and not self.processors:
-            raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
-        if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
-            return text_mask
-        with torch.inference_mode(False):
-            return text_mask.clone()
-
-    def denoising_call(self) -> DenoisingCall | None:
-        """Return the call under way."""
-        call, _ = self.current_call()
-        return call if isinstance(call, DenoisingCall) else None
-
     # One forward -----------------------------------------------------------------------------------------------------
 
     def install_hooks(self) -> list[Handle]:
@@ -381,58 +354,3 @@ class AdaptedDenoiser(AdaptedModel):
             f"memory did not reach {[self.layer_names[index] for index in layers]}, which ran without being called or "
             "were replaced: name others with blocks=, or unload() before the host is changed"
         )
-
-    # The host's own attention ----------------------------------------------------------------------------------------
-
-    @property
-    def through_core(self) -> bool:
-        """Return whether the host's own attention to its text is computed by the core."""
-        return bool(self.processors)
-
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a forward that begins; no processor may have been replaced after `use_core`."""
-        for index, processor in self.processors.items():
-            if self.layer(index).processor is not processor:
-                raise ConditionError(
-                    f"the processor of {self.layer_names[index]} was replaced after use_core(): call use_core(False) "
-                    "before load_ip_adapter, set_attn_processor and the like"
-                )
-        return self.current_call()
-
-    def use_core(self, on: bool = True) -> Any:
-        """Compute the host's own attention to its text by `mmattn.attend`: padding is masked, and K/V of the text that
-        are the same at every step are computed once per block.
-
-        Without masks the host's outputs are equal but for rounding. Rows whose text is all masked see no text.
-
-        Args:
-            on: False gives the host its own processors back.
-
-        Raises:
-            ConditionError: layers whose attention the core cannot compute, another processor than diffusers' default,
-                or adapters that were unloaded.
-        """
-        if on:
-            self.check_attached()
-        if on and not self.processors:
-            self.processors = {index: self.text_attention(index) for index in range(len(self.layer_names))}
-            for index, processor in self.processors.items():
-                self.layer(index).processor = processor
-        elif not on:
-            for index, processor in self.processors.items():
-                if self.layer(index).processor is processor:
-                    self.layer(index).processor = processor.replaced
-            self.processors = {}
-        forget_compiled()
-        return self
-
-    def attentions(self) -> dict[tuple[str, int], nn.Module]:
-        """Return the attention modules of the adapters, and under "text" those of `use_core`."""
-        processors = self.processors.items()
-        text = {("text", index): one.heads for index, one in processors if one.heads is not None}
-        return super().attentions() | text
-
-    def unload(self) -> nn.Module:
-        """Return the very same host without any trace of the adapters."""
-        self.use_core(False)
-        return super().unload()

@@ -49,13 +49,6 @@ class Pipeline:
     ) -> Pipeline:
         """Load the models that `config` names, and the adapter.
 
-        Args:
-            config: settings in the folder of the adapter.
-            folder: of the adapter.
-            device: of all models.
-            dtype: of the host's weights, float32 by default.
-            index: of a pipeline that answers from one.
-
         Raises:
             AdapterFileError: a model is missing or has changed since the training.
         """
@@ -78,21 +71,12 @@ class Pipeline:
         token: str | None = None,
         commit_message: str | None = None,
     ) -> str:
-        """Upload the adapter with `pipeline_config.json` and its card, so that its name on the hub is a pipeline.
+        """Upload the adapter with `pipeline_config.json` and its card; return the address of the commit.
 
-        Args:
-            repository: "org/name"; made where it is missing.
-            private: as in `transformers.PreTrainedModel.push_to_hub`.
-            revision: a branch, made where it is missing.
-            token: as in `transformers.PreTrainedModel.push_to_hub`.
-            commit_message: as in `transformers.PreTrainedModel.push_to_hub`.
-
-        Returns:
-            The address of the commit.
+        Arguments and errors as for `AdaptedModel.push_to_hub`.
 
         Raises:
             ConfigError: a model is named by a folder or a file of this machine.
-            AdapterFileError: the hub refused it, or cannot be reached.
         """
         host, encoder = self.config.host, self.config.encoder
         for name in (host.name, host.lora, encoder.name):
@@ -100,8 +84,8 @@ class Pipeline:
             path = "" if name is None else name.removeprefix("torchvision:").rpartition(":")[2]
             if not path.startswith("assets/") and path not in FURTHER and path and (self.folder / path).exists():
                 raise ConfigError(
-                    f"{self.folder} names {path!r}, a path of this machine: upload that model, save the adapter's "
-                    "PipelineConfig with its name on the hub, and push again"
+                    f"{self.folder} names {path!r}, a path of this machine: upload that model and save the adapter's "
+                    "PipelineConfig with its name on the hub"
                 )
         message = commit_message or f"Adapter for {self.config.task}"
         return upload(self.folder, repository, private=private, revision=revision, token=token, commit_message=message)

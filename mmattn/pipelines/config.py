@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +14,6 @@ from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.json_files import read_json, write_json
 
 FILE = "pipeline_config.json"
-FORMAT = "mmattn-pipeline"
-FORMAT_VERSION = 1
 
 Task = Literal["image-to-text", "question-answering", "passage-answering", "text-generation", "text-to-image"]
 
@@ -124,6 +121,8 @@ class PipelineConfig(_Strict):
     ''
     """
 
+    format: Literal["mmattn-pipeline"] = "mmattn-pipeline"
+    format_version: Literal[1] = 1
     task: Task
     host: ModelReference
     encoder: EncoderReference
@@ -163,8 +162,7 @@ class PipelineConfig(_Strict):
             raise AdapterFileError(
                 f"{folder} has no adapter_config.json, so there is no adapter to describe: call save_adapter first"
             )
-        header = {"format": FORMAT, "format_version": FORMAT_VERSION}
-        write_json(folder / FILE, {**header, **self.model_dump(mode="json")})
+        write_json(folder / FILE, self.model_dump(mode="json"))
         replace_card(folder, self.card)
 
     @classmethod
@@ -180,18 +178,10 @@ class PipelineConfig(_Strict):
         path = Path(folder) / FILE
         if not path.is_file():
             raise AdapterFileError(
-                f"{os.fspath(folder)!r} has no {FILE}, which names the host and the encoder: load the adapter with "
-                "mmattn.load(host, folder), or write the file with mmattn.pipelines.PipelineConfig(...).save(folder)"
+                f"{os.fspath(folder)!r} has no {FILE}: load the adapter with mmattn.load(host, folder), or write the "
+                "file with mmattn.pipelines.PipelineConfig(...).save(folder)"
             )
         content = read_json(path)
-        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise AdapterFileError(f"{path} must have 'format': {FORMAT!r}")
-        version = content.pop("format_version", None)
-        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise AdapterFileError(
-                f"{path} has format version {version!r:.20}, and this mmattn reads up to {FORMAT_VERSION}; update it "
-                "with: pip install --upgrade mmattn"
-            )
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -223,32 +213,7 @@ class PipelineConfig(_Strict):
             "text-to-image": 'pipe = mmattn.pipeline("this folder")\n'
             'pipe("a prompt", "example.png").resize((256, 256)).save("picture.png")',
         }[self.task]
-        lines = ["import mmattn", "", call]
-        if self.task == "question-answering" and self.memory is not None:
-            prompt = json.dumps(self.prompt.replace("{question}", "a question"), ensure_ascii=False)
-            shipped = self.host.name.startswith("assets/")
-            lines += [
-                "",
-                "# The same in single steps:",
-                "from transformers import AutoModelForCausalLM, AutoTokenizer",
-                *(["from mmattn.recipes import asset_path"] if shipped else []),
-                "",
-                f'name = {"asset_path" if shipped else ""}("{self.host.name}")',
-                "tokenizer = AutoTokenizer.from_pretrained(name)",
-                'model = mmattn.load(AutoModelForCausalLM.from_pretrained(name, dtype="float32"), "this folder")',
-                f'index = mmattn.Index.load("index", encoder={self._encoder()})',
-                f'memory = index.search(["a question"], top_k={self.memory.top_k}).memory(tokens=True)',
-                f'ids = tokenizer(tokenizer.bos_token + {prompt}, return_tensors="pt").input_ids',
-                "out = model.generate(ids, memory=memory, max_new_tokens=24)",
-                "print(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))",
-            ]
-        return "\n".join(lines)
-
-    def _encoder(self) -> str:
-        if self.encoder.name.endswith(".safetensors"):
-            name = self.encoder.name if os.path.isabs(self.encoder.name) else f"this folder/{self.encoder.name}"
-            return f'mmattn.encoders.HybridEncoder.load("{name}")'
-        return f'mmattn.TextEncoder("{self.encoder.name}")'
+        return f"import mmattn\n\n{call}"
 
 
 def absolute(name: str) -> str:

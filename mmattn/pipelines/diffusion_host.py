@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,7 @@ class PromptEncoder(nn.Module):
         return tokens
 
 
-@dataclass
-class DiffusionHost:
+class DiffusionHost(nn.Module):
     """The models of text-to-image, frozen or not.
 
     Args:
@@ -92,27 +90,19 @@ class DiffusionHost:
         vae: between images and latents; None if the UNet works on pixels.
     """
 
-    unet: Any
-    prompts: PromptEncoder
-    schedule: Any
-    vae: Any = None
-
-    def to(self, device: torch.device | str) -> DiffusionHost:
-        """Move all models to a device; return self."""
-        for part in (self.unet, self.prompts, self.vae):
-            if part is not None:
-                part.to(device)
-        return self
+    def __init__(self, unet: Any, prompts: PromptEncoder, schedule: Any, vae: Any = None) -> None:
+        super().__init__()
+        self.unet, self.prompts, self.schedule, self.vae = unet, prompts, schedule, vae
 
     @property
     def size(self) -> int:
-        """Pixels of a side of an image."""
+        """Return the pixels of a side of an image."""
         scale = 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
         return int(self.unet.config.sample_size * scale)
 
     @property
     def channels(self) -> int:
-        """Channels of an image: 1, of ink on paper, or 3."""
+        """Return the channels of an image: 1, of ink on paper, or 3."""
         return int((self.unet if self.vae is None else self.vae).config.in_channels)
 
     def inputs(self, prompts: Sequence[str | None]) -> dict[str, Tensor]:
@@ -231,20 +221,15 @@ def load_diffusion_host(
             pipe = diffusers.StableDiffusionPipeline.from_pretrained(str(name), revision=revision, **more).to(dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{str(name)!r} is neither a run of the recipe diffusion nor a Stable Diffusion in diffusers' layout: "
-                f"{error}"
+                f"{str(name)!r} is no run of the recipe diffusion and no Stable Diffusion of diffusers: {error}"
             ) from error
         if pipe.unet.config.addition_embed_type is not None:
             raise ConfigError(
-                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}), as SDXL does: use "
-                "Stable Diffusion 1 or 2"
+                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}): use Stable Diffusion 1, 2"
             )
         schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
         host = DiffusionHost(pipe.unet, PromptEncoder(pipe.tokenizer, pipe.text_encoder, True), schedule, pipe.vae)
-    for part in (host.unet, host.prompts, host.vae):
-        if part is not None:
-            part.eval().requires_grad_(False)
-    return host.to(device)
+    return host.eval().requires_grad_(False).to(device)
 
 
 def noise_schedule() -> Any:

@@ -49,27 +49,12 @@ class ImageToTextPipeline(ImagePipeline):
         return texts[0] if one else texts
 
     def stream(self, image: Any, **options: Any) -> Iterator[str]:
-        """Yield the caption of an image piece by piece.
-
-        Args:
-            image: one image.
-            **options: as in a call.
-
-        Raises:
-            ImageError: it cannot be read.
-        """
+        """Yield the caption of an image piece by piece. Options and errors as for a call."""
         prompt, memory = self.inputs(image)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
     def inputs(self, image: Any) -> tuple[str, Memory]:
-        """Return the prompt, and the memory (1, m, e) of an image.
-
-        Args:
-            image: one image.
-
-        Raises:
-            ImageError: it cannot be read.
-        """
+        """Return the prompt, and the memory (1, m, e) of an image."""
         return self.config.prompt, self._memory([image], False)
 
     @torch.no_grad()
@@ -77,12 +62,6 @@ class ImageToTextPipeline(ImagePipeline):
         """Return the caption of an image, as the title, and the patches that each of its words attended to.
 
         The trace has the image as the encoder reads it, on which the patches lie.
-
-        Args:
-            image: one image.
-
-        Raises:
-            ImageError: it cannot be read.
         """
         from mmattn.inspect.record_attention import record
         from mmattn.inspect.trace import Trace

@@ -51,8 +51,8 @@ class IndexPipeline(Pipeline):
         if self.config.memory.fields and len(loaded) and not loaded.has_tokens:
             fields = " and ".join(self.config.memory.fields)
             raise ConfigError(
-                f"the entries of {index} have no encoded tokens, which this adapter reads. Build one of JSON lines "
-                f"with {fields}: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
+                f"the entries of {index} have no encoded tokens. Build one of JSON lines with {fields}: "
+                f"mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
             )
         return loaded
 
@@ -60,14 +60,9 @@ class IndexPipeline(Pipeline):
         """Return the index of a call, or that of the pipeline."""
         chosen = self.index if index is None else self._load_index(index)
         if chosen is None:
-            assert self.config.memory is not None
-            how = (
-                f"one made by: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
-                if self.config.memory.fields
-                else "the one that its run left"
-            )
             raise ConfigError(
-                f"the adapter in {str(self.folder)!r} reads an index, and there is none: give index=, such as {how}"
+                f"the adapter in {str(self.folder)!r} reads an index, and there is none: give index=, such as the one "
+                f"of its run, or one made by: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
             )
         return chosen
 
@@ -75,17 +70,7 @@ class IndexPipeline(Pipeline):
 def load_text_encoder(
     config: PipelineConfig, folder: Path, fingerprint: str | None, device: torch.device | str | None = None
 ) -> TextEncoderBase:
-    """Load the encoder of the texts of an index.
-
-    Args:
-        config: settings in the folder of the adapter.
-        folder: of the adapter.
-        fingerprint: of the encoder in training; None for no check.
-        device: where it runs.
-
-    Raises:
-        AdapterFileError: nothing to load, or it has changed since the training.
-    """
+    """Load the encoder of the texts of an index; a `fingerprint` other than that of its training raises."""
     reference = config.encoder
     encoder = registry.load_text_encoder(resolve(reference.name, folder), reference.pooling, device)
     check_encoder(encoder, reference.name, folder, fingerprint)
@@ -129,6 +114,8 @@ def build_index(
 ) -> Index:
     """Build an index for an adapter: searched by the first field, with the vectors of all fields as one token.
 
+    For an adapter whose host reads the texts ("passage-answering"), it is an index of the field "text".
+
     Args:
         rows: JSON objects with the fields that the adapter reads, and optionally "id" and "text".
         config: settings in the folder of the adapter.
@@ -140,44 +127,29 @@ def build_index(
         ConfigError: the adapter reads no fields.
         TextError: a row without one of them.
     """
-    memory = config.memory
-    if memory is None or memory.fields is None:
+    memory, reads_text = config.memory, config.task == "passage-answering"
+    fields = ("text",) if reads_text else None if memory is None else memory.fields
+    if memory is None or fields is None:
         raise ConfigError(
-            f"an adapter for {config.task} reads no entries made of fields; build an index without --for, or use the "
-            "one that its own run left"
+            f"an adapter for {config.task} reads no entries made of fields: build an index without --for, or use that "
+            "of its run"
         )
     entries = list(rows)
     for number, row in enumerate(entries):
-        lacks = [field for field in memory.fields if not _has_text(row, field)]
+        lacks = [field for field in fields if not isinstance(row.get(field), str) or not row[field].strip()]
         if lacks:
             raise TextError(
-                f"entry {number} has no {' and no '.join(lacks)}, and this adapter reads {' and '.join(memory.fields)} "
-                f"of each entry; got {dict(row)!r:.120}"
+                f"entry {number} has no {' and no '.join(lacks)}, and this adapter reads {' and '.join(fields)} of "
+                f"each; got {dict(row)!r:.120}"
             )
-    vectors = [_encode_unique(encoder, [row[field] for row in entries], progress) for field in memory.fields]
-    template = memory.text or ": ".join(f"{{{field}}}" for field in memory.fields)
-    texts = [row.get("text") or template.format(**{field: row[field] for field in memory.fields}) for row in entries]
+    ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
+    if reads_text:
+        return Index.build([row["text"] for row in entries], encoder=encoder, ids=ids, store=store)
+    vectors = [_encode_unique(encoder, [row[field] for row in entries], progress) for field in fields]
+    template = memory.text or ": ".join(f"{{{field}}}" for field in fields)
+    texts = [row.get("text") or template.format(**{field: row[field] for field in fields}) for row in entries]
     tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
-    return Index.build(
-        vectors[0] if entries else [], encoder=encoder, ids=_ids(entries), texts=texts, tokens=tokens, store=store
-    )
-
-
-def build_text_index(rows: Iterable[Mapping[str, Any]], encoder: TextEncoderBase) -> Index:
-    """Build an index of JSON objects with "text" and optionally "id", for an adapter whose host reads the texts."""
-    entries = list(rows)
-    for number, row in enumerate(entries):
-        if not _has_text(row, "text"):
-            raise TextError(f"entry {number} has no text, which this adapter reads; got {dict(row)!r:.120}")
-    return Index.build([row["text"] for row in entries], encoder=encoder, ids=_ids(entries))
-
-
-def _has_text(row: Mapping[str, Any], field: str) -> bool:
-    return isinstance(row.get(field), str) and bool(row[field].strip())
-
-
-def _ids(rows: list[Mapping[str, Any]]) -> list[Any] | None:
-    return [row["id"] for row in rows] if rows and all("id" in row for row in rows) else None
+    return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
 
 
 def _encode_unique(encoder: TextEncoderBase, texts: list[str], progress: bool) -> Tensor:

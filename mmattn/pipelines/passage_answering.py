@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.trace import Trace
 from mmattn.kv_store.passages import PassageCache, PassageSelection
 from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
-from mmattn.pipelines.index_pipeline import build_text_index
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
 from mmattn.retrieval.index import Index
 
@@ -21,23 +20,12 @@ from mmattn.retrieval.index import Index
 FILE = "passages.safetensors"
 
 
-@dataclass(frozen=True)
-class _PassageHit:
-    """An entry of an index, and the number of its text in the passage cache."""
-
-    id: Any
-    text: str
-    score: float
-    passage: int
-
-
 class _PassageHits(PassageSelection):
-    """Selected passages with the entry of each."""
+    """Selected passages with the sources of each row, their weights still 0."""
 
-    def __init__(self, passages: PassageCache, hits: Sequence[Sequence[_PassageHit]]) -> None:
-        selection = passages.select([[hit.passage for hit in row] for row in hits])
-        super().__init__(passages, selection.rows)
-        self.hits = hits
+    def __init__(self, passages: PassageCache, numbers: list[list[int]], sources: list[list[Source]]) -> None:
+        super().__init__(passages, passages.select(numbers).rows)
+        self.sources = sources
 
 
 class PassageAnsweringPipeline(QuestionAnsweringPipeline):
@@ -59,46 +47,32 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             self.passages = PassageCache(self.model, self.tokenizer)
 
     def trace(self, question: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
-        """Refused: a trace leaves out slots of a memory, and passages are keys and values of every layer.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: passages are K/V of every layer, and a trace leaves out slots of a memory."""
         raise ConfigError(
-            "passages have no trace: the sources of an answer have their share of the attention, and "
-            "mmattn.inspect.record(pipe.model) records the weights of every layer"
+            "passages have no trace: use mmattn.inspect.record(pipe.model), or the weights of the sources"
         )
-
-    def make_index(self, rows: Sequence[Mapping[str, Any]]) -> Index:
-        """Build an index of texts.
-
-        Args:
-            rows: JSON objects with "text".
-
-        Raises:
-            TextError: a row without a text.
-        """
-        return build_text_index(rows, self.encoder)
 
     def _memory(self, questions: list[str], index: Index | str | PathLike[str] | None) -> _PassageHits:
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(list(questions), top_k=self.config.memory.top_k)
-        rows: list[list[_PassageHit]] = []
+        numbers: list[list[int]] = []
+        sources: list[list[Source]] = []
         for row, real in enumerate(hits.mask.tolist()):
             texts = hits.texts[row] if hits.texts is not None else [None] * len(real)
             ids = hits.ids[row] if hits.ids is not None else [None] * len(real)
             columns = zip(ids, texts, hits.scores[row].tolist(), real, strict=True)
-            entries = [(id_, text, score) for id_, text, score, is_real in columns if is_real and text]
-            numbers = self.passages.add([text for _, text, _ in entries], progress=False) if entries else []
             # The best hit stands last, next to the question.
-            rows.append([_PassageHit(*entry, number) for entry, number in zip(entries, numbers, strict=True)][::-1])
-        return _PassageHits(self.passages, rows)
+            entries = [Source(id_, text, score, 0.0) for id_, text, score, is_real in columns if is_real and text][::-1]
+            read = [str(entry.text) for entry in entries]
+            numbers.append(list(self.passages.add(read, progress=False)) if read else [])
+            sources.append(entries)
+        return _PassageHits(self.passages, numbers, sources)
 
     def _sources(self, memory: _PassageHits, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
         begin, sources = 0, []
-        for hit, passage in zip(memory.hits[row], memory.rows[row], strict=True):
+        for source, passage in zip(memory.sources[row], memory.rows[row], strict=True):
             end = begin + len(passage.ids)
-            sources.append(Source(hit.id, hit.text, hit.score, sum(weights[begin:end])))
+            sources.append(replace(source, weight=sum(weights[begin:end])))
             begin = end
         return tuple(sorted(sources, key=lambda source: -source.weight))
 

@@ -86,31 +86,12 @@ class QuestionAnsweringPipeline(IndexPipeline):
     def stream(
         self, question: str, *, index: Index | str | PathLike[str] | None = None, **options: Any
     ) -> Iterator[str]:
-        """Yield the answer to a question piece by piece.
-
-        Args:
-            question: one.
-            index: as in a call.
-            **options: as in a call.
-
-        Raises:
-            TextError: an empty question.
-            ConfigError: as in a call.
-        """
+        """Yield the answer to a question piece by piece. Arguments and errors as for a call."""
         prompt, memory = self.inputs(question, index)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
     def trace(self, question: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
-        """Return the entries that each word of the answer attended to, and its probability without them.
-
-        Args:
-            question: one.
-            index: as in a call.
-
-        Raises:
-            TextError: an empty question.
-            ConfigError: as in a call.
-        """
+        """Return the entries that each word of the answer attended to, and its probability without them."""
         prompt, memory = self.inputs(question, index)
         (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
         begin, end = bos_and_eos(self.tokenizer)
@@ -120,27 +101,11 @@ class QuestionAnsweringPipeline(IndexPipeline):
         return attribute(self.model, ids, memory, words, start=1 + len(prompt_ids), title=f"{prompt} {text}")
 
     def make_index(self, rows: Sequence[Mapping[str, Any]]) -> Index:
-        """Build an index of entries, as this pipeline answers from.
-
-        Args:
-            rows: JSON objects with the fields that the adapter reads.
-
-        Raises:
-            TextError: a row without one of them.
-        """
+        """Build an index of JSON objects with the fields that the adapter reads, as `build_index` does."""
         return build_index(rows, self.config, self.encoder)
 
     def inputs(self, question: str, index: Index | str | PathLike[str] | None = None) -> tuple[str, Any]:
-        """Return the prompt of a question, and the memory (one row) of its hits.
-
-        Args:
-            question: one.
-            index: as in a call.
-
-        Raises:
-            TextError: an empty question.
-            ConfigError: as in a call.
-        """
+        """Return the prompt of a question, and the memory (one row) of its hits."""
         (prompt,) = self._prompts(_check_questions(question))
         return prompt, self._memory([question], index)
 

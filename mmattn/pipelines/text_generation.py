@@ -50,27 +50,11 @@ class TextGenerationPipeline(IndexPipeline):
         return _Continuation(self, _checked(text), self._chosen_index(index), options).answer()
 
     def stream(self, text: str, *, index: Index | str | PathLike[str] | None = None, **options: Any) -> Iterator[str]:
-        """Yield the continuation of a text piece by piece.
-
-        Args:
-            text: one text.
-            index: as in a call.
-            **options: as in a call.
-
-        Raises:
-            TextError: an empty text, or beams, which have no first word before the last.
-            ConfigError: as in a call.
-            AdapterFileError: as in a call.
-        """
+        """Yield the continuation of a text piece by piece, as for a call; beams raise TextError."""
         return _Continuation(self, _checked(text), self._chosen_index(index), options).stream()
 
     def trace(self, text: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
-        """Return the passages that each word of the continuation attended to, of those found for the chunk before it.
-
-        Args:
-            text: one text.
-            index: as in a call.
-        """
+        """Return the passages that each word of the continuation attended to, of those for the chunk before."""
         return _Continuation(self, _checked(text), self._chosen_index(index), {}).trace()
 
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from mmattn.errors import MmattnError
 from mmattn.memory import Memory
 from mmattn.serving.engine import BusyError, Engine, Piece
-from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics
+from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics, as_error
 from mmattn.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, make_inputs
 
 
@@ -79,7 +79,7 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     @app.post("/v1/completions", dependencies=[Depends(authorise)])
     async def completions(body: CompletionRequest, request: Request) -> Any:
         pictures = [] if body.image is None else [body.image]
-        return await answering.answer(request, body, body.prompt, pictures, body.max_tokens, Completion())
+        return await answering.answer(request, body, body.prompt, pictures, body.max_tokens, chat=False)
 
     @app.post("/v1/chat/completions", dependencies=[Depends(authorise)])
     async def chat(body: ChatRequest, request: Request) -> Any:
@@ -88,50 +88,9 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return await answering.answer(request, body, text, pictures, max_tokens, Chat())
+        return await answering.answer(request, body, text, pictures, max_tokens, chat=True)
 
     return app
-
-
-class Format(Protocol):
-    """Format of the answers of one path."""
-
-    prefix: str
-    whole: str
-    chunk: str
-
-    def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """Return a part of an answer."""
-
-    def complete(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """Return a whole answer."""
-
-
-class Completion:
-    """Format of /v1/completions."""
-
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
-
-    def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """Return a part of an answer."""
-        return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
-
-    complete = choice
-
-
-class Chat:
-    """Format of /v1/chat/completions."""
-
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """Return a part of an answer."""
-        delta = {"role": "assistant"} if first else {}
-        return {"index": 0, "delta": {**delta, "content": text}, "finish_reason": reason}
-
-    def complete(self, text: str, reason: str | None, first: bool) -> dict[str, Any]:
-        """Return a whole answer."""
-        return {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
 
 
 @dataclass(frozen=True)
@@ -142,8 +101,20 @@ class Job:
     memory: Memory
     max_tokens: int
     deadline: float  # in seconds of `time.perf_counter`
-    format: Format
+    chat: bool  # the format is that of /v1/chat/completions, not of /v1/completions
     head: dict[str, Any]  # first fields of the response
+
+    def choice(self, text: str, reason: str | None, whole: bool = False, first: bool = False) -> dict[str, Any]:
+        """Return a whole answer, or a part of one."""
+        if not self.chat:
+            return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+        message = {"role": "assistant", "content": text} if whole or first else {"content": text}
+        return {"index": 0, "message" if whole else "delta": message, "finish_reason": reason}
+
+    def response(self, choices: list[dict[str, Any]], whole: bool = False, **fields: Any) -> dict[str, Any]:
+        """Return a response, or an event of a stream."""
+        kind = ("chat.completion" if whole else "chat.completion.chunk") if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": choices, **fields}
 
     def usage(self, tokens: int) -> dict[str, int]:
         """Return the counts of tokens after `tokens` new ones."""
@@ -166,7 +137,7 @@ class Answering:
         text: str,
         pictures: list[str],
         max_tokens: int | None,
-        format: Format,
+        chat: bool,
     ) -> Any:
         """Return the response to one request; `pictures` are data URLs."""
         limits = self.engine.limits
@@ -195,8 +166,9 @@ class Answering:
                     body.memory,
                 )
             ids = self.engine.ids_of(prompt, max_tokens)
-            head = {"id": f"{format.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
-            job = Job(ids, memory, max_tokens, deadline, format, head)
+            number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+            head = {"id": number, "created": int(time.time()), "model": self.name}
+            job = Job(ids, memory, max_tokens, deadline, chat, head)
             if body.stream:
                 usage = bool((body.stream_options or {}).get("include_usage"))
                 streams = True  # the end of the stream leaves
@@ -242,18 +214,18 @@ class Answering:
             writing.cancel()
             with contextlib.suppress(BaseException):
                 await writing
-        choice = job.format.complete(text.rstrip(), last.finish_reason, True)
-        return {**job.head, "object": job.format.whole, "choices": [choice], "usage": job.usage(last.tokens)}
+        choice = job.choice(text.rstrip(), last.finish_reason, whole=True)
+        return job.response([choice], whole=True, usage=job.usage(last.tokens))
 
     async def _chunks(self, job: Job, with_usage: bool) -> AsyncIterator[str]:
-        head, count = {**job.head, "object": job.format.chunk}, 0
+        count = 0
         try:
             async for piece in self._pieces(job):
-                choice = job.format.choice(piece.text, piece.finish_reason, not count)
+                choice = job.choice(piece.text, piece.finish_reason, first=not count)
                 count = piece.tokens
-                yield as_event({**head, "choices": [choice]})
+                yield as_event(job.response([choice]))
             if with_usage:
-                yield as_event({**head, "choices": [], "usage": job.usage(count)})
+                yield as_event(job.response([], usage=job.usage(count)))
             yield "data: [DONE]\n\n"
         except (MmattnError, asyncio.TimeoutError) as error:
             message = str(error) or f"no answer within {self.engine.limits.timeout:g} s"
@@ -278,10 +250,3 @@ class Events(StreamingResponse):
 def as_event(content: dict[str, Any]) -> str:
     """Return a line of a stream."""
     return f"data: {json.dumps(content)}\n\n"
-
-
-def as_error(status: int, message: str, headers: Any = None, param: str | None = None) -> JSONResponse:
-    """Return an error in the interface of OpenAI."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    content = {"error": {"message": message, "type": kind, "param": param, "code": None}}
-    return JSONResponse(content, status, headers=dict(headers or {}))

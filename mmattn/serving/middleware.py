@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmattn.errors import import_extra
 from mmattn.serving.engine import Engine
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("mmattn.serving")
 PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
@@ -46,6 +43,15 @@ class Metrics:
         return text
 
 
+def as_error(
+    status: int, message: str, headers: Mapping[str, str] | None = None, param: str | None = None
+) -> JSONResponse:
+    """Return an error in the interface of OpenAI."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    content = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return JSONResponse(content, status, headers=dict(headers or {}))
+
+
 class BodyLimit:
     """ASGI middleware that answers 413 if a body is longer than `max_bytes`, announced or not."""
 
@@ -57,10 +63,10 @@ class BodyLimit:
             return await self.app(scope, receive, send)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self.max_bytes:
-            return await self._refuse(send)
+            return await self._refuse(scope, receive, send)
         length, refused = 0, False
 
-        async def receive_counted() -> MutableMapping[str, Any]:
+        async def receive_counted() -> Message:
             nonlocal length, refused
             message = await receive()
             length += len(message.get("body", b""))
@@ -69,7 +75,7 @@ class BodyLimit:
                 return {"type": "http.disconnect"}
             return message
 
-        async def send_unless_refused(message: MutableMapping[str, Any]) -> None:
+        async def send_unless_refused(message: Message) -> None:
             if not refused:
                 await send(message)
 
@@ -79,14 +85,11 @@ class BodyLimit:
             if not refused:
                 raise
         if refused:
-            await self._refuse(send)
+            await self._refuse(scope, receive, send)
 
-    async def _refuse(self, send: Send) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"the body is longer than the {self.max_bytes} bytes that are allowed"
-        body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": None, "param": None}})
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": body.encode()})
+        await as_error(413, message, {"connection": "close"})(scope, receive, send)
 
 
 class AccessLog:
@@ -100,7 +103,7 @@ class AccessLog:
             return await self.app(scope, receive, send)
         begin, status = time.perf_counter(), 500
 
-        async def send_noted(message: MutableMapping[str, Any]) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from random import Random
 from typing import Any
@@ -160,8 +160,8 @@ def style_rows(
     rows.append(row("decoupled, adapter_scale 1.0, shuffled examples", memory=shuffled))
     if concatenated is not None:
         for name, examples in (("concatenated with the text", memory), ("concatenated, shuffled examples", shuffled)):
-            prompts = PromptsWithExamples(host.prompts, concatenated, examples)
-            rows.append(row(name, replace(host, prompts=prompts)))
+            prompts: Any = PromptsWithExamples(host.prompts, concatenated, examples)
+            rows.append(row(name, DiffusionHost(host.unet, prompts, host.schedule, host.vae)))
     return rows
 
 

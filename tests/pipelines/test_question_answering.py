@@ -69,23 +69,6 @@ def test_what_the_index_does_not_hold_is_refused(pipe: Any, index: Path, facts: 
     assert sum(answer.refused for answer in answers) >= 18
 
 
-@pytest.mark.slow
-def test_the_code_of_the_card(index: Path, facts: list[Any], asked: list[int]) -> None:
-    """The lines of the card as they stand there, with the folders and the question put in."""
-    card = (asset_path(ADAPTER) / "README.md").read_text(encoding="utf-8")
-    lines = card.split("```python\n")[1].split("```")[0].split("# The same in single steps:\n")[1]
-    load, _, each = lines.partition("memory = ")
-    load = load.replace("this folder", str(asset_path(ADAPTER))).replace('"index"', repr(str(index)))
-    names: dict[str, Any] = {"mmattn": mmattn}
-    exec(load, names)
-    right, printed = 0, []
-    names["print"] = printed.append
-    for row in asked:
-        exec(f"memory = {each}".replace("a question", facts[row].question), names)
-        right += printed[-1].strip() == facts[row].value
-    assert len(printed) == QUESTIONS and right >= 62
-
-
 def test_plain_prompts_in_one_batch(index: Path, facts: list[Any], asked: list[int], pipe: Any) -> None:
     """What a user of transformers would write, without a begin token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -217,8 +200,8 @@ class TestFolder:
     @pytest.mark.parametrize(
         ("fields", "match"),
         [
-            ({"format_version": 2}, "format version 2.*update it"),
-            ({"format": "other"}, "'format'"),
+            ({"format_version": 2}, "format_version"),
+            ({"format": "other"}, "format: "),
             ({"novel": 1}, "novel"),
             ({"task": "dancing"}, "task"),
             ({"memory": None}, "memory must be given"),

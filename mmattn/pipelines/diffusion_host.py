@@ -225,7 +225,7 @@ def load_diffusion_host(
             ) from error
         if pipe.unet.config.addition_embed_type is not None:
             raise ConfigError(
-                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}): use Stable Diffusion 1, 2"
+                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}): use SD 1 or 2"
             )
         schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
         host = DiffusionHost(pipe.unet, PromptEncoder(pipe.tokenizer, pipe.text_encoder, True), schedule, pipe.vae)

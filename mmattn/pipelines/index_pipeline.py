@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -135,13 +135,7 @@ def build_index(
             "of its run"
         )
     entries = list(rows)
-    for number, row in enumerate(entries):
-        lacks = [field for field in fields if not isinstance(row.get(field), str) or not row[field].strip()]
-        if lacks:
-            raise TextError(
-                f"entry {number} has no {' and no '.join(lacks)}, and this adapter reads {' and '.join(fields)} of "
-                f"each; got {dict(row)!r:.120}"
-            )
+    _check_fields(entries, fields)
     ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
     if reads_text:
         return Index.build([row["text"] for row in entries], encoder=encoder, ids=ids, store=store)
@@ -150,6 +144,17 @@ def build_index(
     texts = [row.get("text") or template.format(**{field: row[field] for field in fields}) for row in entries]
     tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
     return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
+
+
+def _check_fields(entries: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
+    """Raise TextError for an entry without one of the fields."""
+    for number, row in enumerate(entries):
+        lacks = [field for field in fields if not isinstance(row.get(field), str) or not row[field].strip()]
+        if lacks:
+            raise TextError(
+                f"entry {number} has no {' and no '.join(lacks)}, and this adapter reads {' and '.join(fields)} of "
+                f"each; got {dict(row)!r:.120}"
+            )
 
 
 def _encode_unique(encoder: TextEncoderBase, texts: list[str], progress: bool) -> Tensor:

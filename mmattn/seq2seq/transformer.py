@@ -96,14 +96,14 @@ class TransformerBlock(nn.Module):
                 if memory is None
                 else "this block has no memory_dim, so it cannot read a memory"
             )
-        seen = {"mask": mask, "attention_mask": attention_mask, "positions": positions, "bias": bias, "cache": cache}
-        x = self._added(x, self.self_norm, self.self_attention, **seen)
+        text = {"mask": mask, "attention_mask": attention_mask, "positions": positions, "bias": bias, "cache": cache}
+        x = self._added(x, self.self_norm, self.self_attention, **text)
         if self.cross_attention is not None:
             x = self._added(x, self.cross_norm, self.cross_attention, memory=memory, mask=memory_mask)
         return self._added(x, self.feed_forward_norm, self.feed_forward)
 
-    def _added(self, x: Tensor, norm: nn.Module | None, part: nn.Module, **given: Any) -> Tensor:
+    def _added(self, x: Tensor, norm: nn.Module | None, part: nn.Module, **options: Any) -> Tensor:
         assert norm is not None
         if self.norm_place == "pre":
-            return x + self.dropout(part(norm(x), **given))
-        return norm(x + self.dropout(part(x, **given)))
+            return x + self.dropout(part(norm(x), **options))
+        return norm(x + self.dropout(part(x, **options)))

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import mmattn
-from mmattn import pipelines
-from mmattn.errors import AdapterFileError, ConfigError, ImageError
+from mmattn.errors import ImageError
 from mmattn.recipes import asset_path
-from tests import tiny
 from tests.cli.running import call
+from tests.serving.servers import captioning_pipe
 
 pytest.importorskip("open_clip", reason="open_clip is not installed; it comes with mmattn[vision]")
 FLOWERS = sorted(str(path) for path in asset_path("assets/flora").glob("*.png"))[:3]
-NEW = 7
+NEW = 9
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +26,13 @@ def encoder() -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory, encoder: Any) -> Path:
-    """A folder with an adapter that was opened instead of trained."""
-    folder = tmp_path_factory.mktemp("run") / "adapter"
-    host, tokenizer = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), folder, torch.device("cpu"), None)
-    settings = mmattn.GatedAdapter(memory_dim=encoder.dim, layers=(0, 2), num_heads=2, head_dim=8)
-    model = tiny.open_gates(mmattn.attach(host, settings))
-    model.save_adapter(folder, encoder=encoder.fingerprint)
-    pipelines.PipelineConfig(
-        task="image-to-text",
-        host=pipelines.ModelReference(
-            name="assets/lm", tokenizer_fingerprint=pipelines.tokenizer_fingerprint(tokenizer)
-        ),
-        encoder=pipelines.EncoderReference(name="assets/clip"),
-        prompt="A photo of",
-        generation={"max_new_tokens": NEW},
-        trained_on="Nothing: its gates were opened by hand.",
-    ).save(folder)
-    return folder
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run") / "adapter"
 
 
 @pytest.fixture(scope="module")
 def pipe(adapter: Path) -> Any:
-    return mmattn.pipeline(adapter, device="cpu")
+    return captioning_pipe(adapter)
 
 
 @torch.no_grad()
@@ -97,19 +80,6 @@ def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pyte
     assert code == 2 and "is for question-answering" in err
     code, _, err = call(capsys, "ask", "a?", "--index", tmp_path, "--adapter", adapter)
     assert code == 2 and "attends to pictures" in err
-
-
-def test_an_index_is_not_for_pictures(adapter: Path) -> None:
-    with pytest.raises(ConfigError, match="attends to pictures: leave it out"):
-        mmattn.pipeline(adapter, index="somewhere")
-
-
-def test_another_encoder_than_that_of_the_training(adapter: Path, tmp_path: Path, encoder: Any) -> None:
-    host, _ = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), adapter, torch.device("cpu"), None)
-    mmattn.load(host, adapter).save_adapter(tmp_path / "adapter", encoder="0" * 64)
-    pipelines.PipelineConfig.load(adapter).save(tmp_path / "adapter")
-    with pytest.raises(AdapterFileError, match="memories of another encoder than assets/clip"):
-        mmattn.pipeline(tmp_path / "adapter")
 
 
 def test_the_adapter_that_is_shipped_names_what_it_sees() -> None:

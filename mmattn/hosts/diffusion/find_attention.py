@@ -1,4 +1,4 @@
-"""Attention layers of a diffusion transformer that can read a memory, inferred from one small forward.
+"""Find the attention layers of a diffusion transformer that can read a memory, by one small forward.
 
 The kind of an attention layer cannot be inferred from its class, of which there are as many as models, nor from its
 sizes: text is often as wide as pictures. It follows from the inputs and outputs of the layer.
@@ -151,8 +151,8 @@ def _choose(
         best = [layer for layer in best if layer.kind != SELF or layer.stream]
     if not best:
         raise AttachError(
-            f"{host} has no attention layer with a query for each token of its picture, at which an adapter could "
-            f"attend to a memory: its {len(layers)} are of another shape, or take frames of a film as rows"
+            f"{host} has no attention layer with a query for each token of its picture: its {len(layers)} are of "
+            "another shape, or take frames of a film as rows"
         )
     return tuple(best)
 

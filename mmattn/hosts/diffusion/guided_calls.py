@@ -184,8 +184,8 @@ def _parts_of_layer(
     unknown = count == 1 and prediction not in NAMED and picture == "hidden_states"
     if call.negative_prompt_embeds is not None or unknown:
         raise ConditionError(
-            "a part of a host, or a compiled one, does not know which half of guidance is unconditional: name it by "
-            "host.cache_context('cond'), or use compile_repeated_blocks"
+            "a compiled host, or a part of one, cannot see which half of guidance it computes: name it by "
+            "host.cache_context('cond') and ('uncond')"
         )
     return _parts_in_order(host, count) if count > 1 else (NAMED.get(prediction, True),)
 
@@ -216,7 +216,7 @@ def _is_perturbed_alone(host: nn.Module) -> bool:
 
 
 def _by_null_class(call: HostCall, count: int) -> tuple[bool, ...] | None:
-    """Return which parts are conditional by their classes, of which the last is none; None for other hosts."""
+    """Return which parts are conditional by their classes, the last of which is the null class."""
     classes = getattr(getattr(call.host, "config", None), "num_embeds_ada_norm", None)
     labels = call.kwargs.get("class_labels")
     if not classes or not isinstance(labels, Tensor):

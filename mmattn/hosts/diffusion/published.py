@@ -74,7 +74,7 @@ class PublishedLayout:
 
     def read(self, tensors: Tensors, path: Path) -> tuple[Settings, Tensors]:
         """Return settings and weights of a file for this host."""
-        ours = {name: own for own, names in self.names.items() for name in names}
+        ours = {name: our_name for our_name, names in self.names.items() for name in names}
         layers = {number: layer for layer, number in self.numbers.items()}
         state = {_renamed(name, ours, layers) or name: value for name, value in tensors.items()}
         try:
@@ -103,7 +103,7 @@ class PublishedLayout:
         adapter = self.model.adapter(name)
         state = {key: value.detach().contiguous().cpu() for key, value in adapter.state_dict().items()}
         written = self.written(adapter, state) if list(adapter.layers) == list(self.numbers) else None
-        theirs = {own: names[0] for own, names in self.names.items()}
+        theirs = {our_name: names[0] for our_name, names in self.names.items()}
         tensors = {_renamed(key, theirs, self.numbers) or "": value for key, value in (written or {}).items()}
         if not tensors or "" in tensors:
             raise ConditionError(

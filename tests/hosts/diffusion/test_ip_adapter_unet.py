@@ -126,16 +126,6 @@ def test_one_of_diffusers_own_beside_ours():
     assert torch.equal(late(*args, memory=memory, **image).sample, own)
 
 
-@torch.no_grad()
-def test_one_of_diffusers_own_under_the_core():
-    unet = tiny_unets.make()
-    model = tiny_unets.attach(unet).use_core()
-    give_to_diffusers(unet, checkpoint(unet))
-    with pytest.raises(ConditionError, match=r"load_ip_adapter"):
-        run(model, tiny.memory(ROWS))
-    assert torch.isfinite(by_diffusers(model.use_core(False).unload(), checkpoint(unet), tiny.memory(ROWS))).all()
-
-
 # Files
 
 
@@ -237,33 +227,18 @@ def bad_files():
     projection = {"image_proj.proj.weight": torch.zeros(17, 70000), "image_proj.proj.bias": torch.zeros(17)}
     return {
         "torn": (save(good)[:-7], "cannot be read"),
-        "torn in its head": (save(good)[:99], "cannot be read"),
-        "empty": (b"", "cannot be read"),
-        "a page": (b"<!doctype html><html>404</html>" * 9, "cannot be read"),
-        "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n", "cannot be read"),
         "a pickle by another name": (pickled(nested(good)), "cannot be read"),
-        "nothing in it": (save({}), "lacks"),
         "plus": (save(plus), "Plus"),
         "an extra tensor": (save(good | {"image_proj.latents": torch.zeros(3)}), "Plus"),
-        "no bias": (save(without("image_proj.proj.bias")), "proj.*bias"),
         "no last layer": (save(without("ip_adapter.7.to_v_ip.weight")), "another base model"),
         "another base": (save(checkpoint(tiny_unets.make("sdxl"))), "another base model"),
-        "wide text": (reshaped("ip_adapter.1.to_k_ip.weight", 14, 19), "another base model"),
-        "no shape": (reshaped("ip_adapter.1.to_k_ip.weight"), "another base model"),
         "a short bias": (reshaped("image_proj.proj.bias", 17), "not a plain IP-Adapter"),
-        "a short norm": (reshaped("image_proj.norm.bias", 16), "not a plain IP-Adapter"),
-        "an odd projection": (reshaped("image_proj.proj.weight", 18, 13), "not a plain IP-Adapter"),
         "a flat projection": (reshaped("image_proj.proj.weight", 17), "not a plain IP-Adapter"),
         "no projection": (reshaped("image_proj.proj.weight", 0, 13), "not a plain IP-Adapter"),
         "too wide": (save(good | projection), "memory_dim"),
         "integers": (save(good | {"image_proj.norm.bias": torch.zeros(17, dtype=torch.long)}), "int64"),
         "torn.bin": (pickled(nested(good))[:-300], "cannot be read"),
-        "empty.bin": (b"", "cannot be read"),
-        "a page.bin": (b"<html>" * 99, "cannot be read"),
-        "a list.bin": (pickled([torch.zeros(3)]), "no 'image_proj'"),
         "flat.bin": (pickled(good), "no 'image_proj'"),
-        "numbers.bin": (pickled({"image_proj": {"proj.weight": 3}, "ip_adapter": {}}), "no 'image_proj'"),
-        "no names.bin": (pickled({"image_proj": {3: torch.zeros(3)}}), "lacks"),
     }
 
 

@@ -308,9 +308,3 @@ def test_guidance_with_further_inputs():
         guidance.run(model, text, null_text=null, null_inputs={"pooled_projections": null_pooled}),
     ):
         pass
-
-
-def test_the_doctor():
-    model = attach(make(PACKED))
-    report = mmattn.doctor(model, given(model) | {"memory": tiny.memory(ROWS)})
-    assert report.ok, str(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler as Scheduler,
     FluxPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
@@ -20,114 +20,54 @@ ROWS, STEPS = 2, 3
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def texts(width: int, seed: int, length: int = 5) -> torch.Tensor:
-    return torch.randn(ROWS, length, width, generator=torch.Generator().manual_seed(seed))
+def noise(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(seed))
 
 
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(1))
+TEXTS = {
+    "prompt_embeds": noise(5, 22, seed=1),
+    "negative_prompt_embeds": noise(5, 22, seed=2),
+    "height": 64,
+    "width": 64,
+}
+POOLED = {"pooled_prompt_embeds": noise(26, seed=3), "negative_pooled_prompt_embeds": noise(26, seed=4)}
+MASKS = dict.fromkeys(("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.ones(ROWS, 5, dtype=torch.long))
 
 
 class Drawing:
-    """A pipeline of tiny random parts that is given the embeddings of its prompts.
+    """A pipeline of tiny random parts, its arguments, each tensor with a row for each picture, and how it is guided."""
 
-    Args:
-        pipe: the pipeline.
-        settings: what it is called with, each tensor with a row for each picture.
-        guidance: how guidance is switched on.
-    """
-
-    def __init__(self, pipe, settings, guidance) -> None:
+    def __init__(self, pipe, arguments, guidance) -> None:
         pipe.set_progress_bar_config(disable=True)
-        self.pipe, self.settings, self.guidance = pipe, settings, guidance
+        self.pipe, self.arguments, self.guidance = pipe, arguments, guidance
 
     def __call__(self, guided: bool, row: int | None = None) -> torch.Tensor:
-        given = self.settings | (self.guidance if guided else dict.fromkeys(self.guidance, 1.0))
-        given = given if row is None else tiny_unets.row_of(given, row)
-        return self.pipe(num_inference_steps=STEPS, output_type="latent", **given)[0]
+        arguments = self.arguments | (self.guidance if guided else dict.fromkeys(self.guidance, 1.0))
+        arguments = arguments if row is None else tiny_unets.row_of(arguments, row)
+        return self.pipe(num_inference_steps=STEPS, output_type="latent", **arguments)[0]
 
 
 def sd3() -> Drawing:
-    pipe = StableDiffusion3Pipeline(
-        tiny_transformers.make("SD3Transformer2DModel"), FlowMatchEulerDiscreteScheduler(), *[None] * 7
-    )
-    return Drawing(
-        pipe,
-        {
-            "prompt_embeds": texts(22, 1),
-            "negative_prompt_embeds": texts(22, 2),
-            "pooled_prompt_embeds": texts(26, 3)[:, 0],
-            "negative_pooled_prompt_embeds": texts(26, 4)[:, 0],
-            "latents": noise(4, 8, 8),
-            "height": 64,
-            "width": 64,
-        },
-        {"guidance_scale": 4.0},
-    )
+    pipe = StableDiffusion3Pipeline(tiny_transformers.make("SD3Transformer2DModel"), Scheduler(), *[None] * 7)
+    return Drawing(pipe, TEXTS | POOLED | {"latents": noise(4, 8, 8)}, {"guidance_scale": 4.0})
 
 
 def flux() -> Drawing:
     """Distilled guidance in every call, and guidance by two calls where true_cfg_scale says so."""
-    pipe = FluxPipeline(
-        FlowMatchEulerDiscreteScheduler(),
-        None,
-        None,
-        None,
-        None,
-        None,
-        tiny_transformers.make("FluxTransformer2DModel"),
-    )
-    return Drawing(
-        pipe,
-        {
-            "prompt_embeds": texts(22, 1),
-            "negative_prompt_embeds": texts(22, 2),
-            "pooled_prompt_embeds": texts(26, 3)[:, 0],
-            "negative_pooled_prompt_embeds": texts(26, 4)[:, 0],
-            "latents": noise(16, 4),
-            "height": 64,
-            "width": 64,
-            "guidance_scale": 3.5,
-        },
-        {"true_cfg_scale": 4.0},
-    )
+    pipe = FluxPipeline(Scheduler(), *[None] * 5, tiny_transformers.make("FluxTransformer2DModel"))
+    arguments = TEXTS | POOLED | {"latents": noise(16, 4), "guidance_scale": 3.5}
+    return Drawing(pipe, arguments, {"true_cfg_scale": 4.0})
 
 
 def qwen_image() -> Drawing:
-    pipe = QwenImagePipeline(
-        FlowMatchEulerDiscreteScheduler(), None, None, None, tiny_transformers.make("QwenImageTransformer2DModel")
-    )
-    return Drawing(
-        pipe,
-        {
-            "prompt_embeds": texts(22, 1),
-            "prompt_embeds_mask": torch.ones(ROWS, 5, dtype=torch.long),
-            "negative_prompt_embeds": texts(22, 2),
-            "negative_prompt_embeds_mask": torch.ones(ROWS, 5, dtype=torch.long),
-            "latents": noise(16, 16),
-            "height": 64,
-            "width": 64,
-        },
-        {"true_cfg_scale": 4.0},
-    )
+    pipe = QwenImagePipeline(Scheduler(), *[None] * 3, tiny_transformers.make("QwenImageTransformer2DModel"))
+    return Drawing(pipe, TEXTS | MASKS | {"latents": noise(16, 16)}, {"true_cfg_scale": 4.0})
 
 
 def wan() -> Drawing:
-    pipe = WanPipeline(
-        None, None, None, FlowMatchEulerDiscreteScheduler(), tiny_transformers.make("WanTransformer3DModel")
-    )
-    return Drawing(
-        pipe,
-        {
-            "prompt_embeds": texts(22, 1),
-            "negative_prompt_embeds": texts(22, 2),
-            "latents": noise(4, 3, 4, 8),
-            "height": 32,
-            "width": 64,
-            "num_frames": 9,
-        },
-        {"guidance_scale": 4.0},
-    )
+    pipe = WanPipeline(None, None, None, Scheduler(), tiny_transformers.make("WanTransformer3DModel"))
+    film = {"latents": noise(4, 3, 4, 8), "height": 32, "num_frames": 9}
+    return Drawing(pipe, TEXTS | film, {"guidance_scale": 4.0})
 
 
 PIPELINES = {"sd3": sd3, "flux": flux, "qwen image": qwen_image, "wan": wan}
@@ -186,23 +126,3 @@ def test_the_unconditional_half_sees_no_memory(name):
         draw(True)
     hook.remove()
     assert not any(torch.equal(answer, own) for answer, own in zip(answers[:2], plain[:2], strict=True))
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_keys_and_values_are_computed_once_for_a_picture(name):
-    draw = PIPELINES[name]()
-    model = tiny_transformers.attach(draw.pipe.transformer)
-    blocks = [block.k_proj for block in model.adapters["default"].blocks.values()]
-    with tiny_unets.counting(*blocks) as ran, model.condition(tiny.memory(ROWS), guided=True):
-        draw(True)
-    assert len(ran) == len(blocks)
-
-
-def test_a_schedule_follows_the_time_that_the_host_is_given():
-    draw = sd3()
-    model, times = tiny_transformers.attach(draw.pipe.transformer), []
-    with model.condition(tiny.memory(ROWS), guided=True, adapter_scale=lambda time: times.append(time) or 1.0):
-        out = draw(True)
-    assert times == [float(time) for time in draw.pipe.scheduler.timesteps]
-    with model.condition(tiny.memory(ROWS), guided=True):
-        assert torch.equal(draw(True), out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import pickle
 
 import pytest
@@ -16,7 +14,6 @@ from diffusers.models.attention_processor import AttnProcessor
 import mmattn
 from mmattn.errors import AdapterFileError, AttachError, ConditionError
 from tests import tiny, tiny_unets
-from tests.adapters import adapter_folders
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, run
 
@@ -66,22 +63,6 @@ def test_nothing_of_the_host_is_other_and_nothing_stays(kind, tmp_path):
         assert torch.equal(unet(*args, **kwargs).sample, tiny_unets.own(kind))
 
 
-@torch.no_grad()
-def test_a_detached_handle_reaches_the_host_no_longer(model):
-    unet = model.unload()
-    before = tiny_unets.traces(unet)
-    for attempt in (
-        lambda: run(model, tiny.memory(ROWS)),
-        lambda: model.condition(tiny.memory(ROWS)).__enter__(),
-        lambda: model.use_core(),
-        lambda: model.add_adapter("second", tiny_unets.adapter()),
-    ):
-        with pytest.raises(ConditionError, match="attach again"):
-            attempt()
-    assert tiny_unets.traces(unet) == before
-    assert torch.equal(run(tiny_unets.attach(unet)), tiny_unets.own())
-
-
 def test_a_layer_that_memory_does_not_reach(model):
     """A layer that is run without being called: its hooks are passed by, and the call says so."""
     attn = model.layer(1)
@@ -118,48 +99,6 @@ def test_compiled_afterwards(model):
     assert_close(compiled(*args).sample, own)
     with pytest.raises(ConditionError, match="attach first"):
         mmattn.attach(torch.compile(tiny_unets.make(), backend="eager"), tiny_unets.adapter())
-
-
-@pytest.mark.parametrize("core", [False, True])
-@pytest.mark.parametrize("which", ["model", "host"])
-@torch.no_grad()
-def test_copies_are_independent(model, which, core):
-    memory = tiny.memory(ROWS)
-    model.use_core(core)
-    want = run(model, memory)
-    other = copy.deepcopy(model) if which == "model" else copy.deepcopy(model.host)._mmattn
-    assert other is not model and other.host is not model.host
-    assert torch.equal(run(other, memory), want)
-    for parameter in other.adapters.parameters():
-        parameter.mul_(-0.5)
-    assert torch.equal(run(model, memory), want)
-    changed = run(other, memory)
-    assert differs(changed, want)
-    model.unload()
-    assert torch.equal(run(other, memory), changed)
-    with other.condition(memory):
-        assert torch.equal(model.host(*tiny_unets.given()[0]).sample, tiny_unets.own())
-
-
-@pytest.mark.parametrize("which", ["model", "host"])
-@torch.no_grad()
-def test_modes_and_dtypes_reach_the_adapter(model, which):
-    thing, memory, args = model if which == "model" else model.host, tiny.memory(ROWS), tiny_unets.given()[0]
-    assert not any(part.training for part in model.modules())
-    thing.train()
-    assert all(part.training for part in model.modules())
-    thing.eval()
-    assert not any(part.training for part in model.modules())
-    want = run(model, memory)
-    for dtype, tolerance in ((torch.float64, 1e-5), (torch.bfloat16, 0.15), (torch.float32, 0.05)):
-        thing.to(dtype)
-        assert {one.dtype for one in model.parameters()} == {dtype}
-        for core in (False, True):
-            model.use_core(core)
-            out = model(args[0].to(dtype), args[1], args[2].to(dtype), memory=memory).sample
-            assert out.dtype is dtype
-            assert_close(out.float(), want, tolerance)
-        model.use_core(False)
 
 
 @torch.no_grad()
@@ -295,24 +234,6 @@ def test_weights_that_are_fetched_for_every_use(model):
 
 
 # Files
-
-
-@torch.no_grad()
-def test_a_saved_adapter_comes_back(tmp_path):
-    model, memory = tiny_unets.attach(tiny_unets.make(), tokens=2, blocks=("up", "mid")), tiny.memory(ROWS)
-    model.save_adapter(tmp_path)
-    assert sorted(adapter_folders.contents(tmp_path)) == adapter_folders.FILES
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert config["kind"] == "decoupled" and config["adapter"]["blocks"] == ["up", "mid"]
-    assert config["host"]["class"] == "UNet2DConditionModel" and config["layers"] == [1, 2, 3]
-    assert "memory=memory" in (tmp_path / "README.md").read_text()
-    unet = tiny_unets.make()
-    again = mmattn.load(unet, tmp_path)
-    assert torch.equal(run(again, memory), run(model, memory))
-    second = mmattn.load(again, tmp_path, "second")
-    assert second is again and list(again.adapters) == ["default", "second"]
-    with pytest.warns(UserWarning, match="not those the adapter"):
-        mmattn.load(tiny_unets.make(seed=1), tmp_path)
 
 
 def test_a_saved_adapter_for_another_host(tmp_path):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import pytest
 import torch
 
 import mmattn
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, run
@@ -26,50 +25,6 @@ def k_projections(model, name="default"):
 
 
 # Blocks and threads
-
-
-@torch.no_grad()
-def test_blocks_nest_and_end(model):
-    one, two = tiny.memory(ROWS), tiny.memory(ROWS, m=3, seed=1)
-    own, first, second = run(model), run(model, one), run(model, two)
-    with model.condition(one):
-        with model.condition(two):
-            assert torch.equal(run(model), second)
-            with model.condition(None):
-                assert torch.equal(run(model), own)
-        assert torch.equal(run(model), first)
-        assert torch.equal(run(model, two), second)
-        with model.disable_adapter():
-            assert torch.equal(run(model, two), own)
-            assert torch.equal(run(model), own)
-        assert torch.equal(run(model), first)
-    assert torch.equal(run(model), own)
-
-
-@torch.no_grad()
-def test_nothing_stays_behind_after_an_exception_in_the_middle(model):
-    memory, before = tiny.memory(ROWS), tiny_unets.traces(model.host)
-    own, want = run(model), run(model, memory)
-
-    def fail(*_):
-        raise RuntimeError("in the middle")
-
-    for place in (model.host.mid_block, model.layer(1), model.host.conv_out):
-        hook = place.register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="in the middle"):
-            run(model, memory, adapter_scale=torch.ones(ROWS))
-        with pytest.raises(RuntimeError, match="in the middle"), model.condition(memory):
-            run(model)
-        hook.remove()
-        assert torch.equal(run(model), own)
-        assert torch.equal(model.layer(1)(torch.ones(1, 5, 14), torch.ones(1, 3, 17)), alone(model))
-    assert torch.equal(run(model, memory), want)
-    assert tiny_unets.traces(model.host) == before
-
-
-def alone(model):
-    """The answer of one attention layer of an untouched host."""
-    return tiny_unets.make().get_submodule(model.layer_names[1])(torch.ones(1, 5, 14), torch.ones(1, 3, 17))
 
 
 @torch.no_grad()
@@ -91,32 +46,6 @@ def test_a_layer_called_by_itself_knows_no_picture_and_no_time(model):
     with model.condition(memory, adapter_scale=0.5):
         assert differs(model.layer(1)(x, words), own)
     assert torch.equal(model.layer(1)(x, words), own)
-
-
-@torch.no_grad()
-def test_threads_see_their_own_memory(model):
-    memories = [tiny.memory(ROWS, m=m, seed=m) for m in (1, 2, 3, 5)]
-    want = [run(model, memory) for memory in memories]
-    wrong, start = [], threading.Barrier(len(memories))
-
-    def work(i):
-        try:
-            start.wait()
-            with torch.no_grad():
-                for _ in range(5):
-                    assert torch.equal(run(model, memories[i]), want[i])
-                    with model.condition(memories[i], adapter_scale=lambda time: 1.0):
-                        assert torch.equal(run(model), want[i])
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(memories))]
-    with model.condition(tiny.memory(ROWS, m=11, seed=11)):  # a thread does not inherit it
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
 
 
 @torch.no_grad()
@@ -197,17 +126,6 @@ def test_kept_keys_and_values_are_never_stale(model):
         assert not torch.equal(before, after)
 
 
-@torch.inference_mode()
-def test_inference_mode_is_the_same(model):
-    memory = tiny.memory(ROWS, lengths=[5, 0, 3])
-    with torch.inference_mode(False), torch.no_grad():
-        plain = mmattn.Memory(memory.tokens.clone(), memory.mask.clone())
-        want = run(model, plain)
-    for one in (memory, plain):
-        with model.condition(one):
-            assert torch.equal(run(model), want) and torch.equal(run(model), want)
-
-
 # Guidance
 
 
@@ -228,14 +146,6 @@ def test_guidance_hides_the_memory_from_the_first_half(model):
     assert_close(model(*args, memory=both).sample[ROWS:], run(model, memory))
 
 
-def test_a_guided_call_without_the_word(model):
-    args = tuple(torch.cat([one, one]) if isinstance(one, torch.Tensor) else one for one in tiny_unets.given()[0])
-    with pytest.raises(ShapeError, match="guided=True"), model.condition(tiny.memory(ROWS)):
-        model.host(*args)
-    with pytest.raises(ShapeError, match=r"expand\(6\)"):
-        model(*args, memory=tiny.memory(1))
-
-
 @torch.no_grad()
 def test_one_host_inside_the_forward_of_another():
     """Each has a step of its own: a map over another picture, or a step forgotten too early, would be an error."""
@@ -251,13 +161,6 @@ def test_one_host_inside_the_forward_of_another():
     assert torch.equal(run(outer, memory, adapter_scale=map_), want)
     hook.remove()
     assert torch.equal(heard[0], alone)
-
-
-def test_preparing_for_no_adapter_says_so():
-    model = tiny_unets.attach(tiny_unets.make())
-    model.set_adapter([])
-    with pytest.raises(ConditionError, match=r"set_adapter\(name\) first"):
-        model.prepare(tiny.memory(ROWS))
 
 
 @torch.no_grad()

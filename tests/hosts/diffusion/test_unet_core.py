@@ -63,22 +63,6 @@ def test_a_layer_that_is_given_a_picture_gives_a_picture(model):
     assert differs(found[1], found[0])
 
 
-@torch.no_grad()
-def test_biases_of_the_hosts_own_projections():
-    unet = tiny_unets.make()
-    for part in unet.modules():
-        if type(part).__name__ == "Attention" and part.is_cross_attention:
-            for name in ("to_q", "to_k", "to_v"):
-                layer = getattr(part, name)
-                layer.bias = torch.nn.Parameter(torch.randn(layer.out_features))
-    args, _ = tiny_unets.given()
-    own = unet(*args).sample
-    model = mmattn.attach(unet).use_core()
-    assert_close(model(*args).sample, own)
-    with model.condition(None):
-        assert_close(model(*args).sample, own)
-
-
 @kinds
 @torch.no_grad()
 def test_masked_text_is_the_shorter_text(kind):
@@ -271,14 +255,6 @@ def test_processors_replaced_under_the_core_are_noticed(model, swap):
     assert_close(run(model, memory), want)
     model.host.set_attn_processor(AttnProcessor2_0())
     assert_close(run(model.use_core(), memory), want)
-
-
-@torch.no_grad()
-def test_fused_and_unfused_under_the_core(model):
-    want = run(model)
-    model.host.fuse_qkv_projections()
-    model.host.unfuse_qkv_projections()
-    assert torch.equal(run(model), want)
 
 
 def test_the_very_same_processors_come_back():

@@ -23,13 +23,7 @@ class Asked:
 
 
 class Client:
-    """One client, that asks until a time; a context, which ends with its connections closed.
-
-    Args:
-        url: of the server.
-        asked: what.
-        number: of the client, its seed.
-    """
+    """One client, that asks until a time; a context, which ends with its connections closed."""
 
     def __init__(self, url: str, asked: list[Asked], number: int) -> None:
         self.url, self.asked, self.chance = url, asked, random.Random(number)
@@ -86,14 +80,7 @@ class Client:
 
 
 def ask_all(url: str, asked: list[Asked], clients: int, seconds: float) -> Counter[str]:
-    """What became of the requests of many clients at once.
-
-    Args:
-        url: of the server.
-        asked: what they ask.
-        clients: how many.
-        seconds: how long.
-    """
+    """What became of the requests of many clients at once."""
     everyone = [Client(url, asked, number) for number in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
         return sum(pool.map(lambda one: one.run(seconds), everyone), Counter())

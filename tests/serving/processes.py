@@ -17,14 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def serving(words: list[str], folder: Path, seconds: float, **options: Any) -> Iterator[tuple[Any, str]]:
-    """A server that answers, and its address; it ends with the block.
-
-    Args:
-        words: of the command line, `mmattn` first, without a port.
-        folder: where it is started.
-        seconds: that it may take to start.
-        options: of `subprocess.Popen`.
-    """
+    """Yield a server that answers, and its address; `words` is a command line, `mmattn` first, without a port."""
     import httpx
 
     with socket.socket() as free:

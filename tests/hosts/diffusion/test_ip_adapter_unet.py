@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, ConditionError, MmattnError, NonFiniteError
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, NonFiniteError
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, TEXT_DIM, run
@@ -267,23 +267,3 @@ def test_a_pickle_runs_nothing(tmp_path):
     assert not marker.exists() and tiny_unets.traces(unet) == before
     torch.load(path, weights_only=False)  # it would have
     assert marker.exists()
-
-
-def test_files_for_hosts_that_take_none(tmp_path):
-    path = tmp_path / "ip.safetensors"
-    tensors = checkpoint(tiny_unets.make())
-    save_file(tensors, path)
-    lm = tiny.make("llama")
-    before = tiny_unets.traces(lm)
-    with pytest.raises(AdapterFileError, match="LlamaForCausalLM"):
-        mmattn.load(lm, path)
-    assert tiny_unets.traces(lm) == before
-    model = mmattn.load(tiny_unets.make(), path)
-    with pytest.raises(AttachError, match="already attached"):
-        mmattn.load(model, path)
-    with pytest.raises(AdapterFileError):
-        mmattn.load(model, tmp_path / "nowhere.safetensors", "other")
-    save_file(tensors | {"image_proj.norm.bias": torch.full((TEXT_DIM,), float("inf"))}, path)
-    with pytest.raises(MmattnError, match=r"image_proj.norm.bias|memory_norm.bias"):
-        mmattn.load(model, path, "other")
-    assert list(model.adapters) == ["default"]

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
@@ -217,20 +216,6 @@ def test_hooks_of_accelerate(model):
         assert_close(run(model, memory), want)
         assert_close(run(model), own)
     assert {"UNet2DConditionModel", "Attention", "Linear"} <= set(seen)
-
-
-@torch.no_grad()
-def test_weights_that_are_fetched_for_every_use(model):
-    """Sequential offloading: between their uses the host's weights have no values."""
-    memory = tiny.memory(ROWS, lengths=[5, 0, 3])
-    want, own = run(model, memory), run(model)
-    cpu_offload(model.host, execution_device=torch.device("cpu"))
-    assert model.layer(1).to_out[0].weight.is_meta
-    out = run(model, memory)
-    assert_close(out, want)
-    assert torch.equal(out[1], own[1])
-    again = tiny_unets.attach(model.unload())
-    assert_close(run(again, memory), want)
 
 
 # Files

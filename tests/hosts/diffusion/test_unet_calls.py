@@ -132,17 +132,3 @@ def test_hosts_and_adapters_that_do_not_belong_together():
             mmattn.attach(host, adapter)
     assert [tiny_unets.traces(host) for host in hosts] == before
     assert all(one.requires_grad for host in hosts for one in host.parameters())
-    model = tiny_unets.attach(unet)
-    want, before = run(model, tiny.memory(ROWS)), tiny_unets.traces(unet)
-    for attempt in (
-        lambda: model.add_adapter("default", tiny_unets.adapter()),
-        lambda: mmattn.attach(unet, tiny_unets.adapter()),
-        lambda: model.add_adapter("other", gated),
-        lambda: model.add_adapter("other", tiny_unets.adapter(blocks=("nowhere",))),
-        lambda: model.add_adapter("a.b", tiny_unets.adapter()),
-        lambda: model.set_adapter("other"),
-    ):
-        with pytest.raises(AttachError):
-            attempt()
-    assert tiny_unets.traces(unet) == before and list(model.adapters) == ["default"]
-    assert torch.equal(run(model, tiny.memory(ROWS)), want)

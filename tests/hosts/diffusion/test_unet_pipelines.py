@@ -57,27 +57,6 @@ def test_a_batch_with_a_memory_for_each_picture(pipe, guidance, core):
     assert torch.equal(draw(pipe, guidance=guidance), plain)
 
 
-def test_nothing_is_bit_for_bit_the_plain_pipeline(pipe):
-    plain, memory = draw(pipe), tiny.memory(2)
-    model = tiny_unets.attach(pipe.unet, opened=False)
-    with model.condition(memory, guided=True):
-        assert torch.equal(draw(pipe), plain)
-    tiny_unets.open_values(model)
-    for nothing in (
-        lambda: model.condition(memory, adapter_scale=0, guided=True),
-        lambda: model.condition(memory, adapter_scale=lambda time: 0.0, guided=True),
-        lambda: model.condition(tiny.memory(2, lengths=[0, 0]), guided=True),
-        lambda: model.condition(tiny.memory(2, m=0), guided=True),
-        lambda: model.condition(None),
-        lambda: model.disable_adapter(),
-    ):
-        with nothing():
-            assert torch.equal(draw(pipe), plain)
-    with model.condition(tiny.memory(2, lengths=[5, 0]), guided=True):
-        out = draw(pipe)
-    assert torch.equal(out[1], plain[1]) and not torch.equal(out[0], plain[0])
-
-
 @pytest.mark.parametrize("core", [False, True])
 def test_keys_and_values_are_made_once_for_a_picture(pipe, core):
     model, memory = tiny_unets.attach(pipe.unet).use_core(core), tiny.memory(2)

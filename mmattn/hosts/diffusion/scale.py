@@ -140,8 +140,8 @@ def over_queries(adapter_scale: float | Tensor, grid: Grid | None, q: Tensor) ->
         height, width = (height + 1) // 2, (width + 1) // 2
     if frames * height * width != length:
         raise ShapeError(
-            f"adapter_scale is a map, and a layer has {length} tokens, no halving of {' × '.join(map(str, grid))}: text "
-            "and picture in one stream, or frames alone; name others with blocks="
+            f"adapter_scale is a map, and {length} tokens of a layer are no halving of {' × '.join(map(str, grid))}: "
+            "text and picture in one stream, or frames alone; name others with blocks="
         )
     if adapter_scale.dim() == 3:
         level = F.interpolate(adapter_scale[:, None], size=(height, width), mode="area")

@@ -103,10 +103,6 @@ def stream_generate(
     """Yield the text of `model.generate(**options)` for one row piece by piece; beams raise TextError."""
     if options.get("num_beams", 1) != 1:
         raise TextError(f"num_beams={options['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")
-    return _pieces(model, tokenizer, options)
-
-
-def _pieces(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Iterator[str]:
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
     streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -37,16 +37,7 @@ PLAIN = (
 
 
 class CoreProcessor:
-    """A processor that stands for that of an attention layer while `use_core` is on.
-
-    Args:
-        model: the adapted model.
-        index: number of the layer.
-        attn: the layer.
-
-    Raises:
-        ConditionError: a layer whose attention the core cannot compute.
-    """
+    """A processor that stands for that of an attention layer while `use_core` is on, or raises ConditionError."""
 
     #: Class names of the processors that it can stand for.
     plain: tuple[str, ...] = ("JointAttnProcessor2_0",)

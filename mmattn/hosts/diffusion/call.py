@@ -21,24 +21,17 @@ TEXTS = 4
 
 @dataclass
 class DenoisingCall(Call):
-    """State shared by the forwards of one block: memories with their scales, and K/V of the text.
+    """State shared by the forwards of one block: memories with their scales, and K/V of the text."""
 
-    Args:
-        guided: a pipeline computes guidance: unconditional rows and calls see no memory.
-        parts: which parts of the rows are conditional, where the caller has made them itself.
-        negative_prompt_embeds: (b, m, e), the text of unconditional rows, where the caller declares it.
-        text_mask: (rows, m) bool, the padding of the host's own text.
-        padding: the last bias for padding of the host's text, and its mask.
-        text: keys and values of the host's own text, where it goes through the core.
-        texts: the last texts of the host's layers, with their masks.
-    """
-
-    guided: bool = False
-    parts: tuple[bool, ...] = ()
+    guided: bool = False  # a pipeline computes guidance: unconditional rows and calls see no memory
+    parts: tuple[bool, ...] = ()  # which parts of the rows are conditional, where the caller has made them itself
+    #: (b, m, e), the text of unconditional rows, where the caller declares it
     negative_prompt_embeds: Tensor | None = None
-    text_mask: Tensor | None = None
-    padding: tuple[Tensor, Tensor] | None = None
+    text_mask: Tensor | None = None  # (rows, m) bool, the padding of the host's own text
+    padding: tuple[Tensor, Tensor] | None = None  # the last bias for padding of the host's text, and its mask
+    #: keys and values of the host's own text, where it goes through the core
     text: TensorCache = field(default_factory=TensorCache)
+    #: the last texts of the host's layers, with their masks
     texts: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def text_mask_of(self, text: Tensor) -> Tensor | None:
@@ -54,7 +47,7 @@ class DenoisingCall(Call):
         Transformers project their text anew at every step (`caption_projection`), to the same values.
         """
         for number, (other, other_mask) in enumerate(self.texts):
-            if _is_equal(other, text) and _is_equal(other_mask, mask):
+            if equal(other, text) and equal(other_mask, mask):
                 return number
         if len(self.texts) == TEXTS:
             self.texts.clear()
@@ -62,29 +55,29 @@ class DenoisingCall(Call):
         return len(self.texts) - 1
 
 
-def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is other or one is None or other is None:
-        return one is other
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two arguments of a host are equal, tensors by value."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 @dataclass(frozen=True)
 class RowsAndScale:
-    """Rows and scale of the result of an adapter in one layer at one step.
+    """Rows and scale of the result of an adapter in one layer at one step."""
 
-    Args:
-        conditional: for each of the equal parts of the rows of the sample, True if it sees the memory.
-        scale: a number, (b,), (b, height, width) or (b, frames, height, width).
-        grid: frames, height and width of the picture as the host's first layer has it; None where it is not known.
-        to_block: it is added to the output of the block, not of its attention.
-        rows: of the sample; layers of films have a row for each frame or pixel of it, those of one row one after the
-            other. None where only a part of the host was called.
-    """
-
-    conditional: tuple[bool, ...]
-    scale: float | Tensor
+    conditional: tuple[bool, ...]  # for each of the equal parts of the rows of the sample, True if it sees the memory
+    scale: float | Tensor  # a number, (b,), (b, height, width) or (b, frames, height, width)
+    #: frames, height and width of the picture as the host's first layer has it; None where it is not known
     grid: Grid | None
-    to_block: bool = False
+    to_block: bool = False  # it is added to the output of the block, not of its attention
+    #: of the sample; layers of films have a row for each frame or pixel of it, those of one row one after the other.
+    #: None where only a part of the host was called
     rows: int | None = None
 
 

@@ -45,18 +45,13 @@ FRAMES = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of a picture in `hidden_states`.
+    """Axes of a picture in `hidden_states`."""
 
-    Args:
-        axes: letters of its axes: b rows, c channels, f frames, h and w height and width, l tokens, t moments of which
-            several make a token.
-        patch: frames, height and width of one token.
-        channels: c.
-    """
-
+    #: letters of its axes: b rows, c channels, f frames, h and w height and width, l tokens, t moments of which several
+    #: make a token
     axes: str
-    patch: Grid
-    channels: int
+    patch: Grid  # frames, height and width of one token
+    channels: int  # c
 
     def example_grids(self) -> tuple[Grid, Grid]:
         """Return small pictures as frames, height and width in tokens: a wide one, and a square."""

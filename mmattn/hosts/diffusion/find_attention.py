@@ -29,44 +29,27 @@ Call = tuple[Any, Any, Any]
 
 @dataclass(frozen=True)
 class PictureAttention:
-    """An attention layer with queries of the picture.
+    """An attention layer with queries of the picture."""
 
-    Args:
-        name: dotted name in the host.
-        kind: "cross", "joint" or "self".
-        stream: its tokens are those of picture and text.
-        width: of the inputs of its keys and values: of the text, or of its stream if it reads no text.
-        part: index of the picture among its outputs.
-        block: dotted name of the block around it.
-        block_part: index of the picture among the outputs of the block, −1 for a single output; None if none fits.
-        block_width: d of that output.
-    """
-
-    name: str
-    kind: str
-    stream: bool
-    width: int
-    part: int
-    block: str = ""
+    name: str  # dotted name in the host
+    kind: str  # "cross", "joint" or "self"
+    stream: bool  # its tokens are those of picture and text
+    width: int  # of the inputs of its keys and values: of the text, or of its stream if it reads no text
+    part: int  # index of the picture among its outputs
+    block: str = ""  # dotted name of the block around it
+    #: index of the picture among the outputs of the block, −1 for a single output; None if none fits
     block_part: int | None = None
-    block_width: int = 0
+    block_width: int = 0  # d of that output
 
 
 @dataclass(frozen=True)
 class TransformerLayers:
-    """The attention layers of a diffusion transformer, and arguments that it accepts.
+    """The attention layers of a diffusion transformer, and arguments that it accepts."""
 
-    Args:
-        layers: attention layers that can read a memory, in the order of the host.
-        layout: of its pictures.
-        grid: of a picture that it accepts.
-        way: index of the accepted `example_inputs`.
-    """
-
-    layers: tuple[PictureAttention, ...]
-    layout: Layout
-    grid: Grid
-    way: int
+    layers: tuple[PictureAttention, ...]  # attention layers that can read a memory, in the order of the host
+    layout: Layout  # of its pictures
+    grid: Grid  # of a picture that it accepts
+    way: int  # index of the accepted `example_inputs`
 
     def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> dict[str, Any]:
         """Return random arguments that the host accepts."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.diffusion.call import DenoisingCall
+from mmattn.hosts.diffusion.call import DenoisingCall, equal
 from mmattn.hosts.interop.peft import inner_host
 
 #: Hosts whose pipelines put the conditional rows of a batch first.
@@ -42,17 +42,11 @@ _DECLARE = "say condition(memory, negative_prompt_embeds=...)"
 
 @dataclass(frozen=True)
 class HostCall:
-    """One call of a host inside a guided block.
+    """One call of a host inside a guided block."""
 
-    Args:
-        host: the diffusion model.
-        kwargs: its arguments by name.
-        picture: name of the argument that is the sample.
-    """
-
-    host: nn.Module
-    kwargs: Mapping[str, Any]
-    picture: str
+    host: nn.Module  # the diffusion model
+    kwargs: Mapping[str, Any]  # its arguments by name
+    picture: str  # name of the argument that is the sample
 
     @property
     def name(self) -> str:
@@ -79,7 +73,7 @@ class HostCall:
 
     def is_same(self, other: HostCall) -> bool:
         """Return whether all arguments are equal."""
-        return all(_equal(other.kwargs.get(name), value) for name, value in self.kwargs.items())
+        return all(equal(other.kwargs.get(name), value) for name, value in self.kwargs.items())
 
     def continues(self, before: HostCall) -> bool:
         """Return whether two calls are of one timestep of one run: equal time and noise, and a shared object.
@@ -87,7 +81,7 @@ class HostCall:
         Another run may have the same time and noise, and equal embeddings.
         """
         sample, earlier = self.sample, before.sample
-        if not _equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
+        if not equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
             return False
         if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
             return False
@@ -101,16 +95,11 @@ class HostCall:
 
 @dataclass
 class _Step:
-    """The calls of a host at one timestep of a pipeline.
+    """The calls of a host at one timestep of a pipeline."""
 
-    Args:
-        sources: the memories of the block.
-        calls: each call, and whether it is conditional.
-    """
-
-    sources: Any
+    sources: Any  # the memories of the block
     first: HostCall
-    calls: list[tuple[HostCall, bool]] = field(default_factory=list)
+    calls: list[tuple[HostCall, bool]] = field(default_factory=list)  # each call, and whether it is conditional
 
 
 #: The timestep of pipelines in this context, by host; calls of another thread are in another context.
@@ -169,7 +158,7 @@ def conditional_parts(
         conditional = NAMED[prediction]
     elif declared := _by_text(this, call.negative_prompt_embeds, count):
         (conditional,) = declared
-        if not conditional and any(_equal(other.text, this.text) for other, _ in step.calls):
+        if not conditional and any(equal(other.text, this.text) for other, _ in step.calls):
             raise _same_twice()
     else:
         conditional = _in_turn(this, step)
@@ -261,7 +250,7 @@ def _uniform_parts(unconditional: list[bool], rows: int, count: int) -> tuple[bo
 def _in_turn(call: HostCall, step: _Step) -> bool:
     """Return whether an unnamed call is conditional: the first at a timestep is, those with another text are not."""
     for other, conditional in step.calls:
-        if _equal(other.text, call.text):
+        if equal(other.text, call.text):
             if conditional and call.is_same(other):
                 raise _same_twice()
             return conditional
@@ -288,17 +277,6 @@ def _step_of(call: HostCall, sources: Any) -> _Step:
         step = _Step(sources, call)
         _STEPS.set({**steps, call.host: step})
     return step
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 def _is_one_of(row: Tensor, embeds: Tensor) -> bool:

@@ -43,6 +43,7 @@ HOMES = {
         "storage.hub",
         "serving.engine",
         "adapters.composed",
+        "seq2seq",
     ),
     "accelerate": ("training",),
     "datasets": ("data",),

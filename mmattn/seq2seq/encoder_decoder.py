@@ -6,12 +6,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
 
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.kv_cache import KeyValue
@@ -23,6 +22,9 @@ from mmattn.seq2seq.generation import beam_search, greedy
 from mmattn.seq2seq.transformer import TransformerBlock
 from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 T = TypeVar("T")
 POSITIONS = ("sinusoidal", "learned", "rotary", "alibi")
@@ -242,6 +244,8 @@ class EncoderDecoder(nn.Module):
             MaskError: a mask that is not bool.
             ConfigError: a number outside its range, or more beams than the vocabulary has tokens besides the end.
         """
+        from transformers import DynamicCache
+
         begin = torch.full((len(source), 1), check_int("start", start, at_least=0), device=source.device)
         tokens = begin if prefix is None else prefix
         longest = check_int("max_length", max_length)

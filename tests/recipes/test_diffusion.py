@@ -317,7 +317,7 @@ def test_bad_options_of_draw(tmp_path: Path, capsys: Any, arguments: list[str], 
 
 
 def test_a_folder_without_a_host(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a run of the recipe diffusion nor a Stable Diffusion"):
+    with pytest.raises(ConfigError, match="no run of the recipe diffusion and no Stable Diffusion"):
         load_diffusion_host(tmp_path)
 
 

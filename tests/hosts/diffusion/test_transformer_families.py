@@ -69,7 +69,7 @@ def test_the_time_of_each_row():
     assert times_by_row(frames + torch.tensor([0.0, 1.0]), 2, 2) is None
     model = mmattn.attach(make("SD3Transformer2DModel"), JointDecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
     source = model.bind(tiny.memory(ROWS))["default"]
-    with pytest.raises(ConditionError, match="several for one row"):
+    with pytest.raises(ConditionError, match="one timestep for each row"):
         source.step(TextState(ROWS, 8))
 
 

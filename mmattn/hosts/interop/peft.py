@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import sys
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -47,11 +47,11 @@ def host_attribute(host: nn.Module, name: str) -> Any:
 
 
 def watch_peft(adapted_class: type[nn.Module]) -> None:
-    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, if peft is installed.
+    """Refuse adapted models where peft wraps a model, and note models with prompts around hosts, once peft is imported.
 
-    transformers registers modules in each forward (slices of its layers), so the hook returns early.
+    transformers registers modules in each forward (slices of its layers), so processes without peft have no hook.
     """
-    if _WATCHING or find_spec("peft") is None:
+    if _WATCHING or "peft" not in sys.modules:
         return
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -105,7 +105,7 @@ class AdaptedModel(NamedAdapters):
             raise ConditionError(
                 f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)"
             )
-        host: nn.Module = load_model(cls.auto_class, name, cls.kind)
+        host: nn.Module = load_model(cls.auto_class, name, f"host of kind {cls.kind!r}")
         return host
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:

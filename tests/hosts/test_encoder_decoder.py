@@ -87,7 +87,7 @@ def test_a_saved_adapter_comes_back_to_its_part(where: str, tmp_path: Any) -> No
     model.save_adapter(tmp_path)
     again = mmattn.load(tiny_model("t5", AutoModelForSeq2SeqLM), tmp_path)
     assert torch.equal(logits(again, memory=memory()), answer)
-    with pytest.raises(AdapterFileError, match=f"where='{where}' was asked for"):
+    with pytest.raises(AdapterFileError, match=f"where='{where}' needs a host with an encoder and a decoder"):
         mmattn.load(tiny.make("llama"), tmp_path)
 
 
@@ -251,7 +251,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConditionError, match="generate_batch is for models without an encoder"):
         adapted().generate_batch([[1, 2]], memory=memory(rows=1))
     for other in (tiny.make("llama"), tiny_model("bert", AutoModelForSequenceClassification)):
-        with pytest.raises(AttachError, match="where='encoder' was asked for, and this host has not both"):
+        with pytest.raises(AttachError, match="where='encoder' needs a host with an encoder and a decoder"):
             mmattn.attach(other, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0,), where="encoder"))
 
 

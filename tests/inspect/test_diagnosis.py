@@ -43,7 +43,7 @@ def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (bad,) = [line for line in out.splitlines() if line.startswith("FAIL")]
     assert code == 1 and bad.startswith("FAIL  weights of the host ") and "another revision" in bad
     code, _, err = doctor(capsys, adapter, "--host", tmp_path / "absent")
-    assert code == 2 and "no language model can be loaded from" in err and "absent" in err
+    assert code == 2 and "no host of kind 'causal_lm' can be loaded from" in err and "absent" in err
 
 
 def test_a_fresh_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

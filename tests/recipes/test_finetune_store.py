@@ -163,7 +163,7 @@ class TestTheCommand:
         assert second.startswith(f"EncodedDataset(rows=8, e=96, int8, shards=1) in {tmp_path / 'store'}: ")
         assert second.endswith(f"relative error {error:.1e}")
         code, _, err = call(capsys, "encode", FLORA, "-o", tmp_path / "store", "--pooled")
-        assert code == 2 and "(--dtype int8, now float16)" in err
+        assert code == 2 and "(dtype=int8, now float16)" in err
 
     def test_broken_pictures_are_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shutil.copytree(FLORA, tmp_path / "data")
@@ -181,7 +181,7 @@ class TestTheCommand:
         words = ["--text-encoder", CLIP, "-o", tmp_path / "store"]
         assert call(capsys, "encode", tmp_path / "a.jsonl", *words)[0] == 0
         code, _, err = call(capsys, "encode", tmp_path / "b.jsonl", *words)
-        assert code == 2 and "or add" in err and "--append" in err
+        assert code == 2 and "or add" in err and "append=True" in err
         assert call(capsys, "encode", tmp_path / "b.jsonl", *words, "--append")[0] == 0
         store = training.EncodedDataset(tmp_path / "store")
         assert len(store) == 4 and store[3].contents == store[1].contents
@@ -192,7 +192,7 @@ class TestTheCommand:
             (["gone"], "there is no file or folder 'gone'"),
             ([FLORA, "--columns", "text"], "--columns takes KEY=NAME, such as text=caption; got 'text'"),
             ([FLORA, "--columns", "text=caption"], "columns only applies to a dataset of Hugging Face"),
-            ([FLORA, "--dtype", "float64"], "--dtype must be one of"),
+            ([FLORA, "--dtype", "float64"], "dtype must be one of"),
             ([FLORA, "--encoder", "nosuch"], "nosuch"),
             (["a store"], "is encoded already"),
             (["rows.jsonl"], "there is nothing to encode"),

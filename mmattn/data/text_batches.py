@@ -194,12 +194,8 @@ def pack(
     ([[5, 6, 7], [9, 4, 8]], [[0, 1, 2], [0, 1, 0]], [[-100, 6, 7], [-100, 4, -100]])
     """
     _check_rows(documents, memory)
-    if unlearned is None:
-        unlearned = [1] * len(documents)
-    labels = [
-        [IGNORED if place < max(1, count) else token for place, token in enumerate(one)]
-        for one, count in zip(documents, unlearned, strict=True)
-    ]
+    counts = [1] * len(documents) if unlearned is None else unlearned
+    labels = [_labels(one, count) for one, count in zip(documents, counts, strict=True)]
     longest = max(map(len, documents))
     packed: list[tuple[list[int], list[int], list[int]]] = []
     order: list[int] = []
@@ -211,6 +207,11 @@ def pack(
         order += row + [-1] * bool(rest)
     all_ids, all_positions, targets = (torch.tensor(part) for part in zip(*packed, strict=True))
     return TextBatch(all_ids, None, targets, None if memory is None else _ordered(memory, order), all_positions)
+
+
+def _labels(ids: Sequence[int], unlearned: int) -> list[int]:
+    """Return the labels of a document whose first ids are only read."""
+    return [IGNORED if place < max(1, unlearned) else token for place, token in enumerate(ids)]
 
 
 def _check_rows(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None) -> None:

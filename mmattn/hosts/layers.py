@@ -54,13 +54,26 @@ def _layer_lists(host: nn.Module) -> dict[str, nn.ModuleList]:
     return {name: one for name, one in host.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
 
 
-@torch.no_grad()
 def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
     """The lists whose layers a text passes one after the other; of several that take turns, the one that is last.
 
     A part that reads pictures or sounds is not run by a text. Where attention and feed-forward layers have lists of
     their own, what a layer hands on is what the last of them does.
     """
+    order = _order(host, lists)
+    numbers_of = {name: [number for other, number in order if other == name] for name in lists}
+    # Layers that attend to pictures do not run without them.
+    passed = [name for name, numbers in numbers_of.items() if numbers and numbers == sorted(set(numbers))]
+    turns = [name for name, _ in order if name in passed]
+    # Lists that take turns hand the text back and forth; lists after one another are parts of their own.
+    if len(passed) > 1 and turns == turns[: len(passed)] * len(lists[passed[0]]):
+        passed = turns[-1:]
+    return {name: lists[name] for name in passed}
+
+
+@torch.no_grad()
+def _order(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[tuple[str, int]]:
+    """Return the layers of these lists in the order in which a text passes them."""
     order: list[tuple[str, int]] = []
 
     def listen(name: str, number: int) -> Any:
@@ -86,14 +99,7 @@ def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn
     finally:
         for handle in hooks:
             handle.remove()
-    numbers_of = {name: [number for other, number in order if other == name] for name in lists}
-    # Layers that attend to pictures do not run without them.
-    passed = [name for name, numbers in numbers_of.items() if numbers and numbers == sorted(set(numbers))]
-    turns = [name for name, _ in order if name in passed]
-    # Lists that take turns hand the text back and forth; lists after one another are parts of their own.
-    if len(passed) > 1 and turns == turns[: len(passed)] * len(lists[passed[0]]):
-        passed = turns[-1:]
-    return {name: lists[name] for name in passed}
+    return order
 
 
 def layers_width(layers: nn.ModuleList, configs: Sequence[Any]) -> int:

@@ -156,13 +156,7 @@ ROWS = 3
 
 def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The memory of each active adapter in a batch, by name: a `Memory`, or what else has rows."""
-    if not isinstance(batch, Mapping) or batch.get("memory") is None:
-        kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ConfigError(
-            f"doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got {kind}"
-        )
-    if given_cache(batch) is not None:
-        raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
+    _check_batch(batch)
     bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
     if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
@@ -177,6 +171,16 @@ def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]
                 f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"
             )
     return {name: memories[name] for name in bound}
+
+
+def _check_batch(batch: Mapping[str, Any]) -> None:
+    if not isinstance(batch, Mapping) or batch.get("memory") is None:
+        kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ConfigError(
+            f"doctor needs the arguments of a call by name, with a memory (dict(input_ids=..., memory=...)); got {kind}"
+        )
+    if given_cache(batch) is not None:
+        raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
 
 
 def random_batch(model: AdaptedModel, name: str = "default") -> dict[str, Any]:

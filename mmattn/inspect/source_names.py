@@ -25,18 +25,24 @@ def named_sources(
         # A grid is drawn whole: the weights of a masked patch are 0.
         patches = [f"row {i // grid[1] + 1}, column {i % grid[1] + 1}" for i in range(memory.length)]
         return patches, torch.arange(memory.length)
-    if sources is not None and len(sources) != memory.length:
-        raise ShapeError(f"sources must name each of {memory.length} slots, got {len(sources)}")
-    slots: Sequence[Any] = sources or []
+    slots: Sequence[Any]
     if sources is None:
         slots = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
+    else:
+        slots = sources
+    if len(slots) != memory.length:
+        raise ShapeError(f"sources must name each of {memory.length} slots, got {len(slots)}")
+    return _group(slots, memory.real_slots()[0].tolist())
+
+
+def _group(slots: Sequence[Any], real: Sequence[bool]) -> tuple[list[str], Tensor]:
+    """Gather the slots of each source: the slots of one passage are one source, although each names its slot."""
     numbers: dict[str, int] = {}
     labels: list[str] = []
-    owner = torch.full((memory.length,), -1)
-    for slot, (source, real) in enumerate(zip(slots, memory.real_slots()[0].tolist(), strict=True)):
-        if source is None or not real:
+    owner = torch.full((len(slots),), -1)
+    for slot, source in enumerate(slots):
+        if source is None or not real[slot]:
             continue
-        # The slots of one passage are one source, although each names its slot.
         whole = {key: value for key, value in source.items() if key != "slot"} if isinstance(source, dict) else source
         key = json.dumps(whole, sort_keys=True)
         if key not in numbers:

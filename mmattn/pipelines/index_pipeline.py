@@ -18,7 +18,7 @@ from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.build import check_encoder, resolve, saved_fingerprint
-from mmattn.pipelines.config import PipelineConfig
+from mmattn.pipelines.config import MemoryConfig, PipelineConfig
 from mmattn.retrieval.index import Index
 from mmattn.storage.files import open_regular
 from mmattn.storage.json_files import MAX_JSON, parse_json
@@ -127,23 +127,30 @@ def build_index(
         ConfigError: the adapter reads no fields.
         TextError: a row without one of them.
     """
-    memory, reads_text = config.memory, config.task == "passage-answering"
-    fields = ("text",) if reads_text else None if memory is None else memory.fields
-    if memory is None or fields is None:
+    memory, fields = _fields(config)
+    entries = list(rows)
+    _check_fields(entries, fields)
+    ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
+    if config.task == "passage-answering":
+        return Index.build([row["text"] for row in entries], encoder=encoder, ids=ids, store=store)
+    vectors = [_encode_unique(encoder, [row[field] for row in entries], progress) for field in fields]
+    template = memory.text or ": ".join(f"{{{field}}}" for field in fields)
+    texts = [row.get("text") or template.format_map(row) for row in entries]
+    tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
+    return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
+
+
+def _fields(config: PipelineConfig) -> tuple[MemoryConfig, Sequence[str]]:
+    """Return the fields of an entry that an adapter reads."""
+    fields = None if config.memory is None else config.memory.fields
+    if config.task == "passage-answering":
+        fields = ("text",)
+    if config.memory is None or fields is None:
         raise ConfigError(
             f"an adapter for {config.task} reads no entries made of fields: build an index without --for, or use that "
             "of its run"
         )
-    entries = list(rows)
-    _check_fields(entries, fields)
-    ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
-    if reads_text:
-        return Index.build([row["text"] for row in entries], encoder=encoder, ids=ids, store=store)
-    vectors = [_encode_unique(encoder, [row[field] for row in entries], progress) for field in fields]
-    template = memory.text or ": ".join(f"{{{field}}}" for field in fields)
-    texts = [row.get("text") or template.format(**{field: row[field] for field in fields}) for row in entries]
-    tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
-    return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
+    return config.memory, fields
 
 
 def _check_fields(entries: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:

@@ -134,11 +134,7 @@ def read_published(
     """Return settings and weights of the gated blocks among the tensors of a published model, whose rest is ignored."""
     known = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
     blocks, others = _find_blocks(family, known, tensors, source)
-    normed = family == "mllama" or any(name in block for block in blocks.values() for name in known.norms)
-    names = {**known.names, **(known.norms if normed else {})}
-    missing = [_prefix(block) + name for block in blocks.values() for name in names if name not in block]
-    unknown = [block[name] for block in blocks.values() for name in block if name not in names]
-    refuse_keys(source, f"the gated cross-attention of {family}", missing, unknown)
+    names = _names(family, known, blocks, source)
     layers = _layers(family, sorted(blocks), others, host.depth, source)
     lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
     first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
@@ -155,6 +151,16 @@ def read_published(
         shapes = {name: value.shape for name, value in adapter.build(sites).state_dict().items()}
     by_layer = {layer: blocks[number] for layer, number in zip(layers, sorted(blocks), strict=True)}
     return adapter, _weights(names, by_layer, tensors, shapes, source)
+
+
+def _names(family: str, known: Family, blocks: Blocks, source: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of a block's tensors and ours; refuse blocks that lack one or have another."""
+    normed = family == "mllama" or any(name in block for block in blocks.values() for name in known.norms)
+    names = {**known.names, **(known.norms if normed else {})}
+    missing = [_prefix(block) + name for block in blocks.values() for name in names if name not in block]
+    unknown = [block[name] for block in blocks.values() for name in block if name not in names]
+    refuse_keys(source, f"the gated cross-attention of {family}", missing, unknown)
+    return names
 
 
 def _weights(
@@ -245,11 +251,10 @@ def _sizes(
         raise AdapterFileError(f"{source} is for a text model {q.shape[1]} wide, and this host is {host.width} wide")
     norm = first.get("attention.q_norm.weight")
     rows, kv_rows = q.shape[0], k.shape[0] // max(len(stacked) for stacked in known.names.values())
-    head_dim = known.head_dim or rows // (host.num_heads or 1)
     if num_heads is not None:
         head_dim = rows // check_int("num_heads", num_heads)
-    elif norm is not None:
-        head_dim = norm.numel()
+    else:
+        head_dim = _head_dim(known, norm, rows, host)
     if not head_dim or rows % head_dim or kv_rows % head_dim:
         raise AdapterFileError(
             f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
@@ -265,6 +270,13 @@ def _sizes(
         "gate": "channel" if first["gate.gate"].numel() > 1 else "scalar",
         "qk_norm": norm is not None,
     }
+
+
+def _head_dim(known: Family, norm: Tensor | None, rows: int, host: TextHost) -> int:
+    """Return the width of a head: that of its norm, of the family, or of the host's heads."""
+    if norm is not None:
+        return norm.numel()
+    return known.head_dim or rows // (host.num_heads or 1)
 
 
 def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, Any]:

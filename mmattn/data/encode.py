@@ -11,6 +11,7 @@ import contextlib
 import copy
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,13 +134,19 @@ def encode_rows(
     encoders = {kind: encoder for kind, encoder in both.items() if encoder is not None}
     infos = {kind: EncoderInfo.of(encoder, (encoder_names or {}).get(kind)) for kind, encoder in encoders.items()}
     folder = Path(out).absolute()
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     request = Request(
         rows, folder, encoders, infos, source, dim, dtype, append, strict, progress=progress and rank == 0, **sizes
     )
     with _locked(folder) if rank == 0 else contextlib.nullcontext():
-        plan = begin(request) if rank == 0 else _plan_of_others(folder, rows_fingerprint(rows, source))
+        try:
+            plan = begin(request) if rank == 0 else _plan_of_others(folder, rows_fingerprint(rows, source))
+        except BaseException:
+            if is_new and rank == 0:
+                shutil.rmtree(folder)
+            raise
         if plan is not None:
             _Job(request, plan).run(rank, world, executor)
             if rank == 0:

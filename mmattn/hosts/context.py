@@ -118,9 +118,9 @@ class HookedModel(Protocol):
 
 
 class InForce(NamedTuple):
-    """The memory and the disabled adapters of a call; `found` if a block set them."""
+    """The memory and the disabled adapters of a call; `is_set` if a block set them."""
 
-    found: bool
+    is_set: bool
     call: Call | None
     disabled: frozenset[str]
 

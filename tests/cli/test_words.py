@@ -151,7 +151,7 @@ class TestIndex:
         words = ["index", "build", tmp_path / "a.jsonl", "-o", tmp_path / "index", "--encoder", encoder, *more]
         code, _, err = call(capsys, *words)
         assert code == 2 and ("1 of 1 rows of a.jsonl cannot" if more else "nothing to embed: a.jsonl have") in err
-        assert not (tmp_path / "index").exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
     def test_what_does_not_fit_is_not_shown(
         self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

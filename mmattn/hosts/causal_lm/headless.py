@@ -48,7 +48,7 @@ class HeadlessHost:
     def _check_trains(self) -> None:
         """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached."""
         model = self._model
-        if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().found:
+        if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().is_set:
             return
         if not any(parameter.requires_grad for parameter in model.host.parameters()):
             raise ConditionError(

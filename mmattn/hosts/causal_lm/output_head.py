@@ -107,7 +107,7 @@ def last_hidden_states(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
     if not hasattr(model, "open_blocks"):
         return inner_host(model).base_model(**kwargs).last_hidden_state  # type: ignore[operator]
-    without = kwargs.get("memory") is None and not model.open_blocks.in_force().found
+    without = kwargs.get("memory") is None and not model.open_blocks.in_force().is_set
     with model.condition(None) if without else contextlib.nullcontext():
         states: Tensor = HeadlessHost(model)(**kwargs).last_hidden_state
     return states

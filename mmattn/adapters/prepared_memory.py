@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import KeyValueCache, autocast_dtype
+from mmattn.core.tensor_cache import KeyValueCache, autocast_dtype, cached
 from mmattn.core.tracing import all_finite, readable
 from mmattn.errors import NonFiniteError
 from mmattn.memory import Memory
@@ -85,10 +85,12 @@ class PreparedMemory:
             check_projected(adapter, layer, self.memory, projected)
             return projected
 
-        if self.is_uncached(adapter):
+        values = self.cache.values(adapter)
+        # Another thread may have edited the memory since it was read: what was read then is not cached as of now.
+        if self.is_uncached(adapter) or values.get("read") is not memory:
             return project(queries)
-        cached: KeyValue = self.cache.get(adapter, layer, project)
-        return cached
+        projected: KeyValue = cached(values, layer, project)
+        return projected
 
     def read(self, adapter: Any) -> Memory:
         """Return the memory as an adapter reads it."""

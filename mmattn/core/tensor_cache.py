@@ -106,17 +106,21 @@ class KeyValueCache:
 
     def get(self, adapter: nn.Module, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return the value of a key for an adapter, cached or computed now without gradients."""
-        values = self.values(adapter)
-        if key not in values:
-            # A cached value must serve calls outside inference mode, too.
-            with torch.inference_mode(False), torch.no_grad():
-                values[key] = compute()
-        return values[key]
+        return cached(self.values(adapter), key, compute)
 
     def nbytes(self) -> int:
         """Return the bytes of cached keys and values."""
-        cached = [values for entry in self._entries.values() for values in entry.values.values()]
-        return sum(_nbytes(value) for values in cached for value in values.values())
+        by_dtype = [values for entry in self._entries.values() for values in entry.values.values()]
+        return sum(_nbytes(value) for values in by_dtype for value in values.values())
+
+
+def cached(values: dict[Hashable, Any], key: Hashable, compute: Callable[[], Any]) -> Any:
+    """Return the value of a key, cached or computed now without gradients."""
+    if key not in values:
+        # A cached value must serve calls outside inference mode, too.
+        with torch.inference_mode(False), torch.no_grad():
+            values[key] = compute()
+    return values[key]
 
 
 class _Entry:

@@ -40,6 +40,22 @@ def test_one_prepared_memory_under_every_precision(model, ids, order):
                 assert torch.equal(model.host(ids).logits, want[name]), name
 
 
+@torch.no_grad()
+def test_keys_of_a_memory_that_is_edited_while_it_is_projected_are_not_kept(model, ids):
+    """Invariant 119: as another thread would, between the reading of the memory and its projection for a layer."""
+    memory, edited, adapter = tiny.memory(ROWS), tiny.memory(ROWS, seed=5), model.adapter("default")
+    want = model(ids, memory=edited).logits
+    assert differs(model(ids, memory=memory).logits, want)
+    prepared = model.prepare(memory)
+    read = adapter.read(memory)
+    prepared.cache.values(adapter)["read"] = mmattn.Memory(read.tokens.clone(), read.mask)
+    before = prepared.read(adapter)
+    memory.tokens.copy_(edited.tokens)
+    for layer in adapter.layers:
+        prepared.project(adapter, layer, before, ids.shape[1])
+    assert_close(model(ids, memory=prepared).logits, want, 1e-6)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["inference first", "inference last"])
 def test_inference_mode_and_training_share_a_prepared_memory(model, ids, first):
     memory = tiny.memory(ROWS)

@@ -85,9 +85,10 @@ class PreparedMemory:
             check_projected(adapter, layer, self.memory, projected)
             return projected
 
+        if self.is_uncached(adapter):
+            return project(queries)
         values = self.cache.values(adapter)
-        # Another thread may have edited the memory since it was read: what was read then is not cached as of now.
-        if self.is_uncached(adapter) or values.get("read") is not memory:
+        if values.get("read") is not memory:  # another thread has edited the memory since: not to be cached as of now
             return project(queries)
         projected: KeyValue = cached(values, layer, project)
         return projected

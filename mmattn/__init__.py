@@ -15,13 +15,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mmattn import errors
-    from mmattn.adapters.chunked.adapter import ChunkedAdapter
-    from mmattn.adapters.composed.adapter import ComposedAdapter
-    from mmattn.adapters.composed.augmenting_model import AugmentingModel
-    from mmattn.adapters.decoupled.adapter import DecoupledAdapter
-    from mmattn.adapters.gated.adapter import GatedAdapter
-    from mmattn.adapters.registry import register_adapter
+    from mmattn.adapters.augmenting_model import AugmentingModel
+    from mmattn.adapters.chunked import ChunkedAdapter
+    from mmattn.adapters.composed import ComposedAdapter
+    from mmattn.adapters.decoupled import DecoupledAdapter
+    from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler
+    from mmattn.adapters.settings import register_adapter
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.cross_attention import CrossAttention, SelfAttention

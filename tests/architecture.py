@@ -42,7 +42,7 @@ HOMES = {
         "pipelines",
         "storage.hub",
         "serving.engine",
-        "adapters.composed",
+        "adapters.augmenting_model",
         "seq2seq",
     ),
     "accelerate": ("training",),

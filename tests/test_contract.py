@@ -18,9 +18,9 @@ from transformers import (
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PrefixAdapter
-from mmattn.adapters.composed.text import AugmentedPrompt
-from mmattn.adapters.decoupled.adapter import DecoupledLayout
-from mmattn.adapters.decoupled.timed_resampler import TimedResampler
+from mmattn.adapters.augmenting_model import AugmentedPrompt
+from mmattn.adapters.decoupled import DecoupledLayout
+from mmattn.adapters.joint_decoupled import TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
 from mmattn.testing.case import Check
 from tests import contracts, tiny, tiny_transformers, tiny_unets

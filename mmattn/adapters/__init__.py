@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.adapters.chunked.adapter import ChunkedAdapter
-    from mmattn.adapters.composed.adapter import ComposedAdapter
-    from mmattn.adapters.decoupled.adapter import DecoupledAdapter
-    from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
-    from mmattn.adapters.fused_cache.adapter import FusedCacheAdapter
-    from mmattn.adapters.gated.adapter import GatedAdapter
-    from mmattn.adapters.inserted.adapter import InsertedAdapter
-    from mmattn.adapters.joined.adapter import JoinedAdapter
-    from mmattn.adapters.passages.adapter import PassageAdapter
-    from mmattn.adapters.prefix.adapter import PrefixAdapter
+    from mmattn.adapters.chunked import ChunkedAdapter
+    from mmattn.adapters.composed import ComposedAdapter
+    from mmattn.adapters.decoupled import DecoupledAdapter
+    from mmattn.adapters.fused_cache import FusedCacheAdapter
+    from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.inserted import InsertedAdapter
+    from mmattn.adapters.joined import JoinedAdapter
+    from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
+    from mmattn.adapters.passages import PassageAdapter
+    from mmattn.adapters.prefix import PrefixAdapter
 
 __all__ = [
     "ChunkedAdapter",

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.packed_text import PackedText
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory

@@ -143,7 +143,7 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
 
 def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: str | None) -> None:
     """Write the folder of a passage adapter whose host has read the texts of an index."""
-    from mmattn.adapters.passages.adapter import PassageAdapter
+    from mmattn.adapters.passages import PassageAdapter
     from mmattn.hosts.attach import attach
     from mmattn.kv_store.passages import PassageCache
     from mmattn.pipelines import EncoderReference, ModelReference, default_device, load_host, save_passages

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from mmattn.adapters.decoupled.adapter import DecoupledAdapter
-from mmattn.adapters.gated.adapter import GatedAdapter
+from mmattn.adapters.decoupled import DecoupledAdapter
+from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, ConfigError, MmattnError
 from mmattn.hosts.diffusion.loading import empty_model, read_diffusers_config

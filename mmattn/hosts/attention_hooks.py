@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.context import Action, HookedModel, step_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mmattn.adapters import memory_stream, searched_memory, shared_memory  # noqa: F401  (they register their types)
+from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.adapter_config import check_tensors, parse_config
 from mmattn.adapters.language_models import depth_of, text_config, width_of
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
+from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach, check_same_options
 from mmattn.hosts.base import AdaptedModel
@@ -244,7 +244,7 @@ def load_published(
     """
     if isinstance(host, AdaptedModel):
         host = host.host
-    from mmattn.adapters.gated.pretrained import TextHost, read_published
+    from mmattn.adapters.published_gated import TextHost, read_published
 
     tensors, source = _read_pretrained(weights)
     config, depth = text_config(host), depth_of(host)

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmattn.adapters.adapter_config import check_name
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.registry import is_adapter, kinds_at
+from mmattn.adapters.settings import is_adapter, kinds_at
 from mmattn.errors import AttachError, ConfigError, check_float
 from mmattn.hosts.interop.quantised import size_of
 from mmattn.hosts.ownership import check_host

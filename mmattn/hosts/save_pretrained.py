@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from mmattn.adapters.adapter_config import check_config
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import save_folder
+from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.hosts.interop.hub import HubOptions, upload
 from mmattn.hosts.ownership import AttachedModel

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.language_models import given_cache
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.settings import adapter_kinds
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError
 from mmattn.hosts import host_kinds, load

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.composed.text import AugmentedPrompt
+from mmattn.adapters.augmenting_model import AugmentedPrompt
 from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import is_reading_memory

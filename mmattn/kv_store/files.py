@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmattn import __version__
 from mmattn.adapters.adapter_config import Shapes, check_tensors
-from mmattn.adapters.passages.adapter import PassageLayers
+from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError
 from mmattn.kv_store.pages import Model, blank_tables, check_dtype, weights
 from mmattn.storage.fingerprints import fingerprint

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.joined_slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of
-from mmattn.adapters.passages.adapter import PassageLayers, Passages
+from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import paused

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.language_models import text_config
-from mmattn.adapters.passages.adapter import PassageLayers
+from mmattn.adapters.passages import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.interop.peft import active_lora

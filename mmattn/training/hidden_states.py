@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, given_cache
-from mmattn.adapters.packed_text import BOUNDARIES, PackedText, packed_text
+from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
 from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.generation import inputs_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mmattn.adapters.adapter_config import adapter_settings
-from mmattn.adapters.gated.adapter import GatedAdapter
+from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.resampler import Resampler
 from mmattn.adapters.serialization import save_folder
 

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import mmattn
 from mmattn.adapters.adapter_config import FORMAT_VERSION
-from mmattn.adapters.decoupled.adapter import DecoupledLayout
-from mmattn.adapters.decoupled.timed_resampler import TimedResampler
+from mmattn.adapters.decoupled import DecoupledLayout
+from mmattn.adapters.joint_decoupled import TimedResampler
 
 HERE = Path(__file__).parent
 HOSTS = HERE / "hosts"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.adapters.gated import adapter as gated
-from mmattn.adapters.joined.slots import JoinedView
+from mmattn.adapters import gated
+from mmattn.adapters.joined_slots import JoinedView
 from mmattn.core import key_value_projection as projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import stir
@@ -293,7 +293,7 @@ class TestSickness:
 @contextmanager
 def early(model: Any) -> Iterator[None]:
     """Inside the block tokens read the neighbours of their own chunk: as if the text were a chunk longer."""
-    from mmattn.adapters.chunked.neighbours import MemoryNeighbours
+    from mmattn.adapters.chunked import MemoryNeighbours
 
     places = MemoryNeighbours.places
     with pytest.MonkeyPatch.context() as patch:

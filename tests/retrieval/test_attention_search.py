@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn import inspect
-from mmattn.adapters.gated.adapter import GatedLayout
+from mmattn.adapters.gated import GatedLayout
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.top_k_attention import SearchedSlots
 from mmattn.errors import ConditionError, ConfigError, IndexMismatchError, ShapeError

@@ -30,7 +30,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
-from mmattn.adapters.gated.adapter import GatedLayout
+from mmattn.adapters.gated import GatedLayout
 from mmattn.errors import NonFiniteError
 from tests import tiny
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.joined.slots import Capture
+from mmattn.adapters.joined_slots import Capture
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError

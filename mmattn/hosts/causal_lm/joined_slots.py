@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.joined.host_attention import HostAttention, JoinSlots
-from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.host_attention import HostAttention, JoinSlots
+from mmattn.adapters.joined_slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.key_rotation import KeyRotation, read_rotations
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.inserted.adapter import EmbeddingReader
+from mmattn.adapters.inserted import EmbeddingReader
 from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.language_models import (
     CACHE_NAMES,
@@ -22,9 +22,8 @@ from mmattn.adapters.language_models import (
     text_config,
     width_of,
 )
-from mmattn.adapters.packed_text import PACKING_NAMES, packed_text
 from mmattn.adapters.protocols import Site
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel, check_unused

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, embeddings_of, given_cache, text_config
-from mmattn.adapters.packed_text import BOUNDARIES, PackedText
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import BOUNDARIES, PackedText, TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.context import Call
 from mmattn.hosts.probe import bare_forward

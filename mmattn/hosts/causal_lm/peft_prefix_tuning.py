@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mmattn.adapters.prefix.adapter import PrefixAdapter
+from mmattn.adapters.prefix import PrefixAdapter
 from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.attach import adapted_model, attach

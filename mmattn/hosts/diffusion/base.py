@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
+from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled.adapter import DecoupledAdapter, DecoupledLayout
-from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
-from mmattn.adapters.decoupled.timed_resampler import TimedResampler
+from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout
+from mmattn.adapters.joint_decoupled import JointDecoupledAdapter, TimedResampler
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.diffusion.heads import attention_names

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters.decoupled.joint import JointDecoupledAdapter
+from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.diffusion.scale import times_by_row

@@ -24,12 +24,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.block_adapter import BlockAdapter, BlockLayers
-from mmattn.adapters.composed.augmenting_model import AugmentingModel
-from mmattn.adapters.composed.text import AugmentedText, token_places
+from mmattn.adapters.augmenting_model import AugmentedText, AugmentingModel, token_places
+from mmattn.adapters.gated_block import BlockAdapter, BlockLayers
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
-from mmattn.adapters.registry import register_adapter
-from mmattn.adapters.settings import augmenting_layers_of, settle_augmenting_layers
+from mmattn.adapters.settings import augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.cross_attention import CrossAttention

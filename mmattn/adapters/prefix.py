@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import JoinedMemory, JoinedSlots
+from mmattn.adapters.host_attention import JoinSlots
+from mmattn.adapters.joined_slots import JoinedMemory, JoinedSlots
 from mmattn.adapters.key_rotation import KeyRotation
-from mmattn.adapters.passages.adapter import PassageLayers, Passages
+from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import register_adapter
 from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory

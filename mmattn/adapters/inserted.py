@@ -27,15 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.gated.block import Gate
-from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import JoinedMemory, JoinedSlots, JoinedView
+from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.host_attention import JoinSlots
+from mmattn.adapters.joined_slots import JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
 from mmattn.adapters.protocols import Host, Site, check_one_row
-from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import VectorAdapter, default_norm, settle
+from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import check_bool, check_choice

@@ -26,14 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.augmenting_model import AugmentedPrompt, token_places
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.composed.text import AugmentedPrompt, token_places
-from mmattn.adapters.gated.block import Gate
-from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Scale, Site, View
-from mmattn.adapters.registry import register_adapter
-from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, settle_augmenting_layers
+from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated.block import Gate
+from mmattn.adapters.gated_block import Gate
 from mmattn.core.attention import attend
 from mmattn.errors import ConditionError
 

@@ -1,26 +1,40 @@
-"""The neighbours of the chunks of a text: from a memory or retrieved, and the tokens that attend to them.
+"""RETRO's chunked cross-attention (arXiv 2112.04426, section 2.4 and figure 2).
 
-Keys and values of every chunk are projected once, in the batch that its neighbours came in; a forward gathers those of
-its chunks.
+The text is cut into chunks of s tokens. E_u (n·r, e) are the n neighbours of chunk u, r slots each. With x the output
+of a host layer, tokens u·s + s - 1 … u·s + 2s - 2 (the last of chunk u, and the next chunk but for its last) become
+
+    y = x + tanh(α) · attend(norm(x), E_u)
+    z = y + tanh(β) · feed_forward(norm(y))
+
+so no token sees what was retrieved with its own future, and the first s - 1 tokens, which see nothing, pass through bit
+for bit. Only a token's own neighbours are ever scored: rows of the attention are chunks, not texts.
+
+Departures from the paper: gated blocks after a host layer (they start as nothing on a frozen host) in place of layers
+between self-attention and feed-forward; no relative positions, neighbours come as the encoder made them; the encoder
+does not attend to the chunk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.block_adapter import BlockLayers
+from mmattn.adapters.gated import first_reaching
+from mmattn.adapters.gated_block import BlockLayers, SlotAdapter
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layer
-from mmattn.adapters.protocols import BoundMemory, Scale, View
+from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
+from mmattn.adapters.settings import random_memory, register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorCache
-from mmattn.errors import ConditionError, ConfigError, ShapeError
+from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.memory import Memory
 
 Retrieve = Callable[[Tensor], "Memory | Tensor"]
@@ -271,3 +285,64 @@ def _as_row(memory: Memory) -> Memory:
     mask, scores = (None if one is None else one.flatten()[None] for one in (memory.mask, memory.scores))
     segments = torch.arange(memory.batch, device=memory.device).repeat_interleave(memory.length)[None]
     return Memory(memory.tokens.flatten(0, 1)[None], mask, segments, scores)
+
+
+@register_adapter
+@dataclass(frozen=True)
+class ChunkedAdapter(SlotAdapter):
+    """Settings of chunked cross-attention for a language model: each chunk of the text attends to its own neighbours.
+
+    The memory of a call is a `Memory` (b, c·n·r, e) whose `segments` name the chunk that each slot was retrieved for,
+    counted from 0 over the real tokens of the row; or a function from the ids (c, s) of complete chunks to a `Memory`
+    (c, n·r, e) of their neighbours, asked once for each chunk that is new, also while text is generated.
+
+    Args:
+        chunk_size: s, tokens per chunk.
+
+    The others are those of `SlotAdapter`.
+
+    >>> ChunkedAdapter(memory_dim=24, layers=[1, 3], chunk_size=16).chunk_size
+    16
+    """
+
+    chunk_size: int = 64
+
+    kind: ClassVar[str] = "chunked"
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=retrieve)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("chunk_size", self.chunk_size, at_most=65536)
+
+    def build(self, sites: Sequence[Site]) -> ChunkedLayers:
+        """Return the trainable part for these sites."""
+        return ChunkedLayers(self, sites)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """Return a random memory of the neighbours of two chunks."""
+        return random_memory(generator, rows, self.memory_dim, segments=2, scores=self.score_bias)
+
+
+class ChunkedLayers(BlockLayers):
+    """The trainable part of one chunked adapter on one host."""
+
+    reads_whole_text = True
+    separable = False
+
+    def read(self, memory: Memory) -> Memory:
+        """Return the memory as every block attends to it, a row for each chunk, normalised and resampled."""
+        return super().read(memory if memory.segments is None else by_chunk(memory))
+
+    def bind_memory(self, memory: object, host: nn.Module) -> ChunkMemory:
+        if isinstance(memory, Neighbours):
+            return ChunkMemory(memory, self)
+        if callable(memory) and not isinstance(memory, (Memory, PreparedMemory, Tensor)):
+            return ChunkMemory(RetrievedNeighbours(memory), self)
+        return ChunkMemory(MemoryNeighbours(self.prepare(memory), self.name), self)
+
+    def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return the first token that may attend to each slot (b, m): the last one of the slot's chunk."""
+        ids, padding = batch.get("input_ids"), batch.get("attention_mask")
+        shape = (batch["inputs_embeds"] if ids is None else ids).shape[:2]
+        real = torch.ones(shape, dtype=torch.bool) if padding is None else padding.cpu().bool()
+        return first_reaching(real.cumsum(1) // self.config.chunk_size, memory)

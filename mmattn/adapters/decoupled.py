@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.projected_memory import ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
-from mmattn.adapters.registry import register_adapter
 from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import VectorAdapter, default_norm, settle
+from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory

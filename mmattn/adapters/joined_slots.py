@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.joined.host_attention import HostAttention
-from mmattn.adapters.packed_text import PackedText
+from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, View, check_one_row
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory

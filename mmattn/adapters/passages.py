@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import Capture, JoinedMemory, JoinedSlots
+from mmattn.adapters.host_attention import JoinSlots
+from mmattn.adapters.joined_slots import Capture, JoinedMemory, JoinedSlots
 from mmattn.adapters.key_rotation import KeyRotation
 from mmattn.adapters.protocols import BoundMemory, Host, Site
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.settings import register_adapter
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.memory import Memory
 

@@ -20,11 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmattn.adapters.block_adapter import BlockLayers, SlotAdapter
-from mmattn.adapters.gated.block import BlockLayout
+from mmattn.adapters.gated_block import BlockLayers, BlockLayout, SlotAdapter
 from mmattn.adapters.protocols import Host, Site
-from mmattn.adapters.registry import register_adapter
-from mmattn.adapters.settings import random_memory, settle_nested
+from mmattn.adapters.settings import random_memory, register_adapter, settle_nested
 from mmattn.adapters.text_state import TextState, images_so_far
 from mmattn.core.masks import VISIBLE_SEGMENTS, media
 from mmattn.errors import AttachError, ShapeError, check_bool, check_choice, check_int

@@ -1,0 +1,280 @@
+"""Memories besides vectors that adapters may be given: streams, memories in parts, searched memories.
+
+Of a stream each forward attends to the slots that have arrived; the parts of a memory are bound each by itself, and
+attention merges them; of a searched memory attention itself finds the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers, register_memory_type
+from mmattn.adapters.prepared_memory import PreparedMemory, check_projected
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.protocols import BoundMemory, Scale, View
+from mmattn.adapters.text_state import TextState
+from mmattn.core.distributed import summed
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.split_attention import KeyValueParts
+from mmattn.core.tensor_cache import KeyValueCache
+from mmattn.core.top_k_attention import SearchedSlots
+from mmattn.errors import ConditionError, ShapeError
+from mmattn.memory import (
+    Memory,
+    MemoryStream,
+    SearchedEntries,
+    SearchedMemory,
+    ShardedMemory,
+    SharedMemory,
+    SlidingBuffer,
+)
+
+
+class StreamInCall:
+    """A stream in one call: all adapters attend to the same slots in one forward."""
+
+    def __init__(self, stream: MemoryStream) -> None:
+        self.stream = stream
+        self._windows: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return self.stream.rows
+
+    def window(self, text: TextState) -> tuple[int, int]:
+        """Return the number of the first slot that a forward attends to, and one past the last."""
+        if text not in self._windows:
+            self._windows[text] = self.stream.seen()
+        return self._windows[text]
+
+
+class StreamKeyValues:
+    """Keys and values that one adapter has computed of the slots of a stream, by layer."""
+
+    def __init__(self, adapter: AdapterLayers, window: int | None) -> None:
+        # An adapter may make several slots of each.
+        self.each = adapter.read(Memory(torch.zeros(1, 1, adapter.config.memory_dim), check_finite=False)).length
+        self.window = None if window is None else window * self.each
+        self.buffers: dict[int, tuple[SlidingBuffer, SlidingBuffer]] = {}
+
+    def nbytes(self) -> int:
+        """Return the bytes that are held."""
+        return sum(one.data.nbytes for pair in self.buffers.values() for one in pair if one.data is not None)
+
+    def of(self, stream: MemoryStream, adapter: AdapterLayers, layer: int, start: int, stop: int) -> KeyValue:
+        """Return keys and values of some slots; those that are new are projected now."""
+        n = self.each
+        if layer not in self.buffers or self.buffers[layer][0].stop < n * start:  # slots that nobody looked at
+            self.buffers[layer] = SlidingBuffer(2, self.window, n * start), SlidingBuffer(2, self.window, n * start)
+        keys, values = self.buffers[layer]
+        begin = keys.stop // n
+        if stop > begin:
+            with torch.inference_mode(False), torch.no_grad():
+                projected = _project(adapter, layer, Memory(stream.tokens(begin, stop)))
+                keys.append(projected.keys)
+                values.append(projected.values)
+        return KeyValue(keys.get(n * start, n * stop), values.get(n * start, n * stop), finite=True)
+
+
+class StreamWindow(PreparedMemory):
+    """The slots of a stream that one forward attends to, as a prepared memory; the stream is locked meanwhile."""
+
+    def __init__(self, stream: MemoryStream, start: int, stop: int) -> None:
+        super().__init__(Memory(stream.tokens(start, stop), check_finite=False))
+        self.stream, self.start, self.stop = stream, start, stop
+        if stream.computed is None:
+            stream.computed = KeyValueCache(tuple)
+
+    def read(self, adapter: AdapterLayers) -> Memory:
+        """Return the slots; an adapter reads each as it arrives."""
+        return self.memory
+
+    def project(self, adapter: AdapterLayers, layer: int, memory: Memory, queries: int) -> Any:
+        """Return keys and values of the slots, the null slot of the adapter as a part of its own."""
+        if self.is_uncached(adapter) or not memory.length:
+            projected = _project(adapter, layer, memory)
+        else:
+            stream = self.stream
+            computed = stream.computed.get(adapter, "stream", lambda: StreamKeyValues(adapter, stream.window))
+            projected = computed.of(stream, adapter, layer, self.start, self.stop)
+        has_null = adapter.kv_projection(layer).null_key is not None
+        return KeyValueParts(((projected, None),)) if has_null else projected
+
+
+class StreamMemory(BoundMemory):
+    """A stream bound to the adapter that reads it."""
+
+    follows_text = True
+
+    def __init__(self, shared: StreamInCall, adapter: AdapterLayers) -> None:
+        self.stream, self.shared, self.adapter = shared, shared, adapter
+        self.name, self.rows = adapter.name, shared.batch
+
+    def step(self, text: TextState) -> ProjectedView:
+        with self.stream.stream.lock:
+            window = StreamWindow(self.stream.stream, *self.stream.window(text))
+            bound = self.adapter.bind_vectors(window)
+            assert isinstance(bound, ProjectedMemory)
+            bound.check_rows(text)
+            return bound.see(text)
+
+    def as_memory(self, text: TextState) -> Memory:
+        return self.stream.stream.memory()
+
+
+def _project(adapter: AdapterLayers, layer: int, memory: Memory) -> KeyValue:
+    """Compute keys and values of some slots in the padded layout, without a null slot; raise if they overflow."""
+    read = adapter.read(memory)
+    projected: KeyValue = adapter.attention(layer).project(read.tokens)
+    check_projected(adapter, layer, memory, projected)
+    return projected.without_null()
+
+
+def bind_stream(stream: MemoryStream | StreamInCall, adapter: AdapterLayers, host: nn.Module) -> StreamMemory:
+    """Bind a stream to an adapter for one call."""
+    shared = StreamInCall(stream) if isinstance(stream, MemoryStream) else stream
+    adapter.check_parts("stream", "a Memory, such as stream.memory()")
+    adapter.check_memory(shared.stream.memory())
+    return StreamMemory(shared, adapter)
+
+
+register_memory_type(MemoryStream, bind_stream)
+register_memory_type(StreamInCall, bind_stream)
+
+
+def bind_parts(memory: SharedMemory | ShardedMemory, adapter: AdapterLayers, host: nn.Module) -> PartedMemory:
+    """Bind each part of a memory to an adapter."""
+    adapter.check_parts("memory in parts", "one Memory, such as Memory.cat([shared.expand(b), own])")
+    parts = [part for part in (adapter.bind(one, host) for one in memory.parts) if isinstance(part, ProjectedMemory)]
+    return PartedMemory(parts, memory.group)
+
+
+register_memory_type(SharedMemory, bind_parts)
+register_memory_type(ShardedMemory, bind_parts)
+
+
+class PartedMemory(BoundMemory):
+    """The parts of one memory, bound to the adapter that reads them."""
+
+    def __init__(self, parts: Sequence[ProjectedMemory], group: Any) -> None:
+        self.parts, self.group = parts, group
+        self.name, self.rows = parts[-1].name, parts[-1].rows
+        for part in parts[:-1]:
+            part.rows = None
+        self.shared = self.shareable()
+
+    def shareable(self) -> SharedMemory | ShardedMemory:
+        first, last = self.parts[0].prepared, self.parts[-1].prepared
+        return SharedMemory(first, last) if self.group is None else ShardedMemory(last, self.group)
+
+    def step(self, text: TextState) -> ProjectedView:
+        views = [part.step(text) for part in self.parts]
+        seen = None
+        if all(one.seen is not None for one in views):
+            seen = torch.stack([one.seen.expand(text.rows, 1, 1) for one in views if one.seen is not None]).any(0)
+        if self.group is not None:
+            device = self.parts[-1].adapter.weight.device
+            here = torch.ones(text.rows, 1, 1, device=device) if seen is None else seen.float()
+            seen = summed(here, self.group) > 0
+        projected = {
+            layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
+            for layer in views[-1].projected
+        }
+        return self.parts[-1].view(projected, views[-1].attention_mask, seen)
+
+    def for_request(self) -> BoundMemory:
+        raise ConditionError(
+            "a request of continuous batching has a memory of one part: join them, Memory.cat([shared, own])"
+        )
+
+    def as_memory(self, text: TextState) -> Memory:
+        if self.group is not None:
+            raise ConditionError("the slots of this memory lie in several processes: examine it in one")
+        memories = [part.as_memory(text) for part in self.parts]
+        return Memory.cat([one.expand(self.rows or 1) if one.batch == 1 else one for one in memories])
+
+
+class SearchedView(View):
+    """The entries that the tokens of one forward find, `per_query` for each token, layer and head."""
+
+    def __init__(self, adapter: AdapterLayers, entries: SearchedEntries, per_query: int) -> None:
+        self.adapter, self.entries, self.per_query = adapter, entries, per_query
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
+        projection = self.adapter.attention(layer).kv_proj
+        slots = SearchedSlots(
+            partial(self._search, projection),
+            self._read,
+            self._scores if self.adapter.score_bias else None,
+            len(self.entries),
+        )
+        seen = None if len(self.entries) else torch.zeros(len(x), 1, 1, dtype=torch.bool, device=x.device)
+        out: Tensor = block(x, slots, seen=seen, adapter_scale=adapter_scale)
+        return out
+
+    def _search(self, projection: Any, queries: Tensor) -> Tensor:
+        norm, weight = self.adapter.slot_norm(), None
+        scaled = queries.float() * projection.scale
+        if norm is not None:
+            scaled = scaled * norm.weight.float()
+        if self.adapter.score_bias:
+            weight = float(projection.score_scale) / projection.score_std
+        return self.entries.search(scaled, self.per_query, weight).to(queries.device)
+
+    def _read(self, rows: Tensor) -> Tensor:
+        return self.adapter.read(Memory(self.entries.slots(rows)[None], check_finite=False)).tokens[0]
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        return self.entries.scores(rows).to(rows.device)
+
+
+class BoundSearch(BoundMemory):
+    """A searched memory bound to the adapter that reads it; the whole call attends to the entries of one moment."""
+
+    def __init__(self, memory: SearchedMemory, adapter: AdapterLayers) -> None:
+        norm = adapter.slot_norm()
+        self.adapter, self.per_query, self.rows = adapter, memory.per_query, memory.rows
+        self.name, self.shared = adapter.name, memory
+        self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
+
+    def step(self, text: TextState) -> SearchedView:
+        self.check_rows(text)
+        if torch.compiler.is_compiling():
+            raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
+        return SearchedView(self.adapter, self.entries, self.per_query)
+
+    def as_memory(self, text: TextState) -> Memory:
+        memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)
+        if not self.adapter.score_bias:
+            return memory
+        scores = self.entries.scores(torch.arange(memory.length))
+        return Memory(memory.tokens, scores=scores, sources=memory.sources, check_finite=False)
+
+
+def bind_searched(memory: SearchedMemory, adapter: AdapterLayers, host: nn.Module) -> BoundSearch:
+    """Bind a searched memory to an adapter."""
+    adapter.check_parts("memory that is searched", "a Memory, such as hits.memory() of a search")
+    adapter.slot_norm()
+    if memory.dim != adapter.config.memory_dim:
+        adapter.check_memory(Memory(torch.zeros(1, 1, memory.dim), check_finite=False))
+    if not all(adapter.attention(layer).kv_proj.is_linear for layer in adapter.layers):
+        raise ConditionError(
+            f"the keys of adapter {adapter.name!r} are normalised or rotated (qk_norm), so no search finds the largest "
+            "scores: give hits.memory() of a search, or train without qk_norm"
+        )
+    if adapter.score_bias and memory.rows is None:
+        raise ShapeError(
+            f"adapter {adapter.name!r} was made with score_bias=True and weighs entries by how well they fit a query: "
+            "give one for each row of text, index.as_memory(queries=...)"
+        )
+    return BoundSearch(memory, adapter)
+
+
+register_memory_type(SearchedMemory, bind_searched)

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.inspect.attention_figures import AdapterMetrics, HeadFigures, head_figures
-    from mmattn.inspect.attribution import attribute, roll_out
+    from mmattn.inspect.attribution import attribute, media_names
     from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
-    from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_map, plot_mask
-    from mmattn.inspect.record_attention import record
-    from mmattn.inspect.source_names import media_names
+    from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_mask
+    from mmattn.inspect.record_attention import AdapterMetrics, HeadFigures, head_figures, record
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 __all__ = [
@@ -30,10 +28,8 @@ __all__ = [
     "media_names",
     "plot_curves",
     "plot_heat_maps",
-    "plot_map",
     "plot_mask",
     "record",
-    "roll_out",
     "save_traces",
     "write_page",
 ]

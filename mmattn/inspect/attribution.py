@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
+from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
 from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.record_attention import record
-from mmattn.inspect.source_names import named_sources
-from mmattn.inspect.trace import Trace
-from mmattn.inspect.trial import evaluating
+from mmattn.inspect.trace import Picture, Trace
+from mmattn.inspect.trial import evaluating, twin
 from mmattn.memory import Memory
 
 
@@ -28,12 +25,12 @@ def attribute(
     start: int = 1,
     sources: Sequence[str | None] | None = None,
     grid: tuple[int, int] | None = None,
-    picture: Any = None,
+    picture: Picture | None = None,
     title: str = "",
     name: str = "default",
     batch: int = 32,
 ) -> Trace:
-    """The attention of each token of a text to each source, and the token's probability without that source.
+    """Compute the attention of each token of a text to each source, and the token's probability without that source.
 
     The weights of a token are those at the position that predicts it, the one before. Weights tell what a model attends
     to; the probabilities tell whether that matters. Each source is masked once, in batches.
@@ -79,7 +76,7 @@ def attribute(
     memory = (memory if isinstance(memory, Memory) else Memory(memory)).to(adapter.weight.device)
     row, texts = _text(torch.as_tensor(ids, device=memory.device), words, memory, start)
     names, owner = named_sources(memory, sources, grid)
-    model = _twin(model)
+    model = twin(model)  # hooks and modes would change calls of other threads
     with evaluating(model):
         with record(model) as recorded:
             probability = _probability(model, row, memory, name, start)[0]
@@ -89,23 +86,15 @@ def attribute(
             without = _probability(model, row, None, name, start)[0]
         parts = torch.arange(len(names)).split(batch)
         dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
-        # Slots that are joined have their share of the text's own softmax, which rollout does not add up.
-        joined = adapter.position == "joined"
-        host_weights = None if joined else own_weights(model, input_ids=row, memory={name: memory})
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
     by_layer = {layer: one[0].float() @ belongs for layer, one in sorted(weights.items())}
-    rolled = None
-    if host_weights is not None and len(host_weights) > max(by_layer):
-        means = {layer: one.mean(0) for layer, one in by_layer.items()}
-        rolled = roll_out(host_weights, means, adapter.position == "before")[start - 1 : -1]
     return Trace(
         texts[start:],
         names,
         torch.stack([one[:, start - 1 : -1] for one in by_layer.values()]),
         [f"layer {layer}" for layer in by_layer],
         title,
-        rollout=rolled,
         probability=probability,
         without=without,
         dropped=torch.cat(dropped).T,
@@ -128,14 +117,6 @@ def _text(ids: Tensor, words: Sequence[str] | None, memory: Memory, start: int) 
     return row, texts
 
 
-def _twin(model: AdaptedModel) -> AdaptedModel:
-    """The model with modules of its own and the same parameters and buffers.
-
-    What attribution changes (hooks, modes, the implementation of attention) would change calls of other threads.
-    """
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
-
-
 def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int) -> None:
     """Refuse weights that are not those of each token over each slot."""
     if not weights:
@@ -149,58 +130,116 @@ def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int)
 
 
 def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
-    """A memory with a row for each of these sources, in which the slots of that source are masked."""
+    """Return a memory with a row for each of these sources, in which the slots of that source are masked."""
     many = memory.expand(len(sources))
     masked = (owner == sources[:, None]).to(memory.device)
     return Memory(many.tokens, many.real_slots() & ~masked, many.segments, many.scores, check_finite=False)
 
 
 def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
-    """The probabilities (b, t) of the tokens from `start` on, each after those before it."""
+    """Compute the probabilities (b, t) of the tokens from `start` on, each after those before it."""
     ids = row if memory is None else row.expand(memory.batch, -1)
     given = {} if memory is None else {"memory": {name: memory}}
     logits = model(input_ids=ids, **given).logits[:, start - 1 : -1].float()
     return logits.log_softmax(-1).gather(2, ids[:, start:, None].to(logits.device))[..., 0].exp().cpu()
 
 
-def roll_out(own: Sequence[Tensor], memory: Mapping[int, Tensor], before: bool = False) -> Tensor:
-    """Shares (l, s) of the sources in the last states of the tokens.
+def named_sources(
+    memory: Memory, sources: Sequence[str | None] | None = None, grid: tuple[int, int] | None = None
+) -> tuple[list[str], Tensor]:
+    """Return the names of a memory's sources, and the source (m,) of each slot, -1 for a masked slot or one without."""
+    if grid is not None:
+        if grid[0] * grid[1] != memory.length or sources is not None:
+            raise ShapeError(
+                f"a grid of {grid[0]} × {grid[1]} and names do not fit {memory.length} slots: give one of them"
+            )
+        # A grid is drawn whole: the weights of a masked patch are 0.
+        patches = [f"row {i // grid[1] + 1}, column {i % grid[1] + 1}" for i in range(memory.length)]
+        return patches, torch.arange(memory.length)
+    slots: Sequence[object] | None = sources
+    if slots is None:
+        slots = memory.sources[0] if memory.sources else [f"slot {slot}" for slot in range(memory.length)]
+    if len(slots) != memory.length:
+        raise ShapeError(f"sources must name each of {memory.length} slots, got {len(slots)}")
+    return _group(slots, memory.real_slots()[0].tolist())
+
+
+def _group(slots: Sequence[object], real: Sequence[bool]) -> tuple[list[str], Tensor]:
+    """Gather the slots of each source: the slots of one passage are one source, although each names its slot."""
+    numbers: dict[str, int] = {}
+    labels: list[str] = []
+    owner = torch.full((len(slots),), -1)
+    for slot, source in enumerate(slots):
+        if source is None or not real[slot]:
+            continue
+        whole = {key: value for key, value in source.items() if key != "slot"} if isinstance(source, dict) else source
+        key = json.dumps(whole, sort_keys=True)
+        if key not in numbers:
+            numbers[key] = len(labels)
+            labels.append(slot_name(whole))
+        owner[slot] = numbers[key]
+    if not labels:
+        raise ConfigError("no slot of this memory that may be attended to has a source: there is nothing to explain by")
+    return labels, owner
+
+
+def media_names(memory: Memory, every: float | None = None, *, row: int = 0) -> list[str | None]:
+    """Return a name for each slot of a memory of a sound, a series or a video, by its time; None for padding.
 
     Args:
-        own: A (l, l), the host's own weights at each of its layers.
-        memory: C (l, s), the weights of the sources, by number of the host layer.
-        before: whether the adapter's blocks come before their layer instead of after it.
+        memory: of an encoder, with its sources.
+        every: gather slots in stretches of so many seconds, or time steps of a series, by where they begin: slots of
+            one name are one source to `attribute`.
+        row: of the memory.
 
-    >>> own, memory = [torch.tensor([[1.0, 0.0], [0.5, 0.5]])] * 2, {0: torch.tensor([[0.8], [0.0]])}
-    >>> roll_out(own, memory).tolist()  # the second token reads the source from the first
-    [[0.4000000059604645], [0.10000000149011612]]
+    Raises:
+        ConfigError: sources that have no times.
+
+    >>> sources = [[{"audio": 0, "start": 0.3, "end": 0.34}, {"video": 0, "frame": 2, "time": 1.0, "patch": [0, 3]}]]
+    >>> media_names(Memory(torch.zeros(1, 2, 3), sources=sources))
+    ['0.30–0.34 s', '1.00 s, row 1, column 4']
+    >>> media_names(Memory(torch.zeros(1, 1, 3), sources=[sources[0][:1]]), every=0.25)
+    ['0.25–0.50 s']
     """
-    shares = torch.zeros_like(next(iter(memory.values())))
-    for layer, weights in enumerate(own):
-        if before:
-            shares = _after_block(shares, memory.get(layer))
-        shares = (shares + weights @ shares) / 2
-        if not before:
-            shares = _after_block(shares, memory.get(layer))
-    return shares
+    sources = memory.sources[row] if memory.sources is not None else [{}]
+    if any(source is not None and not _has_time(source) for source in sources):
+        raise ConfigError(
+            "this memory has no sources that say when its slots are: give one of an encoder of sounds, series or videos"
+        )
+    if every is not None:
+        check_float("every", every, at_least=1e-6)
+        sources = [
+            _stretch(source, every) if source is not None and "start" in source else source for source in sources
+        ]
+    return [None if source is None else slot_name(source) for source in sources]
 
 
-def _after_block(shares: Tensor, weights: Tensor | None) -> Tensor:
-    return shares if weights is None else (1 - weights.sum(-1, keepdim=True) / 2) * shares + weights / 2
+def _has_time(source: object) -> bool:
+    return isinstance(source, dict) and ("start" in source or "time" in source)
 
 
-def own_weights(model: nn.Module, **call: Any) -> list[Tensor] | None:
-    """The host's own weights (l, l) at each layer in a call of one row, the mean over heads; None where it gives none.
+def _stretch(source: Mapping[str, float], every: float) -> dict[str, float]:
+    # A little later, so that the rounding of times does not count as the stretch before.
+    start = int((source["start"] + 1e-6) / every) * every
+    kind = "series" if "series" in source else "audio"
+    return {kind: source[kind], "start": start, "end": start + every}
 
-    The host is left with the eager implementation of attention, which gives weights.
+
+def slot_name(source: object) -> str:
+    """Return the name of a source: text or id, times in a sound or series, time and patch in a video, or its JSON.
+
+    >>> slot_name({"text": "a rose", "id": 7}), slot_name({"series": 0, "start": 16, "end": 32})
+    ('a rose', '16–32')
     """
-    implementation = getattr(getattr(model.host, "config", None), "_attn_implementation", None)
-    change = getattr(model.host, "set_attn_implementation", None)
-    if implementation is None or change is None:
-        return None
-    if implementation != "eager":
-        change("eager")
-    by_layer = getattr(model(**call, output_attentions=True), "attentions", None)
-    if not by_layer or any(weights is None or weights.dim() != 4 for weights in by_layer):
-        return None
-    return [weights[0].float().mean(0).cpu() for weights in by_layer]
+    if not isinstance(source, dict):
+        return source if isinstance(source, str) else json.dumps(source)
+    if "start" in source and "end" in source:
+        series = "series" in source
+        span = f"{source['start']:g}–{source['end']:g}" if series else f"{source['start']:.2f}–{source['end']:.2f} s"
+        return f"{span}, band {source['band'] + 1}" if "band" in source else span
+    if "video" in source and "time" in source:
+        place = "".join(
+            f", {name} {at + 1}" for name, at in zip(("row", "column"), source.get("patch", ()), strict=False)
+        )
+        return f"{source['time']:.2f} s{place}"
+    return str(source.get("text") or source.get("id") or json.dumps(source))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConditionError, NonFiniteError
-from mmattn.inspect.trial import Trial, apart, cut, emptied, has_rows, padded, shuffled
+from mmattn.errors import NonFiniteError
+from mmattn.inspect.trial import Trial, apart, cut, emptied, padded, shuffled
+from mmattn.memory import Memory
 
 Verdict = tuple[bool | None, str]
 #: Where the memory of a row is replaced by that of the next one, and nothing changes.
@@ -38,7 +38,7 @@ def depends(trial: Trial) -> Verdict:
     if not adding:
         return None, "not checked: no layer adds anything"
     constant = [index for index in adding if not apart(outputs[index][1], outputs[index][0]).max() > trial.negligible]
-    if has_rows(trial.memory) and constant == adding:
+    if not isinstance(trial.memory, Memory) and constant == adding:
         return None, ALIKE
     if constant:
         return False, f"layers {constant} add the same for another memory: a gate at 0, or dead keys and values"
@@ -48,12 +48,12 @@ def depends(trial: Trial) -> Verdict:
 def another_memory(trial: Trial) -> Verdict:
     """Check that another memory changes the output of every row that has one."""
     changes = apart(trial.other_output, trial.output)
-    if has_rows(trial.memory):
+    if not isinstance(trial.memory, Memory):
         changed, b = changes > trial.negligible, trial.memory.batch
         if not bool(changed.any()):
             return None, ALIKE
         return True, f"that of the next row changes {int(changed.sum())} of {b} rows, by up to {changes.max():.1%}"
-    attending = trial.memory.real_slots().any(1).to(changes.device)
+    attending = trial.slots.real_slots().any(1).to(changes.device)
     constant = (attending & ~(changes > trial.negligible)).nonzero()[:, 0].tolist()
     if constant:
         return False, (
@@ -68,11 +68,11 @@ def another_memory(trial: Trial) -> Verdict:
 
 def padding(trial: Trial) -> Verdict:
     """Check that masked slots leave the output unchanged: their presence, numbers in them, NaN in them."""
-    plain = trial.run(padded(trial.memory, 0.0))
+    plain = trial.run(padded(trial.slots, 0.0))
     changes = {"presence": apart(plain, trial.output).max().item()}
     for word, filling in (("large numbers", 1e3), ("NaN", torch.nan)):
         try:
-            changes[word] = apart(trial.run(padded(trial.memory, filling)), plain).max().item()
+            changes[word] = apart(trial.run(padded(trial.slots, filling)), plain).max().item()
         except NonFiniteError:
             changes[word] = math.inf
     return no_influence(
@@ -85,7 +85,7 @@ def future(trial: Trial) -> Verdict:
     first = trial.first_tokens()
     if first is None:
         return None, "not checked: every token may attend to every slot"
-    first = torch.where(trial.memory.real_slots().cpu(), first, -1)
+    first = torch.where(trial.slots.real_slots().cpu(), first, -1)
     begins = sorted(set(first.flatten().tolist()) - {-1, 0})
     changes = {}
     for begin in begins[:: max(1, len(begins) // 3)]:
@@ -120,12 +120,12 @@ def rows(trial: Trial) -> Verdict:
 
 def empty(trial: Trial) -> Verdict:
     """Check that rows without visible slots give the host's output."""
-    alone = {"0 slots": cut(trial.memory), "all slots masked": emptied(trial.memory)}
+    alone = {"0 slots": cut(trial.slots), "all slots masked": emptied(trial.slots)}
     sizes = {word: apart(trial.run(memory), trial.host_output).max().item() for word, memory in alone.items()}
     bad = {word: size for word, size in sizes.items() if size > trial.negligible}
     if trial.memory.batch > 1:
         some = torch.arange(trial.memory.batch) % 2 == 0
-        size = apart(trial.run(emptied(trial.memory, some)), trial.host_output).cpu()[some].max().item()
+        size = apart(trial.run(emptied(trial.slots, some)), trial.host_output).cpu()[some].max().item()
         bad |= {"rows without slots among others": size} if size > trial.rounding else {}
     if bad:
         hint = "what is added must be masked where no slot may be attended to (biases, gates)"
@@ -166,43 +166,6 @@ def openings(tensors: Mapping[str, Tensor]) -> Verdict:
     return True, f"{word} {by_layer({name: f'{size:.3f}' for name, size in largest.items()})}"
 
 
-def padding_share(trial: Trial) -> Verdict:
-    """The largest share of a query's attention on slots that are masked for it: exactly 0."""
-    if not trial.figures:
-        return None, "not checked: there are no weights over the memory, or the host does not give them"
-    bad = {f"layer {index}": one.padding for index, one in trial.figures.items() if one.padding != 0}
-    if bad:
-        return False, f"{sizes_of(bad)}: the mask is lost before the softmax"
-    return True, "exactly 0"
-
-
-def entropy(trial: Trial) -> Verdict:
-    """The entropy of the attention weights, beside that of uniform weights."""
-    figures = {index: f"{one.entropy:.2f} of {one.uniform:.2f}" for index, one in trial.figures.items() if one.uniform}
-    return None, f"in bits, of uniform: {by_layer(figures)}" if figures else "no query attends to more than one slot"
-
-
-def null(trial: Trial) -> Verdict:
-    """The share of the attention on the null slot."""
-    if not getattr(trial.adapter.config, "null_slot", False):
-        return None, "there is none"
-    return None, "its share of the attention: " + by_layer({i: f"{one.null:.1%}" for i, one in trial.figures.items()})
-
-
-def cost(trial: Trial) -> Verdict:
-    """Bytes of keys and values cached for this memory."""
-    try:
-        prepared = trial.model.prepare({trial.name: trial.memory})[trial.name]
-    except ConditionError:
-        prepared = None
-    if not hasattr(prepared, "nbytes"):
-        return None, "not checked: this kind of memory is not prepared for many calls"
-    trial.run(prepared)
-    size, b = prepared.nbytes(), trial.memory.batch
-    tokens = trial.memory.tokens.nbytes
-    return None, f"{size:,} bytes of keys and values, {size // b:,} a row, for a memory of {tokens:,} bytes"
-
-
 def steady(trial: Trial) -> Verdict:
     """Check that two equal calls give the same output, which the other checks rely on."""
     if trial.noise == 0:
@@ -223,10 +186,6 @@ CHECKS: dict[str, Callable[[Trial], Verdict]] = {
     "rows": rows,
     "empty memory": empty,
     "disabled": disabled,
-    "attention on padding": padding_share,
-    "attention entropy": entropy,
-    "null slot": null,
-    "memory cost": cost,
 }
 
 #: Those that need no slots of vectors, for what else has rows.
@@ -245,7 +204,7 @@ OF_ROWS = (
 
 
 def no_influence(changes: dict[str, float], trial: Trial, fault: str, hint: str) -> Verdict:
-    """The verdict on changes of the output that may be nothing but rounding."""
+    """Return the verdict on changes of the output that may be nothing but rounding."""
     bad = {word: size for word, size in changes.items() if size > trial.rounding}
     if bad:
         return False, f"{fault}: {sizes_of(bad)}; {hint}"
@@ -254,16 +213,16 @@ def no_influence(changes: dict[str, float], trial: Trial, fault: str, hint: str)
 
 
 def host_alone(trial: Trial) -> str:
-    """The answer where the output is that of the host."""
+    """Return the answer where the output is that of the host."""
     return "the output of the host, bit for bit" if trial.noise == 0 else "the output of the host"
 
 
 def sizes_of(sizes: Mapping[str, float]) -> str:
-    """Sizes by their cause, as text."""
+    """Return sizes by their cause, as text."""
     return ", ".join(f"{word} {size:.1e}" for word, size in sizes.items())
 
 
-def by_layer(figures: Mapping[Any, str]) -> str:
-    """Figures by layer, as text; of many, the first and the last few."""
+def by_layer(figures: Mapping[int, str] | Mapping[str, str]) -> str:
+    """Return figures by layer, as text; of many, the first and the last few."""
     parts = [f"{layer} {figure}" for layer, figure in figures.items()]
     return ", ".join(parts if len(parts) <= 8 else [*parts[:4], "…", *parts[-3:]])

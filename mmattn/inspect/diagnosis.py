@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.context import Call
+from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
 from mmattn.inspect.environment import version
-from mmattn.inspect.trial import Trial, evaluating, has_rows
+from mmattn.inspect.trial import RowMemory, Trial, evaluating
 from mmattn.memory import Memory
 
 _WORDS = {True: "ok", False: "FAIL", None: "note"}
@@ -58,7 +57,7 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the checks that failed."""
+        """Names of the checks that failed."""
         return [check for ok, check, _ in self.lines if ok is False]
 
     def __str__(self) -> str:
@@ -66,7 +65,7 @@ class Report:
         return "\n".join(f"{_WORDS[ok]:<4}  {check:<{width}}  {answer}" for ok, check, answer in self.lines)
 
 
-def doctor(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
+def doctor(model: AdaptedModel, batch: Keywords) -> Report:
     """Check each active adapter of a model on a batch: whether memory arrives, and only where it may.
 
     The model is called some twenty times without gradients; hooks, modes and random states are restored. Of what has
@@ -88,7 +87,7 @@ def doctor(model: AdaptedModel, batch: Mapping[str, Any]) -> Report:
             trial.output  # noqa: B018 - a batch that the model itself refuses is no matter of health
             title = f"{name}: " if len(memories) > 1 else ""
             for check, run in CHECKS.items():
-                if has_rows(memory) and check not in OF_ROWS:
+                if not isinstance(memory, Memory) and check not in OF_ROWS:
                     continue
                 try:
                     verdict, answer = run(trial)
@@ -144,7 +143,7 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
 
 
 def versions(model: AdaptedModel) -> str:
-    """The versions of Python, mmattn, torch and the package of the host."""
+    """Return the versions of Python, mmattn, torch and the package of the host."""
     numbers: dict[str, str | None] = {"Python": platform.python_version(), "mmattn": version("mmattn") or "from source"}
     numbers |= {name: version(name) for name in ("torch", type(model.host).__module__.partition(".")[0])}
     return ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
@@ -154,26 +153,29 @@ def versions(model: AdaptedModel) -> str:
 ROWS = 3
 
 
-def memories_of(model: AdaptedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory of each active adapter in a batch, by name: a `Memory`, or what else has rows."""
+def memories_of(model: AdaptedModel, batch: Keywords) -> dict[str, RowMemory]:
+    """Return the memory of each active adapter in a batch, by name."""
     _check_batch(batch)
     bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
     if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
-    memories: dict[str, Any] = {name: one.shared for name, one in bound.items() if has_rows(one.shared)}
+    memories: dict[str, RowMemory] = {}
     others = {name: value for name, value in batch.items() if name != "memory"}
-    for name in bound.keys() - memories.keys():
-        text = model.text_state(Call({}), (), others) if bound[name].follows_text else TextState(0, 0)
+    for name, one in bound.items():
+        if isinstance(one.shared, RowMemory) and not isinstance(one.shared, Memory):
+            memories[name] = one.shared
+            continue
+        text = model.text_state(Call({}), (), others) if one.follows_text else TextState(0, 0)
         with model.disable_adapter():
-            memories[name] = bound[name].as_memory(text)
-        if isinstance(memories[name], Memory) and not bool(memories[name].real_slots().any()):
+            memories[name] = memory = one.as_memory(text)
+        if not bool(memory.real_slots().any()):
             raise ConfigError(
                 f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"
             )
-    return {name: memories[name] for name in bound}
+    return memories
 
 
-def _check_batch(batch: Mapping[str, Any]) -> None:
+def _check_batch(batch: Keywords) -> None:
     if not isinstance(batch, Mapping) or batch.get("memory") is None:
         kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
@@ -183,8 +185,8 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         raise ConditionError("doctor calls the model many times, which would fill its cache: give the whole text")
 
 
-def random_batch(model: AdaptedModel, name: str = "default") -> dict[str, Any]:
-    """A random batch for one adapter of a model, some slots of the memory masked."""
+def random_batch(model: AdaptedModel, name: str = "default") -> Arguments:
+    """Return a random batch for one adapter of a model, some slots of the memory masked."""
     generator = torch.Generator().manual_seed(0)
     adapter = model.adapter(name)
     device = adapter.weight.device

@@ -20,14 +20,12 @@
   const traces = data.traces.map((one) => ({
     ...one,
     weights: numbers(one.weights),
-    rollout: numbers(one.rollout),
     dropped: numbers(one.dropped),
   }));
 
   // The value of each source for the selected word, for the layer and the kind of weights that are chosen.
   function values(trace) {
     const s = trace.sources.length, l = trace.words.length, shares = new Array(s).fill(0);
-    if (now.view === "rollout") return Array.from(trace.rollout.slice(now.word * s, (now.word + 1) * s));
     if (now.view === "dropped") {
       return shares.map((_, j) => trace.probability[now.word] - trace.dropped[now.word * s + j]);
     }
@@ -236,7 +234,6 @@
     now.layer = fill(at("layer"), layers, now.layer);
     const views = [["mean", "mean of the heads"]];
     if (trace.heads > 1) for (let h = 0; h < trace.heads; h++) views.push([String(h), `head ${h}`]);
-    if (trace.rollout !== null) views.push(["rollout", "rollout through all layers"]);
     if (trace.dropped !== null) views.push(["dropped", "effect of dropping each"]);
     now.view = fill(at("view"), views, now.view);
     at("title").textContent = trace.title;
@@ -256,11 +253,11 @@
     choose();
   }
 
-  // Rollout goes through every layer, and so does a counterfactual.
+  // A counterfactual goes through every layer.
   function choose() {
     now.view = at("view").value;
     now.layer = at("layer").value;
-    at("layer").disabled = now.view === "rollout" || now.view === "dropped";
+    at("layer").disabled = now.view === "dropped";
     draw();
   }
 

@@ -9,12 +9,10 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,58 +53,44 @@ def write_page(
     """
     by_group = traces if isinstance(traces, Mapping) else {"": traces}
     groups = [name for name, some in by_group.items() for _ in some]
-    selected = [one if heads else mean_of_heads(one) for some in by_group.values() for one in some]
-    if not selected:
+    samples = [_described(trace, heads) for some in by_group.values() for trace in some]
+    if not samples:
         raise ConfigError("there are no traces to show: give one or more")
     room = LIMIT - len(_page([], groups, [], title).encode()) - 1000
-    selected, notes = fitted(selected, room)
-    write_text(path, _page([described(trace) for trace in selected], groups, notes, title))
-    return notes
-
-
-def fitted(traces: Sequence[Trace], room: int) -> tuple[list[Trace], list[str]]:
-    """The traces, reduced to a number of bytes, first by single heads and then by samples, and notes that say so."""
-    selected, notes = list(traces), []
-    if sum(map(_size, selected)) > room and any(trace.weights.shape[1] > 1 for trace in selected):
-        selected = [mean_of_heads(trace) for trace in selected]
-        notes.append("Single heads are left out, and their mean is shown: the page would be too large.")
-    sizes = list(accumulate(map(_size, selected)))
+    sizes = list(accumulate(len(_json(sample).encode()) + 1 for sample in samples))
     count = sum(size <= room for size in sizes)
     if not count:
         raise ConfigError(
-            f"a sample takes {sizes[0]:,} bytes of {room:,}: give a shorter text, or fewer layers or sources"
+            f"a sample takes {sizes[0]:,} bytes of {room:,}: give a shorter text, fewer layers or sources, or heads=False"
         )
-    if count < len(selected):
-        notes.append(f"{count} of {len(selected)} samples are shown: the page would be too large.")
-    return selected[:count], notes
+    notes = (
+        [f"{count} of {len(samples)} samples are shown: the page would be too large."] if count < len(samples) else []
+    )
+    write_text(path, _page(samples[:count], groups, notes, title))
+    return notes
 
 
-def mean_of_heads(trace: Trace) -> Trace:
-    """The trace with one head, the mean of all."""
-    return replace(trace, weights=trace.weights.mean(1, keepdim=True))
-
-
-def described(trace: Trace) -> dict[str, Any]:
-    """The trace as JSON values, as the page's script reads it."""
+def _described(trace: Trace, heads: bool) -> dict[str, object]:
+    """Return a trace as JSON values, as the page's script reads it; without `heads`, the mean of them."""
+    weights = trace.weights if heads else trace.weights.mean(1, keepdim=True)
     return {
         **trace.labels(),
-        "heads": trace.weights.shape[1],
+        "heads": weights.shape[1],
         "picture": _data_url(trace.picture),
         "word_picture": _data_url(trace.word_picture),
-        "weights": _packed(trace.weights),
-        "rollout": _packed(trace.rollout),
+        "weights": _packed(weights),
         "dropped": _packed(trace.dropped),
         "probability": _rounded(trace.probability),
         "without": _rounded(trace.without),
     }
 
 
-def _data_url(picture: bytes | None) -> str | None:
-    return None if picture is None else f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
+def _data_url(picture: object) -> str | None:
+    return None if not isinstance(picture, bytes) else f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
 
 
 def _packed(shares: Tensor | None) -> str | None:
-    """Numbers from 0 to 1 in 16 bits each, with an error of 0.000008 at most."""
+    """Pack numbers from 0 to 1 in 16 bits each, with an error of 0.000008 at most."""
     if shares is None:
         return None
     whole = (shares.clamp(0, 1) * 65535).round().to(torch.int32)
@@ -119,16 +103,12 @@ def _rounded(values: Tensor | None) -> list[float] | None:
 
 
 def _json(value: object) -> str:
-    """JSON in which no HTML parser sees a tag or the end of a script."""
+    """Return JSON in which no HTML parser sees a tag or the end of a script."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _size(trace: Trace) -> int:
-    return len(_json(described(trace)).encode()) + 1
-
-
-def _page(described: list[dict[str, Any]], groups: list[str], notes: list[str], title: str) -> str:
+def _page(samples: list[dict[str, object]], groups: list[str], notes: list[str], title: str) -> str:
     style, script = (_HERE.joinpath(f"explorer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}"
     return Template(_HERE.joinpath("explorer.html").read_text(encoding="utf-8")).substitute(
@@ -136,7 +116,7 @@ def _page(described: list[dict[str, Any]], groups: list[str], notes: list[str], 
         policy=policy,
         style=style,
         script=script,
-        data=_json({"notes": notes, "groups": groups, "traces": described}),
+        data=_json({"notes": notes, "groups": groups, "traces": samples}),
     )
 
 

@@ -1,21 +1,27 @@
-"""`record`: the attention weights of every adapter, call by call."""
+"""Attention weights: recorded call by call, and as statistics of heads and metrics of a training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from mmattn.errors import ConditionError, ShapeError, check_int
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import Arguments, Positional
 
 
 class Attends(Protocol):
     """A model with named attention layers: a host with its adapters, an `EncoderDecoder`."""
 
     def attentions(self) -> Mapping[tuple[str, int], nn.Module]:
-        """The attention modules by adapter (or "source") and layer."""
+        """Return the attention modules by adapter (or "source") and layer."""
 
 
 class RecordedWeights(dict[tuple[str, int], list[Tensor]]):
@@ -26,7 +32,7 @@ class RecordedWeights(dict[tuple[str, int], list[Tensor]]):
     """
 
     def mean(self) -> list[Tensor]:
-        """For each call (b, l, m): the mean over layers and heads."""
+        """Return for each call (b, l, m) the mean over layers and heads."""
         calls = zip(*self.values(), strict=True)
         return [torch.stack([weights.mean(1) for weights in call]).mean(0) for call in calls]
 
@@ -73,12 +79,174 @@ class _Recorder:
     def __init__(self, weights: RecordedWeights, key: tuple[str, int], block: object) -> None:
         self.weights, self.key, self.block = weights, key, block
 
-    def __call__(self, attention: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+    def __call__(self, attention: nn.Module, args: Positional, kwargs: Arguments, *output: object) -> None:
         # torch registers a hook in two steps: a call by another thread in between may come without kwargs.
         if self.block not in _blocks.get():
             return
-        kwargs: dict[str, Any] = rest[0]
         # A dropout of its own must not change the random numbers of the model.
         with torch.no_grad(), torch.random.fork_rng():
             _, weights = attention.forward(*args, **{**kwargs, "return_weights": True})
         self.weights.setdefault(self.key, []).append(weights.cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFigures:
+    """Statistics (h,) of the heads of one layer, over the queries that attend to a slot.
+
+    With l queries and m slots, query i is at i / (l - 1) and slot j at j / (m - 1); the distance of a weight from the
+    diagonal is the difference of the two.
+
+    Args:
+        entropy: of the weights, in bits.
+        distance: mean distance of the weights from the diagonal, from 0 to 1.
+        diagonal: share of the weights within half a slot of the diagonal.
+        null: share of the weights on no slot: that of a null slot.
+    """
+
+    entropy: Tensor
+    distance: Tensor
+    diagonal: Tensor
+    null: Tensor
+
+    def __str__(self) -> str:
+        lines = ["head  entropy  distance  diagonal    null"]
+        figures = torch.stack([self.entropy, self.distance, self.diagonal, self.null], 1).tolist()
+        for head, (entropy, distance, diagonal, null) in enumerate(figures):
+            lines.append(f"{head:>4}  {entropy:>7.2f}  {distance:>8.2f}  {diagonal:>8.1%}  {null:>6.1%}")
+        return "\n".join(lines)
+
+
+def head_figures(weights: Tensor) -> HeadFigures:
+    """Compute statistics of the heads of one layer; queries whose weights are all 0 are left out.
+
+    Args:
+        weights: (b, h, l, m), one call of `record`; for the steps of a generation, concatenated over l.
+
+    Raises:
+        ShapeError: not (b, h, l, m).
+
+    >>> print(head_figures(torch.stack([torch.eye(3), torch.full((3, 3), 0.25)])[None]))
+    head  entropy  distance  diagonal    null
+       0     0.00      0.00    100.0%    0.0%
+       1     1.58      0.44     33.3%   25.0%
+    """
+    if weights.dim() != 4:
+        raise ShapeError(f"weights must be (b, h, l, m), got {tuple(weights.shape)}")
+    weights = weights.detach().float()
+    _, _, l, m = weights.shape
+    total = weights.sum(-1)
+    attending = total > 0
+    shares = weights / total.clamp_min(1e-12)[..., None]
+    queries = torch.arange(l, device=weights.device)[:, None] / max(l - 1, 1)
+    distance = (torch.arange(m, device=weights.device) / max(m - 1, 1) - queries).abs()
+    near = distance <= 0.5 / max(m - 1, 1)
+
+    def mean(values: Tensor) -> Tensor:
+        return values.where(attending, 0).sum((0, 2)) / attending.sum((0, 2)).clamp_min(1)
+
+    return HeadFigures(
+        mean(torch.special.entr(shares).sum(-1) / math.log(2)),
+        mean((shares * distance).sum(-1)),
+        mean((shares * near).sum(-1)),
+        mean((1 - total).clamp_min(0)),
+    )
+
+
+class AdapterMetrics:
+    """The figures of the adapters of a model in a step of training, for `training.train(measure=…)`.
+
+    Each is named by what it is and the layer of the host: "gate/layer_3" and "feed_forward_gate/layer_3", the mean of
+    |tanh α|; "gradients/layer_3", the L2 norm of the gradient of the parameters there, and "gradients/shared" of those
+    that belong to no layer; "memory_attention/layer_3", the mean share of the attention on the memory, and
+    "null_attention/layer_3" on a null slot. Of an adapter that is not called "default" they are "gate/NAME/layer_3".
+
+    Args:
+        model: the adapted model.
+        forward: calls the model on a few rows with their memories, where the attention is measured; None for no figures
+            of attention, which a host whose attention does not give its weights has none of either.
+        attention_steps: steps between two measurements of the attention, each of which costs what `forward` does.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import mmattn
+    >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    ...                                   num_attention_heads=4))
+    >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
+    >>> metrics = AdapterMetrics(model, lambda: model(torch.tensor([[5, 6, 7]]), memory=torch.randn(1, 11, 24)))
+    >>> {name: round(value, 6) for name, value in metrics(step=1, grad_norm=0.0).items() if "grad" not in name}
+    {'gate/layer_1': 0.0, 'feed_forward_gate/layer_1': 0.0, 'memory_attention/layer_1': 1.0}
+    """
+
+    def __init__(
+        self, model: AdaptedModel, forward: Callable[[], object] | None = None, attention_steps: int = 1
+    ) -> None:
+        self.model, self.forward = model, forward
+        self.attention_steps = check_int("attention_steps", attention_steps)
+
+    def __call__(self, step: int, grad_norm: float) -> dict[str, float]:
+        """Return the figures of this step.
+
+        Args:
+            step: its number.
+            grad_norm: the L2 norm of the gradient of all trained parameters as it was computed; what is found in the
+                parameters may have been clipped since, and is scaled back to it.
+        """
+        figures = {**self._gates(), **self._gradients(grad_norm)}
+        if self.forward is not None and step % self.attention_steps == 0:
+            figures |= self._attention(self.forward)
+        return figures
+
+    def _parameters(self) -> Iterator[tuple[str, list[str], nn.Parameter]]:
+        """Yield the place of each parameter of an adapter, the rest of its name, and itself."""
+        for owner, adapter in self.model.adapters.items():
+            for name, parameter in adapter.named_parameters():
+                first, *rest = name.split(".")
+                if first == "blocks":
+                    yield _place(owner, rest[0]), rest[1:], parameter
+                else:
+                    yield _place(owner), [first, *rest], parameter
+
+    def _gates(self) -> dict[str, float]:
+        return {
+            f"{rest[-2]}/{place}": float(parameter.detach().float().tanh().abs().mean())
+            for place, rest, parameter in self._parameters()
+            if rest[-1] == "gate" and len(rest) > 1
+        }
+
+    def _gradients(self, grad_norm: float) -> dict[str, float]:
+        whole = sum(_square(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+        scale = grad_norm / whole**0.5 if whole else 0.0
+        squares: dict[str, float] = {}
+        for place, _, parameter in self._parameters():
+            squares[place] = squares.get(place, 0.0) + _square(parameter)
+        return {f"gradients/{place}": scale * square**0.5 for place, square in squares.items()}
+
+    def _attention(self, forward: Callable[[], object]) -> dict[str, float]:
+        try:
+            with torch.no_grad(), record(self.model) as weights:
+                forward()
+        except ConditionError:  # the host's own attention does not give its weights
+            return {}
+        shares = {}
+        for (owner, layer), calls in weights.items():
+            if owner not in self.model.adapters:
+                continue
+            null = sum(_null_share(one) for one in calls) / len(calls)
+            shares[f"memory_attention/{_place(owner, layer)}"] = round(1 - null, 6)
+            if getattr(self.model.adapter(owner).config, "null_slot", False):
+                shares[f"null_attention/{_place(owner, layer)}"] = round(null, 6)
+        return shares
+
+
+def _null_share(weights: Tensor) -> float:
+    """Return the mean share of weights (b, h, l, m) on no slot, over the queries that attend to a slot."""
+    total = weights.float().sum(-1)
+    attending = total > 0
+    return float((1 - total)[attending].mean()) if attending.any() else 0.0
+
+
+def _place(owner: str, layer: str | int | None = None) -> str:
+    return ("" if owner == "default" else f"{owner}/") + ("shared" if layer is None else f"layer_{layer}")
+
+
+def _square(parameter: nn.Parameter) -> float:
+    return 0.0 if parameter.grad is None else float(parameter.grad.detach().float().square().sum())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,12 +17,17 @@ from mmattn.storage.json_files import making_sense
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+#: An image of Pillow, or the bytes of a JPEG.
+Picture: TypeAlias = "Image.Image | bytes"
 FORMAT = "mmattn-traces"
 #: The name of the file in a run's folder.
 FILE = "attention.safetensors"
 #: Largest width or height of a stored picture, in pixels.
 SIDE = 256
-_TENSORS = ("weights", "rollout", "probability", "without", "dropped")
+_TENSORS = ("weights", "probability", "without", "dropped")
 _PICTURES = ("picture", "word_picture")
 
 
@@ -38,7 +43,6 @@ class Trace:
         title: a line above it.
         queries: which of the two attend, so that their weights sum to 1 or less: "words" to sources, or "sources" to
             words, as the patches of a picture do that is drawn from a text.
-        rollout: (l, s), see `mmattn.inspect.attribution`.
         probability: (l,) of each word.
         without: (l,) of each word without a memory.
         dropped: (l, s) of each word without one source.
@@ -67,14 +71,13 @@ class Trace:
     layers: Sequence[str]
     title: str = ""
     queries: str = "words"
-    rollout: Tensor | None = None
     probability: Tensor | None = None
     without: Tensor | None = None
     dropped: Tensor | None = None
     grid: tuple[int, int] | None = None
-    picture: Any = None
+    picture: Picture | None = None
     word_grid: tuple[int, int] | None = None
-    word_picture: Any = None
+    word_picture: Picture | None = None
 
     def __post_init__(self) -> None:
         for name in ("words", "sources", "layers"):
@@ -85,7 +88,6 @@ class Trace:
         heads = self.weights.shape[1] if self.weights.dim() == 4 else "h"
         shapes = {
             "weights": (len(self.layers), heads, l, s),
-            "rollout": (l, s),
             "probability": (l,),
             "without": (l,),
             "dropped": (l, s),
@@ -114,7 +116,7 @@ class Trace:
         """The weights (l, s) as the mean over layers and heads."""
         return self.weights.mean((0, 1))
 
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> dict[str, object]:
         """The texts and grids, as JSON values."""
         names = ("title", "words", "sources", "layers", "queries", "grid", "word_grid")
         values = {name: getattr(self, name) for name in names}
@@ -201,19 +203,18 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
         return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
 
 
-def _restored(number: int, about: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
+def _restored(number: int, labels: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trace:
     fields: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in _TENSORS if name != "weights"}
     for name in _PICTURES:
         picture = tensors.get(f"{number}.{name}")
         fields[name] = None if picture is None else picture.numpy().tobytes()
     for name in ("grid", "word_grid"):
-        grid = about[name]
-        fields[name] = None if grid is None else (int(grid[0]), int(grid[1]))
-    fields |= {name: about[name] for name in ("words", "sources", "layers", "title", "queries")}
+        fields[name] = None if labels[name] is None else (int(labels[name][0]), int(labels[name][1]))
+    fields |= {name: labels[name] for name in ("words", "sources", "layers", "title", "queries")}
     return Trace(weights=tensors[f"{number}.weights"], **fields)
 
 
-def _small(image: Any) -> bytes:
+def _small(image: Image.Image) -> bytes:
     """A picture as the bytes of a small JPEG."""
     small, file = image.convert("RGB"), io.BytesIO()
     small.thumbnail((SIDE, SIDE))

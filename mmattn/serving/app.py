@@ -8,13 +8,13 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mmattn.errors import MmattnError
 from mmattn.memory import Memory
@@ -73,16 +73,17 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models", dependencies=[Depends(authorise)])
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}]}
+    async def models() -> JSONResponse:
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     @app.post("/v1/completions", dependencies=[Depends(authorise)])
-    async def completions(body: CompletionRequest, request: Request) -> Any:
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         pictures = [] if body.image is None else [body.image]
         return await answering.answer(request, body, body.prompt, pictures, body.max_tokens, chat=False)
 
     @app.post("/v1/chat/completions", dependencies=[Depends(authorise)])
-    async def chat(body: ChatRequest, request: Request) -> Any:
+    async def chat(body: ChatRequest, request: Request) -> Response:
         try:
             text, pictures = body.user_content()
         except ValueError as error:
@@ -102,16 +103,16 @@ class Job:
     max_tokens: int
     deadline: float  # in seconds of `time.perf_counter`
     chat: bool  # the format is that of /v1/chat/completions, not of /v1/completions
-    head: dict[str, Any]  # first fields of the response
+    head: dict[str, object]  # first fields of the response
 
-    def choice(self, text: str, reason: str | None, whole: bool = False, first: bool = False) -> dict[str, Any]:
+    def choice(self, text: str, reason: str | None, whole: bool = False, first: bool = False) -> dict[str, object]:
         """Return a whole answer, or a part of one."""
         if not self.chat:
             return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
         message = {"role": "assistant", "content": text} if whole or first else {"content": text}
         return {"index": 0, "message" if whole else "delta": message, "finish_reason": reason}
 
-    def response(self, choices: list[dict[str, Any]], whole: bool = False, **fields: Any) -> dict[str, Any]:
+    def response(self, choices: list[dict[str, object]], whole: bool = False, **fields: object) -> dict[str, object]:
         """Return a response, or an event of a stream."""
         kind = ("chat.completion" if whole else "chat.completion.chunk") if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, **fields}
@@ -138,13 +139,14 @@ class Answering:
         pictures: list[str],
         max_tokens: int | None,
         chat: bool,
-    ) -> Any:
+    ) -> Response:
         """Return the response to one request; `pictures` are data URLs."""
         limits = self.engine.limits
         if body.model != self.name:
             raise HTTPException(404, f"there is no model {body.model!r} here: this server has {self.name!r}")
         if max_tokens is None:
-            max_tokens = min(limits.max_tokens, int(self.engine.pipe.config.generation.get("max_new_tokens", 64)))
+            usual = self.engine.pipe.config.generation.get("max_new_tokens")
+            max_tokens = min(limits.max_tokens, usual if isinstance(usual, int) else 64)
         if max_tokens > limits.max_tokens:
             raise HTTPException(400, f"max_tokens={max_tokens} is more than the {limits.max_tokens} of this server")
         try:
@@ -178,7 +180,7 @@ class Answering:
             if not streams:
                 self.engine.leave()
 
-    async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
+    async def _pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         begin, count = time.perf_counter(), 0
         pieces = self.engine.answer(job.ids, job.memory, job.max_tokens)
         try:
@@ -193,9 +195,9 @@ class Answering:
                 count = piece.tokens
                 yield piece
         finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
+            await pieces.aclose()
 
-    async def _whole(self, job: Job, request: Request) -> Any:
+    async def _whole(self, job: Job, request: Request) -> Response:
         async def write() -> tuple[str, Piece]:
             text, last = "", Piece("", 0, "length")
             async for piece in self._pieces(job):
@@ -215,9 +217,9 @@ class Answering:
             with contextlib.suppress(BaseException):
                 await writing
         choice = job.choice(text.rstrip(), last.finish_reason, whole=True)
-        return job.response([choice], whole=True, usage=job.usage(last.tokens))
+        return JSONResponse(job.response([choice], whole=True, usage=job.usage(last.tokens)))
 
-    async def _chunks(self, job: Job, with_usage: bool) -> AsyncIterator[str]:
+    async def _chunks(self, job: Job, with_usage: bool) -> AsyncGenerator[str, None]:
         count = 0
         try:
             async for piece in self._pieces(job):
@@ -235,18 +237,18 @@ class Answering:
 class Events(StreamingResponse):
     """A stream of events that calls `end` however it ends, also without a reader."""
 
-    def __init__(self, chunks: AsyncIterator[str], end: Callable[[], None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[str, None], end: Callable[[], None]) -> None:
         super().__init__(chunks, media_type="text/event-stream")
         self._chunks, self._end = chunks, end
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._chunks.aclose()  # type: ignore[attr-defined]
+            await self._chunks.aclose()
             self._end()
 
 
-def as_event(content: dict[str, Any]) -> str:
+def as_event(content: dict[str, object]) -> str:
     """Return a line of a stream."""
     return f"data: {json.dumps(content)}\n\n"

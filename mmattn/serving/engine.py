@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,13 @@ from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import ConditionError, ConfigError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import prompt_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.continuous_batching import GenerationOutput
+
+    from mmattn.pipelines.image_to_text import ImageToTextPipeline
+    from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 
 PAGE = 16
 
@@ -62,7 +69,7 @@ class Engine:
     """A pipeline whose model answers requests as they come, each with its own memory.
 
     Args:
-        pipe: an `ImageToTextPipeline` or a `QuestionAnsweringPipeline`.
+        pipe: what answers.
         limits: of the server.
 
     Raises:
@@ -70,7 +77,7 @@ class Engine:
         ConditionError: an adapter whose tokens attend to a part of their memory only.
     """
 
-    def __init__(self, pipe: Any, limits: Limits) -> None:
+    def __init__(self, pipe: ImageToTextPipeline | QuestionAnsweringPipeline, limits: Limits) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         if pipe.config.task != "image-to-text" and not pipe.config.answers_questions:
@@ -83,7 +90,8 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         _, self.end = bos_and_eos(pipe.tokenizer)
-        text = pipe.model.config.get_text_config()
+        host: PreTrainedModel = pipe.model.host
+        text = host.config.get_text_config()
         self.context = int(getattr(text, "max_position_embeddings", 2048))
         rows = limits.max_requests * -(-self.context // PAGE)
         device = pipe.device.type
@@ -94,9 +102,7 @@ class Engine:
             max_batch_tokens=max(256, self.context) if device == "cpu" else None,
         )
         answers = GenerationConfig(do_sample=False, eos_token_id=self.end, pad_token_id=self.end)
-        self.manager = pipe.model.host.init_continuous_batching(
-            generation_config=answers, continuous_batching_config=config
-        )
+        self.manager = host.init_continuous_batching(generation_config=answers, continuous_batching_config=config)
 
     def start(self) -> None:
         """Start to answer."""
@@ -135,9 +141,10 @@ class Engine:
         check_prompt(input_ids, torch.ones_like(input_ids), self.pipe.model.config, max_tokens)
         return ids
 
-    async def answer(self, ids: list[int], memory: Memory, max_tokens: int) -> AsyncIterator[Piece]:
+    async def answer(self, ids: list[int], memory: Memory, max_tokens: int) -> AsyncGenerator[Piece, None]:
         """Yield the text generated after prompt ids piece by piece; leaving the loop cancels the request."""
-        name, results = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
+        name = f"request-{next(self._numbers)}"
+        results: asyncio.Queue[GenerationOutput] = asyncio.Queue()
         self.manager.register_result_handler(name, results.put_nowait)
         done, sent = False, ""
         try:

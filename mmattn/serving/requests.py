@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from mmattn.errors import ConfigError, ImageError, ShapeError
 from mmattn.memory import Memory
+from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+
+if TYPE_CHECKING:
+    from mmattn.pipelines.image_to_text import ImageToTextPipeline
 
 
 class GenerationRequest(BaseModel):
@@ -26,7 +30,7 @@ class GenerationRequest(BaseModel):
     n: Literal[1] = 1
     user: str | None = None
     stream_options: dict[str, bool] | None = None
-    documents: list[dict[str, Any]] | None = None  # entries with the fields that the adapter reads
+    documents: list[dict[str, JsonValue]] | None = None  # entries with the fields that the adapter reads
     memory: list[list[float]] | None = None  # or vectors (m, e) of the adapter's encoder
 
 
@@ -82,11 +86,11 @@ class ChatRequest(GenerationRequest):
 
 
 def make_inputs(
-    pipe: Any,
+    pipe: ImageToTextPipeline | QuestionAnsweringPipeline,
     max_documents: int,
     text: str,
     pictures: Sequence[str] = (),
-    documents: Sequence[dict[str, Any]] | None = None,
+    documents: Sequence[dict[str, JsonValue]] | None = None,
     vectors: Sequence[Sequence[float]] | None = None,
 ) -> tuple[str, Memory]:
     """Return prompt and memory (one row) of a request, for an image-to-text or a question-answering pipeline.
@@ -98,7 +102,7 @@ def make_inputs(
     named = [name for name, source in sources.items() if source]
     if len(named) > 1:
         raise ConfigError(f"a request has one memory, and this one has {' and '.join(named)}: give one of them")
-    answers = pipe.config.answers_questions
+    answers = isinstance(pipe, QuestionAnsweringPipeline)
     if answers and pictures:
         raise ConfigError("this model answers questions and reads no pictures: leave image_url out")
     if not answers and documents is not None:
@@ -106,7 +110,7 @@ def make_inputs(
     if vectors is not None:
         prompt = pipe.config.prompt.replace("{question}", text.strip()) if answers else pipe.config.prompt + text
         return prompt, _vector_memory(vectors, pipe)
-    if not answers:
+    if not isinstance(pipe, QuestionAnsweringPipeline):
         if len(pictures) != 1:
             raise ImageError(f"this model describes one picture, and {len(pictures)} were given as image_url")
         prompt, memory = pipe.inputs(decode_data_url(pictures[0]))
@@ -118,11 +122,10 @@ def make_inputs(
         if not documents:
             raise ConfigError("documents is empty: give some, or leave it out")
         index = pipe.make_index(documents)
-    inputs: tuple[str, Memory] = pipe.inputs(text, index)
-    return inputs
+    return pipe.inputs(text, index)
 
 
-def _vector_memory(vectors: Sequence[Sequence[float]], pipe: Any) -> Memory:
+def _vector_memory(vectors: Sequence[Sequence[float]], pipe: ImageToTextPipeline | QuestionAnsweringPipeline) -> Memory:
     """Return vectors (m, e) as a memory (1, m, e) of the width that the adapter reads."""
     if pipe.config.task == "passage-answering":
         raise ConfigError("this model reads passages of its own and no vectors: give documents, or a question")

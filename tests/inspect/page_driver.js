@@ -12,7 +12,6 @@
     end: () => press("End", "ArrowRight"),
     layer: () => { press("Home"); choose("layer", "1"); },
     head: () => choose("view", "4"),
-    rollout: () => choose("view", "rollout"),
     dropped: () => choose("view", "dropped"),
     other: () => choose("trace", "1"),
     tiles: () => choose("trace", "2"),

@@ -91,7 +91,7 @@ def test_a_healthy_model_passes(name: str) -> None:
         "padding",
         "rows",
     }
-    must |= {"empty memory", "disabled", "attention on padding"}
+    must |= {"empty memory", "disabled"}
     assert all(asked[question] is True for question in must), report
     waits = name in ("latest", "resampled") or name.startswith("chunked")
     assert asked["slots for later tokens"] is (True if waits else None)
@@ -101,29 +101,13 @@ def test_the_table() -> None:
     model = tiny.attach(tiny.make("llama"), null_slot=True)
     report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
     lines = str(report).splitlines()
-    assert len(lines) == len(report.lines) == 16
+    assert len(lines) == len(report.lines) == 12
     begin = len("ok    ") + max(len(question) for _, question, _ in report.lines) + 2
     assert all(line[begin - 2 : begin] == "  " and line[begin] != " " for line in lines), "answers are not aligned"
     assert all(line.startswith(("ok    ", "note  ")) for line in lines)
     trained, total = model.trainable_parameters()
     assert answer(report, "trainable parameters").startswith(f"{trained:,} of {total:,}")
     assert f"torch {torch.__version__.split('+')[0]}" in answer(report, "versions")
-    made = 2 * 2 * 2 * ROWS * (SLOTS + 1) * 8 * 4  # keys and values, layers, heads, slots and null, width, bytes
-    assert answer(report, "memory cost").startswith(f"{made:,} bytes")
-
-
-def test_figures_are_those_of_the_weights() -> None:
-    model, given = tiny.attach(tiny.make("llama"), null_slot=True), batch(lengths=[5, 2, 4])
-    report = mmattn.doctor(model, given)
-    with mmattn.inspect.record(model) as weights:
-        model(**given)
-    for layer in (0, 2):
-        (seen,) = weights["default", layer]
-        shares = seen / seen.sum(-1, keepdim=True)
-        bits = -(shares * shares.clamp_min(1e-30).log2()).sum(-1).mean()
-        uniform = torch.tensor([5.0, 2.0, 4.0]).log2().mean()
-        assert f"{layer} {bits:.2f} of {uniform:.2f}" in answer(report, "attention entropy")
-        assert f"{layer} {1 - seen.sum(-1).mean():.1%}" in answer(report, "null slot")
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -225,7 +209,7 @@ class TestSickness:
 
         monkeypatch.setattr(projection, "attend_by_rule", without_mask)
         report = mmattn.doctor(model, given)
-        assert report.failed == ["padding", "attention on padding"]
+        assert report.failed == ["padding"]
         assert "presence" in answer(report, "padding")
 
     def test_what_lies_in_padding(self, monkeypatch: pytest.MonkeyPatch) -> None:

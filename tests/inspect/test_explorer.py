@@ -107,7 +107,7 @@ class TestReading:
         assert (right["pressed"], right["focused"], right["tabs"]) == (2, 2, 1)
         assert found["end"]["pressed"] == 2 and right["figures"].startswith('"three"')
 
-    def test_layers_heads_rollout_and_counterfactuals(self, found: dict[str, Any]) -> None:
+    def test_layers_heads_and_counterfactuals(self, found: dict[str, Any]) -> None:
         trace, word = made(), 0
 
         def top(values: torch.Tensor) -> str:
@@ -115,11 +115,10 @@ class TestReading:
 
         assert found["first"]["layers"] == ["all layers", *LAYERS]
         heads = [f"head {head}" for head in range(HEADS)]
-        assert [*found["first"]["views"]][1:-2] == heads and len(found["first"]["views"]) == HEADS + 3
+        assert [*found["first"]["views"]][1:-1] == heads and len(found["first"]["views"]) == HEADS + 2
         assert found["layer"]["sources"][0].startswith(top(trace.weights[1].mean(0)[word]))
         assert found["head"]["sources"][0].startswith(top(trace.weights[1, 4, word]))
-        assert found["rollout"]["sources"][0].startswith(top(trace.rollout[word]))
-        assert found["rollout"]["locked"] and found["dropped"]["locked"] and not found["head"]["locked"]
+        assert found["dropped"]["locked"] and not found["head"]["locked"]
         change = trace.dropped[word] - trace.probability[word]
         most = change[change.abs().argmax()].item()
         assert found["dropped"]["sources"][0].startswith(f"{'+' if most >= 0 else '−'}{100 * abs(most):.1f} points")
@@ -184,7 +183,7 @@ class TestSizes:
         words, sources, layers = (
             [f"{kind}{i}" for i in range(count)] for kind, count in (("w", l), ("s", s), ("n", n))
         )
-        return mmattn.inspect.Trace(words, sources, weights, layers, rollout=weights[0, 0], word_grid=(l, 1))
+        return mmattn.inspect.Trace(words, sources, weights, layers, word_grid=(l, 1))
 
     @pytest.mark.parametrize(
         ("count", "sizes", "words"),

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmattn import inspect, masks
-from mmattn.errors import ConfigError, MaskError, ShapeError
+from mmattn.errors import ConfigError, MaskError
 from tests.inspect.test_trace import made
 
 
@@ -21,20 +21,9 @@ def shades(path: Path) -> int:
 def test_heat_maps_lie_over_the_picture(tmp_path: Path) -> None:
     assert shades(inspect.plot_heat_maps(made(), tmp_path / "over.png")) > 100
     assert shades(inspect.plot_heat_maps(made(picture=None, words=("$a", "b", "c_$")), tmp_path / "bare.png")) > 100
-    with pytest.raises(ConfigError, match="plot_map"):
+    with pytest.raises(ConfigError, match="write_page"):
         inspect.plot_heat_maps(made(grid=None), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-def test_maps(tmp_path: Path) -> None:
-    trace = made()
-    names = {"words": trace.words, "sources": ["$x", *trace.sources[1:]]}
-    assert shades(inspect.plot_map(trace.mean(), tmp_path / "map.png", **names)) > 10
-    assert b"<svg" in inspect.plot_map(trace.mean(), tmp_path / "map.svg").read_bytes()
-    with pytest.raises(ShapeError, match="two sizes"):
-        inspect.plot_map(trace.weights, tmp_path / "none.png")
-    with pytest.raises(ShapeError, match="as many names"):
-        inspect.plot_map(trace.mean(), tmp_path / "none.png", words=["a"])
 
 
 def test_masks(tmp_path: Path) -> None:

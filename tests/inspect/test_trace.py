@@ -29,7 +29,6 @@ def made(**changes: Any) -> mmattn.inspect.Trace:
         "weights": shares / shares.sum(-1, keepdim=True),
         "layers": LAYERS,
         "title": "a title",
-        "rollout": torch.rand(len(WORDS), len(SOURCES)) / 7,
         "probability": torch.tensor([0.75, 0.5, 0.25]),
         "without": torch.tensor([0.125, 0.5, 0.5]),
         "dropped": torch.rand(len(WORDS), len(SOURCES)),
@@ -40,7 +39,7 @@ def made(**changes: Any) -> mmattn.inspect.Trace:
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    bare = made(rollout=None, probability=None, without=None, dropped=None, grid=None, picture=None, queries="sources")
+    bare = made(probability=None, without=None, dropped=None, grid=None, picture=None, queries="sources")
     patches = made(word_grid=(3, 1), word_picture=Image.new("RGB", (101, 307), (0, 90, 10)))
     given = [made(), bare, patches]
     file = inspect.save_traces(given, tmp_path)
@@ -48,7 +47,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     for got, want in zip(inspect.load_traces(tmp_path), given, strict=True):
         for name in ("words", "sources", "layers", "title", "queries", "grid", "picture", "word_grid", "word_picture"):
             assert getattr(got, name) == getattr(want, name)
-        for name in ("weights", "rollout", "probability", "without", "dropped"):
+        for name in ("weights", "probability", "without", "dropped"):
             loaded, own = getattr(got, name), getattr(want, name)
             assert (loaded is None and own is None) or torch.equal(loaded, own)
 
@@ -70,7 +69,7 @@ def test_a_picture_is_kept_small() -> None:
         ({"dropped": torch.ones(6, 3)}, ShapeError, r"dropped .* must be \(3, 6\), got \(6, 3\)"),
         ({"grid": (2, 2)}, ShapeError, "grid of 2 × 2 patches does not fit 6 sources"),
         ({"word_grid": (2, 3)}, ShapeError, "grid of 2 × 3 patches does not fit 3 words"),
-        ({"rollout": torch.full((3, 6), torch.nan)}, NonFiniteError, "rollout"),
+        ({"dropped": torch.full((3, 6), torch.nan)}, NonFiniteError, "dropped"),
         ({"words": ["one", "two", None]}, TextError, "text 2"),
         ({"queries": "heads"}, ConfigError, "queries"),
     ],

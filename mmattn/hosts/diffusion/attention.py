@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from mmattn.core.attention import attend
 from mmattn.core.key_value_projection import KeyValueProjection
@@ -22,8 +23,11 @@ from mmattn.errors import ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, Keywords
 from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads
-from mmattn.hosts.diffusion.heads import head_size, query_heads, split_heads
+from mmattn.hosts.diffusion.heads import head_size, query_heads, split_heads, weight_of
 from mmattn.hosts.ownership import forget_compiled
+
+if TYPE_CHECKING:
+    from diffusers.models.attention_processor import Attention
 
 #: Processors of diffusers that do nothing but attend: queries, keys and values, normalised or not, and one projection.
 PLAIN = (
@@ -42,9 +46,9 @@ class CoreProcessor:
     #: Class names of the processors that it can stand for.
     plain: tuple[str, ...] = ("JointAttnProcessor2_0",)
     #: Keys and values of the text, of which the attention weights can be recorded.
-    heads: TextHeads | None = None
+    heads: KeyValueProjection | None = None
 
-    def __init__(self, model: Denoiser, index: int, attn: Any) -> None:
+    def __init__(self, model: Denoiser, index: int, attn: Attention) -> None:
         self.model, self.index, self.replaced = model, index, attn.processor
         self.name, processor = model.layer_names[index], type(attn.processor).__name__
         if processor not in self.plain:
@@ -57,49 +61,34 @@ class CoreProcessor:
 class NormedKeys(nn.Module):
     """The key projection of an attention layer of the host and the norm after it."""
 
-    def __init__(self, attn: Any) -> None:
+    def __init__(self, attn: Attention) -> None:
         super().__init__()
         self.projection, self.norm, self.num_heads = attn.to_k, attn.norm_k, attn.heads
 
     @property
     def weight(self) -> Tensor:
         """Weight of `to_k`."""
-        weight: Tensor = self.projection.weight
-        return weight
+        return weight_of(self.projection)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return keys (b, m, h · k) of x (b, m, e)."""
         return split_heads(self.projection(x), self.num_heads, self.norm).transpose(1, 2).flatten(2)
 
 
-class TextHeads(KeyValueProjection):
-    """The key and value projections of an attention layer of the host, which LoRA may replace at any time."""
-
-    def __init__(self, attn: Any) -> None:
-        super().__init__(attn.to_k, attn.to_v, **head_size(attn).heads(), memory_dim=attn.to_k.in_features)
-        # Not a module of ours: it stays where it is in the host.
-        self.__dict__["attn"] = attn
-
-    def look_up(self) -> None:
-        """Update `k_proj` and `v_proj` to the projections that the host has now."""
-        attn = self.__dict__["attn"]
-        keys: Any = attn.to_k if getattr(attn, "norm_k", None) is None else NormedKeys(attn)
-        self.k_proj, self.v_proj = keys, attn.to_v
-
-
 class TextAttention(CoreProcessor):
     """The processor of one cross-attention layer while `use_core` is on."""
 
     plain = PLAIN
-    heads: TextHeads
+    heads: KeyValueProjection
 
-    def __init__(self, model: Denoiser, index: int, attn: Any) -> None:
+    def __init__(self, model: Denoiser, index: int, attn: Attention) -> None:
         super().__init__(model, index, attn)
-        self.heads = TextHeads(attn)
+        sizes = head_size(attn).heads()
+        self.heads = KeyValueProjection(attn.to_k, attn.to_v, **sizes, memory_dim=attn.to_k.in_features)
 
     def __call__(
         self,
-        attn: Any,
+        attn: Attention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -112,7 +101,10 @@ class TextAttention(CoreProcessor):
                 "IP-Adapter: call use_core(False) first"
             )
         q = query_heads(attn, hidden_states, temb)
-        self.heads.look_up()
+        # LoRA may replace the host's projections at any time.
+        normed = getattr(attn, "norm_k", None) is not None
+        self.heads.register_module("k_proj", NormedKeys(attn) if normed else attn.to_k)
+        self.heads.v_proj = attn.to_v
         call = self.model.denoising_call()
         mask = _padding_mask(call, encoder_hidden_states, attention_mask)
         memory = self._keys_and_values(attn, call, encoder_hidden_states, mask)
@@ -132,10 +124,10 @@ class TextAttention(CoreProcessor):
         return out / rescale if rescale != 1 else out
 
     def _keys_and_values(
-        self, attn: Any, call: DenoisingCall | None, text: Tensor, mask: Tensor | None
+        self, attn: Attention, call: DenoisingCall | None, text: Tensor, mask: Tensor | None
     ) -> Tensor | KeyValue:
         """Return cached K/V of the text, or the text itself where K/V cannot be cached."""
-        norm: Any = getattr(attn, "norm_cross", None)
+        norm = getattr(attn, "norm_cross", None)
         if call is None or not self.is_cacheable(text):
             normed: Tensor = attn.norm_encoder_hidden_states(text) if norm else text
             return normed
@@ -166,11 +158,11 @@ class JointAttention(CoreProcessor):
 
     def __call__(
         self,
-        attn: Any,
+        attn: Attention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the attention layer for picture and text."""
         if encoder_hidden_states is None or attention_mask is not None:
@@ -232,7 +224,7 @@ class TextThroughCore(AdaptedModel):
         """Return the index of the picture among the outputs of an attention layer."""
         return 0
 
-    def layer(self, index: int) -> Any:
+    def layer(self, index: int) -> Attention:
         """Return the host's attention layer of this number."""
         return self.host.get_submodule(self.layer_names[index])
 
@@ -256,7 +248,7 @@ class TextThroughCore(AdaptedModel):
                 )
         return self.current_call()
 
-    def use_core(self, on: bool = True) -> Any:
+    def use_core(self, on: bool = True) -> Self:
         """Compute the host's own attention to its text by `mmattn.attend`: padding is masked, and K/V of the text that
         are the same at every step are computed once per block.
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
@@ -36,6 +37,7 @@ from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_fil
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
     Grid,
+    Timestep,
     at_layer,
     at_step,
     check_adapter_scale,
@@ -69,11 +71,10 @@ class AdaptedDenoiser(TextThroughCore):
 
     def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
         super().__init__(host, layer_names, require_memory)
-        self.arguments = forward_arguments(host)
-        self.picture_name = "sample" if "sample" in self.arguments else "hidden_states"
+        self.picture_name = "sample" if "sample" in forward_arguments(host) else "hidden_states"
 
     @abstractmethod
-    def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
+    def grid_of(self, kwargs: Keywords) -> Grid | None:
         """Return frames, height and width of the picture in the host's first layer, by the arguments of a call."""
 
     @abstractmethod
@@ -160,8 +161,10 @@ class AdaptedDenoiser(TextThroughCore):
             return self.host(*args, **kwargs)
 
     def predict(self, sample: Tensor, timestep: Tensor | float, text: Tensor, **inputs: object) -> Tensor:
-        """Return the prediction of the host for a sample (b, …), under the conditions of the surrounding block."""
-        kwargs = {self.picture_name: sample, "timestep": timestep, "encoder_hidden_states": text}
+        """Return the prediction of a sample (b, …), with the timestep, or (1, frames) of them, for every row."""
+        time = torch.as_tensor(timestep, device=sample.device)
+        time = time.expand(sample.shape[0], *time.shape[1:])
+        kwargs = {self.picture_name: sample, "timestep": time, "encoder_hidden_states": text}
         predicted: Tensor = self.host(**kwargs, **inputs).sample
         return predicted
 
@@ -174,7 +177,7 @@ class AdaptedDenoiser(TextThroughCore):
         text_mask: Tensor | None = None,
         guided: bool = False,
         negative_prompt_embeds: Tensor | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Self]:
         """Give every call of the host inside the block this memory; None for no memory.
 
         K/V of the memory, and with `use_core` of the text, are computed once for all calls inside the block.
@@ -258,8 +261,8 @@ class AdaptedDenoiser(TextThroughCore):
             hooks.append(self.host.get_submodule(block).register_forward_hook(hook))
         return hooks
 
-    def block_of(self, index: int) -> tuple[str, int | None]:
-        """Return the block around an attention layer, and the index of the picture in its outputs or None."""
+    def block_of(self, index: int) -> tuple[str, int]:
+        """Return the block around an attention layer, and the index of the picture in its outputs."""
         raise AttachError(
             f"layout.added_to='block' is for blocks of a transformer, and {type(self.host).__name__} is of kind "
             f"{self.kind!r}: leave it out"
@@ -277,11 +280,10 @@ class AdaptedDenoiser(TextThroughCore):
         assert isinstance(call, DenoisingCall)
         if torch.is_grad_enabled():
             keep_context(host)
-        by_name = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
-        sample, timestep = by_name.get(self.picture_name), by_name.get("timestep")
-        if sample is None:
+        sample, timestep = kwargs.get(self.picture_name), kwargs.get("timestep")
+        if not isinstance(sample, Tensor):
             return ForwardStep(self, host, None, {})  # the host raises by itself
-        actions = self._actions(call, disabled, sample.shape[0], by_name, self.grid_of(by_name), timestep)
+        actions = self._actions(call, disabled, sample.shape[0], kwargs, self.grid_of(kwargs), timestep)
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
@@ -298,7 +300,7 @@ class AdaptedDenoiser(TextThroughCore):
         rows: int,
         kwargs: Keywords | None = None,
         grid: Grid | None = None,
-        timestep: Any = None,
+        timestep: Timestep = None,
         only: int | None = None,
     ) -> dict[tuple[int, str], list[Action]]:
         """Return the actions of a forward with these arguments, or at the `only` layer that is called by itself."""
@@ -331,13 +333,18 @@ class AdaptedDenoiser(TextThroughCore):
         return actions
 
     def _view(
-        self, source: BoundMemory, parts: tuple[bool, ...], grid: Grid | None, timestep: Any, only: int | None
+        self,
+        source: BoundMemory,
+        parts: tuple[bool, ...],
+        grid: Grid | None,
+        timestep: Timestep,
+        only: int | None,
     ) -> View:
         """Return the memory as the rows of the first conditional part attend to it."""
-        rows = source.rows
-        if timestep is not None and rows is not None:
-            timestep = times_by_row(timestep, parts.index(True) * rows, rows)
-        return source.step(TextState(rows or 0, math.prod(grid or (1,)), layer=only, timestep=timestep))
+        rows, times = source.rows, None if timestep is None else torch.as_tensor(timestep)
+        if times is not None and rows is not None:
+            times = times_by_row(times, parts.index(True) * rows, rows)
+        return source.step(TextState(rows or 0, math.prod(grid or (1,)), layer=only, timestep=times))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that ran, or were replaced, and that memory did not reach.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.protocols import View
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.context import FORWARD, Action, Call, ForwardStep, step_of
+from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Positional, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
 from mmattn.hosts.diffusion.scale import Grid, over_queries
 
+#: What an attention layer or a block returns: the picture, or a tuple with it.
+Output = Tensor | tuple[Tensor, ...]
 #: Texts that a block caches: guidance that calls a host for each half alone gives it two in turn.
 TEXTS = 4
 
@@ -55,13 +58,14 @@ class DenoisingCall(Call):
         return len(self.texts) - 1
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one: object, other: object) -> bool:
     """Return whether two arguments of a host are equal, tensors by value."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and bool(one == other)
@@ -121,7 +125,7 @@ def added_heads(model: Denoiser, index: int, attn: nn.Module, x: Tensor, q: Tens
     return total
 
 
-def _heads_of_parts(view: Any, block: nn.Module, index: int, part: RowsAndScale, queries: Tensor) -> Tensor | None:
+def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale, queries: Tensor) -> Tensor | None:
     """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory."""
     conditional, rows, scale = part.conditional, part.rows, part.scale
     if rows is not None and len(conditional) > 1 and queries.shape[0] * len(conditional) == rows:
@@ -147,8 +151,8 @@ def _step(model: Denoiser) -> ForwardStep | None:
 
 
 def inside_attention(
-    model: Denoiser, index: int, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Any:
+    model: Denoiser, index: int, attn: nn.Module, args: Positional, kwargs: Arguments, output: Output
+) -> Output | None:
     """A forward hook: add the adapters' heads to the output of attention layer `index` of the host."""
     step = _step(model)
     if step is not None:
@@ -156,19 +160,18 @@ def inside_attention(
         if not step.actions:
             return None
     processor = model.processors.get(index)
-    if processor is not None and attn.processor is processor:
+    if processor is not None and getattr(attn, "processor", None) is processor:
         return None  # the processor of `use_core` adds them
     x = args[0] if args else kwargs["hidden_states"]
     heads = added_heads(model, index, attn, x, query_heads(attn, x, kwargs.get("temb")))
     if heads is None:
         return None
-    if isinstance(output, Tensor):
-        return output + into_output(attn, heads, output)
     part = model.picture_part(index)
-    return (*output[:part], output[part] + into_output(attn, heads, output[part]), *output[part + 1 :])
+    picture = output if isinstance(output, Tensor) else output[part]
+    return add_to_picture(output, part, into_output(attn, heads, picture))
 
 
-def watch_layer(model: Denoiser, index: int, part: nn.Module, args: tuple[Any, ...]) -> None:
+def watch_layer(model: Denoiser, index: int, part: nn.Module, args: Positional) -> None:
     """A forward pre-hook of a projection: note that its attention layer runs, whatever calls it."""
     step = FORWARD.get()
     if step is not None and step.model is model and step.details is not None:
@@ -176,11 +179,16 @@ def watch_layer(model: Denoiser, index: int, part: nn.Module, args: tuple[Any, .
 
 
 def after_block(
-    model: Denoiser, index: int, part: int | None, block: nn.Module, args: tuple[Any, ...], output: Any
-) -> Any:
-    """A forward hook: add the heads in a block's attention to the picture, output `part` of the block or its only."""
+    model: Denoiser, index: int, part: int, block: nn.Module, args: Positional, output: Output
+) -> Output | None:
+    """A forward hook: add the heads in a block's attention to the picture, output `part` of the block."""
     step = step_of(model)
     heads = None if step is None or step.details is None else step.details.pop(index, None)
-    if heads is None:
-        return None
-    return output + sum(heads) if part is None else (*output[:part], output[part] + sum(heads), *output[part + 1 :])
+    return None if heads is None else add_to_picture(output, part, sum(heads))
+
+
+def add_to_picture(output: Output, part: int, change: Tensor) -> Output:
+    """Add to an output, of several to that of number `part`."""
+    if isinstance(output, Tensor):
+        return output + change
+    return (*output[:part], output[part] + change, *output[part + 1 :])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of
+from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.scale import Grid
 from mmattn.hosts.interop.peft import inner_host
 
@@ -68,7 +68,7 @@ class Layout:
         sizes["t"] = sizes["l"] * self.patch[2]
         return tuple(sizes[axis] for axis in self.axes)
 
-    def grid_of(self, kwargs: Mapping[str, Any], x: Tensor) -> Grid | None:
+    def grid_of(self, kwargs: Keywords, x: Tensor) -> Grid | None:
         """Return frames, height and width in tokens of the picture x of a call; None where the call does not say."""
         return self._grid_by_axes(x) or _packed_grid(kwargs, x.shape[1])
 
@@ -84,7 +84,7 @@ class Layout:
         return max(frames, 1), height, width
 
 
-def _packed_grid(kwargs: Mapping[str, Any], length: int) -> Grid | None:
+def _packed_grid(kwargs: Keywords, length: int) -> Grid | None:
     """Return the grid of packed tokens by `img_ids` (Flux), `img_shapes` (Qwen-Image), or `num_frames`, … (LTX)."""
     grids: list[Grid] = []
     ids, shapes = kwargs.get("img_ids"), kwargs.get("img_shapes")
@@ -104,7 +104,7 @@ def _packed_grid(kwargs: Mapping[str, Any], length: int) -> Grid | None:
 
 def layouts(host: nn.Module) -> list[Layout]:
     """Return the layouts of pictures to try on a host, one after the other."""
-    config: Any = getattr(host, "config", {})
+    config = getattr(host, "config", {})
     channels = next((config[name] for name in CHANNELS if config.get(name)), 4)
     channels = channels[0] if isinstance(channels, (tuple, list)) else channels
     channels = 2 * channels + 1 if config.get("visual_cond") else channels  # a picture to go on from, and its mask
@@ -119,9 +119,9 @@ def layouts(host: nn.Module) -> list[Layout]:
 
 def example_inputs(
     host: nn.Module, layout: Layout, grid: Grid, rows: int, generator: torch.Generator
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Arguments]:
     """Yield arguments of a host for each width that its text may have, with masks of the text and without."""
-    config: Any = getattr(host, "config", {})
+    config = getattr(host, "config", {})
     widths = dict.fromkeys(width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width)
     names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
     for width, masked in itertools.product(widths or (None,), (True, False)):
@@ -146,7 +146,7 @@ def _dtype_of(host: nn.Module) -> torch.dtype:
 class _Example:
     """Example arguments by name; None to leave one out."""
 
-    config: Mapping[str, Any]
+    config: Keywords
     rows: int
     layout: Layout
     grid: Grid
@@ -166,7 +166,7 @@ class _Example:
         width = self.config.get(name)
         return self.random(self.rows, *length, width) if isinstance(width, int) and width else None
 
-    def texts(self) -> dict[str, Any]:
+    def texts(self) -> Arguments:
         """Return texts, those of several layers of an encoder in the host's order of axes, and their masks."""
         text = None if self.width is None else self.random(self.rows, TEXT, self.width)
         layers, injected = self.config.get("num_text_layers"), self.config.get("injection_layer_ids")
@@ -193,7 +193,7 @@ class _Example:
             "text_encoder_layers": [self.vectors("text_encoder_dim", TEXT) for _ in range(blocks)],
         }
 
-    def positions(self) -> dict[str, Any]:
+    def positions(self) -> Arguments:
         """Return positions: frame, row and column (l, 3) of each token, (l, 4) where the host has one axis more."""
         axes = [torch.arange(size, device=self.device) for size in self.grid]
         tokens = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3).to(self.dtype)
@@ -223,7 +223,7 @@ class _Example:
             return None
         return self.random(*replace(self.layout, channels=channels).shape(self.rows, (frames, *self.grid[1:])))
 
-    def pictures(self) -> dict[str, Any]:
+    def pictures(self) -> Arguments:
         """Return the picture or sound, and others beside it."""
         frames, config, shape = self.grid[0], self.config, self.layout.shape(self.rows, self.grid)
         face, sound = config.get("motion_encoder_size"), config.get("audio_in_channels")
@@ -247,7 +247,7 @@ class _Example:
         frames = (self.grid[0],) if "deltatime_type" in self.config else ()
         return self.full(self.rows, *frames, value=step).to(self.dtype)
 
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Arguments:
         """Return timesteps, pooled texts, classes and sizes."""
         config, sizes = self.config, self.full(self.rows, 2, value=16).to(self.dtype)
         sized = config.get("use_additional_conditions", config.get("sample_size") == 128)

@@ -10,12 +10,14 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.hosts.context import Arguments, Keywords, Positional
+from mmattn.hosts.diffusion.call import Output
 from mmattn.hosts.diffusion.example_inputs import TEXT, Layout, example_inputs, layouts
 from mmattn.hosts.diffusion.heads import SHARED, attention_names, is_attention
 from mmattn.hosts.diffusion.scale import Grid
@@ -23,8 +25,14 @@ from mmattn.hosts.probe import Handle, disturb, in_eval_mode, unreached
 
 #: Kinds of attention layers: over text, one softmax over text and picture, or over what is in the layer's stream.
 CROSS, JOINT, SELF = "cross", "joint", "self"
-#: Hidden states, text and output of a layer in one call.
-Call = tuple[Any, Any, Any]
+
+
+class LayerCall(NamedTuple):
+    """Hidden states, text and output of a layer in one call."""
+
+    x: object
+    text: object
+    output: object
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,8 @@ class PictureAttention:
     width: int  # of the inputs of its keys and values: of the text, or of its stream if it reads no text
     part: int  # index of the picture among its outputs
     block: str = ""  # dotted name of the block around it
-    #: index of the picture among the outputs of the block, −1 for a single output; None if none fits
-    block_part: int | None = None
-    block_width: int = 0  # d of that output
+    block_part: int = 0  # index of the picture among the outputs of the block
+    block_width: int = 0  # d of that output; 0 if none fits
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class TransformerLayers:
     grid: Grid  # of a picture that it accepts
     way: int  # index of the accepted `example_inputs`
 
-    def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> dict[str, Any]:
+    def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> Arguments:
         """Return random arguments that the host accepts."""
         ways = example_inputs(host, self.layout, self.grid, rows, generator)
         return next(kwargs for way, kwargs in enumerate(ways) if way == self.way)
@@ -84,7 +91,7 @@ def find_attention(host: nn.Module) -> TransformerLayers:
     )
 
 
-def prediction(host: nn.Module, kwargs: Mapping[str, Any]) -> Tensor:
+def prediction(host: nn.Module, kwargs: Keywords) -> Tensor:
     """Call a host and return what it predicts of its picture."""
     output = host(**kwargs)
     return output if isinstance(output, Tensor) else output[0]
@@ -97,15 +104,15 @@ def _has_size_of(output: Tensor, picture: Tensor, layout: Layout) -> bool:
 
 
 @contextlib.contextmanager
-def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Call]]:
+def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, LayerCall]]:
     """Record the first call of each module inside the block."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, LayerCall] = {}
 
     def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(module: nn.Module, args: Positional, kwargs: Arguments, output: object) -> None:
             x = args[0] if args else kwargs.get("hidden_states")
             text = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
-            calls.setdefault(name, (x, text, output))
+            calls.setdefault(name, LayerCall(x, text, output))
 
         return hook
 
@@ -118,15 +125,15 @@ def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Call]]:
 
 
 def _choose(
-    host: str, layers: Collection[str], calls: Mapping[str, Call], rows: int, tokens: int
+    host: str, layers: Collection[str], calls: Mapping[str, LayerCall], rows: int, tokens: int
 ) -> tuple[PictureAttention, ...]:
     """Return one layer for each block: the one that reads text, else the one joined with it, else the first."""
     blocks: dict[str, list[PictureAttention]] = {}
     for name, call in calls.items():
         layer = _picture_attention(name, call, rows, tokens) if name in layers else None
-        if layer is not None:
+        if layer is not None and isinstance(call.x, Tensor):
             block = name.rpartition(".")[0]
-            part, width = _picture_output(calls[block][2] if block in calls else None, call[0].shape[:2])
+            part, width = _picture_output(calls[block].output if block in calls else None, call.x.shape[:2])
             blocks.setdefault(block, []).append(replace(layer, block=block, block_part=part, block_width=width))
     order = (CROSS, JOINT, SELF)
     best = [min(block, key=lambda layer: order.index(layer.kind)) for block in blocks.values()]
@@ -140,26 +147,25 @@ def _choose(
     return tuple(best)
 
 
-def _picture_attention(name: str, call: Call, rows: int, tokens: int) -> PictureAttention | None:
+def _picture_attention(name: str, call: LayerCall, rows: int, tokens: int) -> PictureAttention | None:
     x, text, output = call
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[0] != rows or x.shape[1] < tokens:
         return None
-    part, _ = _picture_output(output, x.shape[:2])
-    if part is None:
+    part, width = _picture_output(output, x.shape[:2])
+    if not width:
         return None
     if not isinstance(text, Tensor) or text is x:
-        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], max(part, 0))
-    kind = CROSS if isinstance(output, Tensor) or len(output) == 1 else JOINT
-    return PictureAttention(name, kind, False, text.shape[-1], max(part, 0))
+        return PictureAttention(name, SELF, x.shape[1] >= tokens + TEXT, x.shape[-1], part)
+    kind = JOINT if isinstance(output, (tuple, list)) and len(output) > 1 else CROSS
+    return PictureAttention(name, kind, False, text.shape[-1], part)
 
 
-def _picture_output(output: Any, size: torch.Size) -> tuple[int | None, int]:
-    """Return the index of the output (b, l, d) of this size, −1 for a single tensor, None for none; and its width."""
-    outputs = (output,) if isinstance(output, Tensor) else output if isinstance(output, (tuple, list)) else ()
-    for part, one in enumerate(outputs):
+def _picture_output(output: object, size: torch.Size) -> tuple[int, int]:
+    """Return index and width of the output (b, l, d) of this size; 0 and 0 for none."""
+    for part, one in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
         if isinstance(one, Tensor) and one.dim() == 3 and one.shape[:2] == size:
-            return -1 if isinstance(output, Tensor) else part, one.shape[-1]
-    return None, 0
+            return part, one.shape[-1]
+    return 0, 0
 
 
 @torch.no_grad()
@@ -167,7 +173,7 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
     """Check that changes of outputs, names of modules and indices, reach the prediction of a host."""
 
     def site(name: str, part: int) -> Callable[[int], Handle]:
-        def change(row: int, output: Any) -> Any:
+        def change(row: int, output: Output) -> Output:
             if isinstance(output, Tensor):
                 return disturb(output, row)
             return (*output[:part], disturb(output[part], row), *output[part + 1 :])
@@ -187,7 +193,7 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
         )
 
 
-def _repeat(name: str, value: Any, rows: int) -> Any:
+def _repeat(name: str, value: object, rows: int) -> object:
     """Repeat an argument of one row; a list has a part for each row, or a tensor for each layer."""
     if isinstance(value, list):
         return [_repeat(name, one, rows) for one in value] if isinstance(value[0], Tensor) else value * rows

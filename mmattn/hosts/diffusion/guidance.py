@@ -107,14 +107,14 @@ def _both_texts(
     """Return the text (2b, m, e) of the rows of ε(∅) and then of ε(c), and its mask (2b, m)."""
     if mask is not None and mask.shape != text.shape[:2]:
         raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(mask.shape)}")
-    if null_text is None and not model.through_core:
+    if null_text is None and not model.processors:
         raise ConditionError(
             "guidance masks the text in the core: call use_core(), or give null_text= (for Stable Diffusion the "
             "embedding of the empty text)"
         )
     null = text[:, :0] if null_text is None else null_text
     missing = text.shape[1] - null.shape[1]
-    if missing < 0 or (missing and not model.through_core) or null.shape[0] not in (1, len(text)):
+    if missing < 0 or (missing and not model.processors) or null.shape[0] not in (1, len(text)):
         raise ShapeError(
             f"null_text must be (b or 1, m, e) like the text {tuple(text.shape)}, or shorter with use_core(); got "
             f"{tuple(null.shape)}"

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.context import Keywords
 from mmattn.hosts.diffusion.call import DenoisingCall, equal
 from mmattn.hosts.interop.peft import inner_host
 
@@ -45,7 +45,7 @@ class HostCall:
     """One call of a host inside a guided block."""
 
     host: nn.Module  # the diffusion model
-    kwargs: Mapping[str, Any]  # its arguments by name
+    kwargs: Keywords  # its arguments by name
     picture: str  # name of the argument that is the sample
 
     @property
@@ -60,12 +60,12 @@ class HostCall:
         return sample
 
     @property
-    def named_text(self) -> Any:
+    def named_text(self) -> object:
         """Return the text, or None if no argument is known as one."""
         return next((self.kwargs[name] for name in TEXTS if self.kwargs.get(name) is not None), None)
 
     @property
-    def text(self) -> Any:
+    def text(self) -> object:
         """Return the text; without a known argument for it everything but the sample and its timestep."""
         if self.named_text is not None:
             return self.named_text
@@ -97,7 +97,7 @@ class HostCall:
 class _Step:
     """The calls of a host at one timestep of a pipeline."""
 
-    sources: Any  # the memories of the block
+    sources: object  # the memories of the block
     first: HostCall
     calls: list[tuple[HostCall, bool]] = field(default_factory=list)  # each call, and whether it is conditional
 
@@ -117,29 +117,16 @@ def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, predic
     """Return the number of parts of a sample with as many rows as the memory: 1, or 2 or 3 under guidance."""
     if memory_rows is None or rows == memory_rows:
         return 1
-    one = prediction in NAMED
-    if guided and not one and rows in (2 * memory_rows, 3 * memory_rows):
+    if guided and prediction not in NAMED and rows in (2 * memory_rows, 3 * memory_rows):
         return rows // memory_rows
     raise ShapeError(
         f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-        f"each picture{_advice(rows, memory_rows, guided, may_be_doubled=not one and rows % 2 == 0)}"
+        "each picture; where a pipeline computes guidance over them, say condition(memory, guided=True)"
     )
 
 
-def _advice(rows: int, memory_rows: int, guided: bool, may_be_doubled: bool) -> str:
-    """Return what to do; `expand` to all rows of a doubled batch would show the memory to unconditional rows."""
-    pictures = rows // 2
-    if may_be_doubled and memory_rows == pictures:
-        return "; if a pipeline computes guidance over them, say condition(memory, guided=True)"
-    if memory_rows != 1 or rows < 2:
-        return ""
-    alone = "" if guided and may_be_doubled else f"; say memory.expand({rows}) for {rows} pictures"
-    doubled = f"; say memory.expand({pictures}) with guided=True where guidance doubles {pictures} pictures"
-    return alone + doubled if may_be_doubled else alone
-
-
 def conditional_parts(
-    host: nn.Module, call: DenoisingCall, kwargs: Mapping[str, Any] | None, picture: str, count: int, prediction: str
+    host: nn.Module, call: DenoisingCall, kwargs: Keywords | None, picture: str, count: int, prediction: str
 ) -> tuple[bool, ...]:
     """Return which of the `count` equal parts of a sample's rows are conditional, and so see the memory."""
     if not call.guided or call.parts:
@@ -224,7 +211,7 @@ def _by_text(call: HostCall, negative: Tensor | None, count: int) -> tuple[bool,
     if negative is None:
         return None
     text, rows = call.named_text, call.sample.shape[0]
-    matches = [] if text is None else [_is_one_of(row, negative) for row in text]
+    matches = [_is_one_of(row, negative) for row in text] if isinstance(text, Tensor) else []
     parts = _uniform_parts(matches, rows, count)
     if count > 1 and parts is not None and len(set(parts)) == 1:
         if not parts[0] or _is_perturbed_alone(call.host):
@@ -269,7 +256,7 @@ def _same_twice() -> ConditionError:
     )
 
 
-def _step_of(call: HostCall, sources: Any) -> _Step:
+def _step_of(call: HostCall, sources: object) -> _Step:
     """Return the timestep of this call, a new one if it begins one."""
     steps = _STEPS.get() or {}
     step = steps.get(call.host)

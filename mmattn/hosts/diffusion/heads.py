@@ -7,7 +7,6 @@ transformer of diffusers has a class of its own. Some have other names for the s
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +23,14 @@ _NORMS = ("norm_q", "q_norm", "query_norm", "img_attn_q_norm")
 _OUTPUTS = ("to_out", "out_layer", "img_attn_proj")
 
 
-def _named(attn: Any, names: tuple[str, ...]) -> Any:
-    """Return the attribute of a layer under the first of these names that it has, or None."""
+def _named(attn: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """Return the module of a layer under the first of these names that it has, or None."""
     return next((value for name in names if (value := getattr(attn, name, None)) is not None), None)
 
 
 def attention_names(host: nn.Module) -> list[str]:
     """Return the names of all attention layers of a model of diffusers."""
-    processors: Any = getattr(host, "attn_processors", None)
+    processors = getattr(host, "attn_processors", None)
     if isinstance(processors, dict):
         return [name.removesuffix(".processor") for name in processors]
     if not type(host).__module__.startswith("diffusers."):
@@ -68,51 +67,62 @@ def forward_arguments(host: nn.Module) -> tuple[str, ...]:
 SHARED = ("img_ids", "txt_ids", "padding_mask", "position_ids", "text_rope_pos", "image_rotary_emb")
 
 
-def is_attention(attn: Any) -> bool:
+def is_attention(attn: nn.Module) -> bool:
     """Return whether a layer has a projection of queries and heads."""
-    q, heads = queries_of(attn), heads_of(attn)
     if getattr(attn, "use_differential", False):
         return False  # the difference of two softmaxes
-    return isinstance(q, nn.Module) and hasattr(q, "weight") and isinstance(heads, int) and heads > 0
+    q = _named(attn, _QUERIES + _FUSED)
+    return isinstance(q, nn.Module) and hasattr(q, "weight") and heads_of(attn) > 0
 
 
-def heads_of(attn: Any) -> Any:
-    """Return the number of heads of an attention layer."""
-    return _named(attn, ("heads", "num_heads"))
+def heads_of(attn: nn.Module) -> int:
+    """Return the number of heads of an attention layer; 0 of another module."""
+    heads = getattr(attn, "heads", None) or getattr(attn, "num_heads", None)
+    return heads if isinstance(heads, int) else 0
 
 
-def head_size(attn: Any) -> HeadSizes:
+def head_size(attn: nn.Module) -> HeadSizes:
     """Return heads, key/value heads and head width of an attention layer."""
     heads, parts = heads_of(attn), 3 if _named(attn, _QUERIES) is None else 1
-    inner = getattr(attn, "inner_dim", None) or queries_of(attn).out_features // parts
+    inner = getattr(attn, "inner_dim", None) or getattr(queries_of(attn), "out_features", 0) // parts
     width = inner // heads
     return HeadSizes(heads, (getattr(attn, "inner_kv_dim", None) or inner) // width, width)
 
 
-def queries_of(attn: Any) -> Any:
+def queries_of(attn: nn.Module) -> nn.Module:
     """Return the projection of queries."""
-    return _named(attn, _QUERIES + _FUSED)
+    queries = _named(attn, _QUERIES + _FUSED)
+    assert queries is not None, "`is_attention` has found it"
+    return queries
 
 
-def watched_parts(attn: Any) -> list[nn.Module]:
+def watched_parts(attn: nn.Module) -> list[nn.Module]:
     """Return projections of an attention layer, one of which runs whenever the layer does."""
     names = _KEYS + _FUSED if _named(attn, _KEYS) is not None else _QUERIES + _FUSED
     return [part for name in names if isinstance(part := getattr(attn, name, None), nn.Module)]
 
 
-def keys_and_values_of(attn: Any) -> tuple[Any, Any]:
+def weight_of(projection: nn.Module) -> Tensor:
+    """Return the weight of a linear layer."""
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def keys_and_values_of(attn: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the projections of keys and of values, None where a layer has none of its own."""
     return _named(attn, _KEYS), _named(attn, _VALUES)
 
 
-def query_heads(attn: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
+def query_heads(attn: nn.Module, x: Tensor, temb: Tensor | None = None) -> Tensor:
     """Return the queries (b, h, l, k) of an attention layer, normalised as in the host, without positions."""
-    if getattr(attn, "spatial_norm", None) is not None:
-        x = attn.spatial_norm(x, temb)
+    spatial_norm, group_norm = getattr(attn, "spatial_norm", None), getattr(attn, "group_norm", None)
+    if spatial_norm is not None:
+        x = spatial_norm(x, temb)
     if x.dim() == 4:
         x = x.flatten(2).transpose(1, 2)
-    if getattr(attn, "group_norm", None) is not None:
-        x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+    if group_norm is not None:
+        x = group_norm(x.transpose(1, 2)).transpose(1, 2)
     q = queries_of(attn)(x)
     if _named(attn, _QUERIES) is None:
         q = q[..., : q.shape[-1] // 3]
@@ -127,22 +137,21 @@ def split_heads(x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
     return (by_head if norm is None else norm(by_head)).transpose(1, 2)
 
 
-def projections(attn: Any, x: Tensor) -> Tensor:
+def projections(attn: nn.Module, x: Tensor) -> Tensor:
     """Return queries, keys and values (b, 3h, l, k) of x (b, l, d), before the norms of an attention layer."""
     projected = queries_of(attn)(x)
     if _named(attn, _QUERIES) is not None:
-        projected = torch.cat([projected, *(one(x) for one in keys_and_values_of(attn))], 2)
+        projected = torch.cat([projected, *(one(x) for one in keys_and_values_of(attn) if one is not None)], 2)
     heads: Tensor = projected.unflatten(2, (3 * heads_of(attn), -1)).transpose(1, 2)
     return heads
 
 
-def check_projections(attn: Any, name: str, reads_text: bool) -> None:
+def check_projections(attn: nn.Module, name: str, reads_text: bool) -> None:
     """Refuse layers whose keys and values are not those of the picture, with as many heads as its queries."""
     if _named(attn, _QUERIES) is None and not reads_text:
         return
-    size = tuple(queries_of(attn).weight.shape)
-    weights = [getattr(projection, "weight", None) for projection in keys_and_values_of(attn)]
-    sizes = [None if weight is None else tuple(weight.shape) for weight in weights]
+    projections = (queries_of(attn), *keys_and_values_of(attn))
+    size, *sizes = (None if one is None else tuple(weight_of(one).shape) for one in projections)
     if reads_text or sizes != [size, size]:
         raise AttachError(
             f"a JointDecoupledAdapter reads keys and values of the picture of size {size}; {name} has those of its "
@@ -152,22 +161,21 @@ def check_projections(attn: Any, name: str, reads_text: bool) -> None:
 
 def norm_width(norm: nn.Module) -> int | None:
     """Return the width of a norm, or None."""
-    width = _named(norm, ("normalized_shape", "dim"))
+    width = getattr(norm, "normalized_shape", None) or getattr(norm, "dim", None)
     if isinstance(width, (tuple, list)) and width:
         return int(width[-1])
-    weight = _named(norm, ("weight", "gamma"))
-    return None if weight is None else int(weight.shape[-1])
+    weights = (getattr(norm, name, None) for name in ("weight", "gamma"))
+    return next((weight.shape[-1] for weight in weights if isinstance(weight, Tensor)), None)
 
 
-def into_output(attn: Any, heads: Tensor, output: Tensor) -> Tensor:
+def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
     """Project heads (b, l, h · k) to the output of their attention layer, in its shape."""
-    projection: Any = _named(attn, _OUTPUTS)
+    projection = _named(attn, _OUTPUTS)
     if projection is None:
         return heads  # the block projects them
-    is_one = isinstance(projection, nn.Linear) or hasattr(projection, "base_layer")
-    parts: list[Any] = [projection] if is_one else list(projection)
-    out = _without_bias(parts[0], heads)
-    for part in parts[1:]:
+    first, *others = projection if isinstance(projection, (nn.ModuleList, nn.Sequential)) else (projection,)
+    out = _without_bias(first, heads)
+    for part in others:
         out = part(out)
     if output.dim() == 4:
         out = out.transpose(1, 2).reshape(output.shape)
@@ -175,7 +183,7 @@ def into_output(attn: Any, heads: Tensor, output: Tensor) -> Tensor:
     return rescaled
 
 
-def _without_bias(projection: Any, heads: Tensor) -> Tensor:
+def _without_bias(projection: nn.Module, heads: Tensor) -> Tensor:
     if type(projection) is nn.Linear and not projection.weight.is_meta:
         return F.linear(heads, projection.weight)
     # LoRA may add biases of its own, and offloaded weights have values only inside the layer's forward.

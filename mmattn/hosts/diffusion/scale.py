@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,10 @@ from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError, check_float
 
-AdapterScale = float | Tensor | Mapping[str, Any] | Callable[[float], Any]
-Fixed = float | Tensor | Mapping[str, Any]
+AdapterScale: TypeAlias = "float | Tensor | Mapping[str, AdapterScale] | Callable[[float], AdapterScale]"
+#: At one timestep.
+Fixed: TypeAlias = "float | Tensor | Mapping[str, Fixed]"
+Timestep: TypeAlias = "Tensor | float | None"
 #: Frames, height and width of a picture or film.
 Grid = tuple[int, int, int]
 
@@ -32,7 +34,7 @@ Grid = tuple[int, int, int]
 ASPECT = 0.02
 
 
-def check_adapter_scale(scale: Any, layer_names: Sequence[str], rows: int | None) -> AdapterScale:
+def check_adapter_scale(scale: AdapterScale, layer_names: Sequence[str], rows: int | None) -> AdapterScale:
     """Validate `adapter_scale` against the rows of the memory and the names of attention layers."""
     if isinstance(scale, Mapping):
         for prefix in scale:
@@ -61,9 +63,7 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
     return scale
 
 
-def at_step(
-    adapter_scale: AdapterScale, timestep: Tensor | float | None, layer_names: Sequence[str], rows: int | None
-) -> Fixed:
+def at_step(adapter_scale: AdapterScale, timestep: Timestep, layer_names: Sequence[str], rows: int | None) -> Fixed:
     """Return the scale at one timestep: schedules are called, and their results checked."""
     if isinstance(adapter_scale, Mapping):
         return {prefix: at_step(inner, timestep, layer_names, rows) for prefix, inner in adapter_scale.items()}
@@ -73,7 +73,7 @@ def at_step(
     return adapter_scale
 
 
-def first_time(timestep: Tensor | float | None) -> float:
+def first_time(timestep: Timestep) -> float:
     """Return the timestep as a number, for schedules, which need one timestep for all rows."""
     if timestep is None:
         raise ConditionError("a schedule of adapter_scale needs a call of the whole host with a timestep")
@@ -84,9 +84,8 @@ def first_time(timestep: Tensor | float | None) -> float:
     return float(timestep.flatten()[0])
 
 
-def times_by_row(timestep: Any, first: int, rows: int) -> Tensor | None:
+def times_by_row(times: Tensor, first: int, rows: int) -> Tensor | None:
     """Return the timestep (b,) of each row of a memory; None where frames of a film have timesteps of their own."""
-    times = torch.as_tensor(timestep)
     if times.dim() > 1:
         times = times.flatten(1)
         if bool((times != times[:, :1]).any()):
@@ -103,7 +102,7 @@ def at_layer(adapter_scale: Fixed, layer_name: str) -> float | Tensor:
     return at_layer(adapter_scale[max(fitting, key=len)], layer_name) if fitting else 0.0
 
 
-def check_aspect(adapter_scale: Any, grid: Grid | None) -> None:
+def check_aspect(adapter_scale: Fixed, grid: Grid | None) -> None:
     """Refuse maps over another picture."""
     if isinstance(adapter_scale, Mapping):
         for inner in adapter_scale.values():
@@ -150,6 +149,6 @@ def over_queries(adapter_scale: float | Tensor, grid: Grid | None, q: Tensor) ->
     return level.flatten(2)[..., None]
 
 
-def is_zero(adapter_scale: Any) -> bool:
+def is_zero(adapter_scale: object) -> bool:
     """Return whether a scale is the number 0."""
     return isinstance(adapter_scale, float) and adapter_scale == 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.attention import CoreProcessor, JointAttention, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.find_attention import CROSS, JOINT, SELF, PictureAttention, check_reaches, find_attention
@@ -21,6 +21,7 @@ from mmattn.hosts.diffusion.heads import (
     is_of_diffusers,
     keys_and_values_of,
     takes_hidden_states,
+    weight_of,
 )
 from mmattn.hosts.diffusion.published import FluxLayout, PublishedLayout, SD3Layout
 from mmattn.hosts.diffusion.scale import Grid
@@ -51,8 +52,9 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
     part: ClassVar[str] = "transformer"
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
-        self.__dict__["structure"] = structure = find_attention(host)
+        structure = find_attention(host)
         super().__init__(host, [layer.name for layer in structure.layers], require_memory)
+        self.structure = structure
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -61,8 +63,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
     def attention(self, index: int) -> PictureAttention:
         """Return the attention layer of this number."""
-        layer: PictureAttention = self.structure.layers[index]
-        return layer
+        return self.structure.layers[index]
 
     def sites(self, position: str) -> list[Site]:
         """Return the attention layer of every block whose queries are those of the picture."""
@@ -82,7 +83,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         if not adapter.adds_to_block:
             return self.layer(index), self.attention(index).part
         block, part = self.block_of(index)
-        return self.host.get_submodule(block), part or 0
+        return self.host.get_submodule(block), part
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Check that changes at an adapter's layers reach the prediction, and that layers have what it reads."""
@@ -91,32 +92,31 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             layer = self.attention(site.layer)
             if getattr(adapter.block(site.layer), "reads_projections", False):
                 check_projections(self.layer(site.layer), layer.name, layer.kind == CROSS)
-            name, part = self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part)
-            changed.append((name, part or 0))
+            changed.append(self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part))
         with self.open_blocks.conditioned(None):
             check_reaches(self.host, self.structure, changed)
 
-    def block_of(self, index: int) -> tuple[str, int | None]:
-        """Return the block around an attention layer, and the index of the picture in its outputs or None."""
+    def block_of(self, index: int) -> tuple[str, int]:
+        """Return the block around an attention layer, and the index of the picture in its outputs."""
         layer, size = self.attention(index), head_size(self.layer(index))
         if layer.block_part is None or layer.block_width != size.num_heads * size.head_dim:
             raise AttachError(
                 f"layout.added_to='block' needs a block whose output is {size.num_heads * size.head_dim} wide, and "
                 f"{layer.block!r} is not: leave it out"
             )
-        return layer.block, None if layer.block_part == -1 else layer.block_part
+        return layer.block, layer.block_part
 
     def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the weights of the host's key and value projections of the text, or of the picture without one."""
         attn = self.layer(index)
         joint = self.attention(index).kind == JOINT and getattr(attn, "add_k_proj", None) is not None
         k, v = (attn.add_k_proj, attn.add_v_proj) if joint else keys_and_values_of(attn)
-        if k is None or v is None:
+        if not isinstance(k, nn.Module) or not isinstance(v, nn.Module):
             raise AttachError(
                 f"start='host' copies key and value projections, and {self.layer_names[index]} has none of their own: "
                 "give start='nothing'"
             )
-        return k.weight, v.weight
+        return weight_of(k), weight_of(v)
 
     def published_layout(self, follows_time: bool) -> PublishedLayout:
         """Return the layout of published IP-Adapters for Flux or, if they follow the time step, for SD 3.5."""
@@ -124,14 +124,9 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             return SD3Layout(self, range(len(self.layer_names)))
         return FluxLayout(self, [index for index, layer in enumerate(self.structure.layers) if layer.kind == JOINT])
 
-    def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
+    def grid_of(self, kwargs: Keywords) -> Grid | None:
         """Return frames, height and width in tokens of the picture of a call; None if the call does not say."""
         return self.structure.layout.grid_of(kwargs, kwargs[self.picture_name])
-
-    def predict(self, sample: Tensor, timestep: Tensor | float, text: Tensor, **inputs: object) -> Tensor:
-        """Return the prediction of a sample, with the timestep, or (1, frames) of them, for every row."""
-        time = torch.as_tensor(timestep, device=sample.device)
-        return super().predict(sample, time.expand(sample.shape[0], *time.shape[1:]), text, **inputs)
 
     def text_attention(self, index: int) -> CoreProcessor:
         """Return the processor that computes the attention of a layer over its text by the core."""
@@ -145,7 +140,6 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: object, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: object, rows: int) -> Arguments:
         """Return a noisy picture, a timestep, a text, and further arguments of the host."""
-        inputs: dict[str, Any] = self.structure.inputs(self.host, rows, generator)
-        return inputs
+        return self.structure.inputs(self.host, rows, generator)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError
+from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.attention import CoreProcessor, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.heads import attention_names, head_size, is_of_diffusers, takes_hidden_states
@@ -49,7 +49,7 @@ class AdaptedUNet(AdaptedDenoiser):
         """Return whether this is a model of diffusers that is called with `sample`."""
         return is_of_diffusers(model) and not takes_hidden_states(model)
 
-    def grid_of(self, kwargs: Mapping[str, Any]) -> Grid | None:
+    def grid_of(self, kwargs: Keywords) -> Grid | None:
         """Return one frame of the height and width of the sample."""
         height, width = kwargs["sample"].shape[-2:]
         return 1, height, width
@@ -76,9 +76,9 @@ class AdaptedUNet(AdaptedDenoiser):
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: object, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: object, rows: int) -> Arguments:
         """Return a noisy picture, a timestep and a text, with the further arguments of SDXL."""
-        host: Any = self.host.config
+        host = getattr(self.host, "config")  # noqa: B009
         size = host.sample_size or 32
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
 

@@ -188,10 +188,8 @@ def test_the_null_class_is_unconditional(labels):
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "memory_rows", "right"), [(2, 1, "guided=True"), (4, 2, "guided=True"), (6, 1, "expand(3)")]
-)
-def test_advice_never_shows_the_memory_to_the_unconditional_half(rows, memory_rows, right, guided):
+@pytest.mark.parametrize(("rows", "memory_rows"), [(2, 1), (4, 2), (6, 1)])
+def test_advice_never_shows_the_memory_to_the_unconditional_half(rows, memory_rows, guided):
     """Invariant 127: a batch that guidance may have doubled is told of guided=True and of one row for each picture."""
     model = tiny_unets.attach(tiny_unets.make())
     args, named = tiny_unets.given()
@@ -200,10 +198,9 @@ def test_advice_never_shows_the_memory_to_the_unconditional_half(rows, memory_ro
         if guided and rows == 2 * memory_rows:
             assert model.host(*some, **named)[0].isfinite().all()
             return
-        with pytest.raises(ShapeError) as error:
+        with pytest.raises(ShapeError, match="one row of memory for each picture; .*guided=True") as error:
             model.host(*some, **named)
-    assert right in str(error.value) and len(str(error.value)) < 320
-    assert not guided or f"expand({rows})" not in str(error.value)
+    assert "expand" not in str(error.value)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_frames_at_times_of_their_own():
 def test_the_time_of_each_row():
     """An adapter that follows the time step is told one for each row; where frames differ there is none."""
     frames = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0], [4.0, 4.0]])
-    assert times_by_row(7, 0, 2).tolist() == [7, 7]
+    assert times_by_row(torch.tensor(7), 0, 2).tolist() == [7, 7]
     assert times_by_row(frames, 2, 2).tolist() == [3, 4]
     assert times_by_row(frames[:, 0], 2, 2).tolist() == [3, 4]
     assert times_by_row(frames + torch.tensor([0.0, 1.0]), 2, 2) is None

@@ -100,22 +100,6 @@ def test_compiled_afterwards(model):
         mmattn.attach(torch.compile(tiny_unets.make(), backend="eager"), tiny_unets.adapter())
 
 
-@torch.no_grad()
-def test_a_float32_adapter_on_a_bfloat16_host(model):
-    want = run(model, tiny.memory(ROWS))
-    state = model.adapters.state_dict()
-    model = tiny_unets.attach(tiny_unets.make().bfloat16())
-    model.adapters.load_state_dict(state)
-    assert {one.dtype for one in model.adapters.parameters()} == {torch.float32}
-    args = tiny_unets.given()[0]
-    own = tiny_unets.make().bfloat16()(args[0].bfloat16(), args[1], args[2].bfloat16()).sample
-    for memory in (tiny.memory(ROWS, lengths=[5, 0, 5]), tiny.memory(ROWS, lengths=[5, 0, 5]).to(torch.bfloat16)):
-        out = model(args[0].bfloat16(), args[1], args[2].bfloat16(), memory=memory).sample
-        assert out.dtype is torch.bfloat16
-        assert torch.equal(out[1], own[1])
-        assert_close(out[::2].float(), want[::2], 0.15)
-
-
 # Processors that come and go
 
 
@@ -179,19 +163,6 @@ def test_lora_beside_an_adapter(first, bias):
     unet.delete_adapters("default")
     assert torch.equal(run(model), tiny_unets.own())
     assert_close(run(model, memory), other)
-
-
-def test_lora_is_its_owners_to_train():
-    unet = tiny_unets.make()
-    tiny_unets.lora(unet)
-    model = tiny_unets.attach(unet)
-    run(model, tiny.memory(ROWS)).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == ("lora" in name or name.startswith("adapters")), name
-    model.unload()
-    assert {name for name, one in unet.named_parameters() if one.requires_grad} == {
-        name for name, _ in unet.named_parameters() if "lora" in name
-    }
 
 
 # Offloading

@@ -20,10 +20,6 @@ def model():
     return tiny_unets.attach(tiny_unets.make())
 
 
-def k_projections(model, name="default"):
-    return [block.k_proj for block in model.adapters[name].blocks.values()]
-
-
 # Blocks and threads
 
 
@@ -60,33 +56,6 @@ def test_a_memory_stays_with_its_host():
 
 
 # Keys and values are made once, and never stale
-
-
-@torch.no_grad()
-def test_keys_and_values_are_made_once_for_all_steps(model):
-    memory, sample = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.cat([tiny_unets.picture(), tiny_unets.picture()])
-    words = tiny_unets.text(2 * ROWS)
-    steps = (31, 21, 11, 1)
-    want = [model(tiny_unets.picture(), time, tiny_unets.text(), memory=memory).sample for time in steps]
-    count = len(model.layer_names)
-    with tiny_unets.counting(*k_projections(model)) as ran:
-        with model.condition(memory, adapter_scale=lambda time: time / 31):
-            for time in steps:
-                model.host(tiny_unets.picture(), time, tiny_unets.text())
-        assert len(ran) == count
-        with model.condition(memory, guided=True):
-            for time in steps:
-                model.host(sample, time, words)
-        assert len(ran) == 2 * count
-        prepared = model.prepare(memory)
-        for time, wanted in zip(steps, want, strict=True):
-            out = model(tiny_unets.picture(), time, tiny_unets.text(), memory=prepared).sample
-            assert torch.equal(out, wanted)
-        with model.condition(prepared):
-            run(model)
-        assert len(ran) == 3 * count
-        run(model, memory)
-        assert len(ran) == 4 * count
 
 
 # Guidance

@@ -124,21 +124,6 @@ def test_gradients_go_around_padding():
 
 
 @torch.no_grad()
-def test_the_texts_keys_and_values_are_made_once_per_block(model):
-    (sample, time, words), _ = tiny_unets.given()
-    count = len(model.layer_names)
-    for memory, more in ((tiny.memory(ROWS), {}), (None, {}), (None, {"encoder_attention_mask": MASK.long()})):
-        with tiny_unets.counting(*text_projections(model)) as ran:
-            with model.condition(memory):
-                for _ in range(4):
-                    model.host(sample, time, words, **more)
-            assert len(ran) == count
-            model(sample, time, words, **more)
-            model(sample, time, words, **more)
-            assert len(ran) == 3 * count
-
-
-@torch.no_grad()
 def test_the_texts_keys_and_values_are_never_stale(model):
     (sample, time, words), _ = tiny_unets.given()
     count, plain = len(model.layer_names), mmattn.attach(tiny_unets.make())

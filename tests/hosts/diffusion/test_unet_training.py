@@ -60,26 +60,6 @@ def test_checkpointing_gives_the_same_gradients(kind, core):
     assert args[2].grad.any()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_forwards_before_one_backward_outside_of_their_blocks(checkpointing):
-    model = tiny_unets.attach(tiny_unets.make()).train()
-    memories = [tiny.memory(ROWS, m=m, seed=m) for m in (2, 3)]
-    want = [gradients(model, memory)[1] for memory in memories]
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    model.adapters.zero_grad()
-    losses = []
-    for memory in memories:
-        with model.condition(memory):
-            losses.append(model.host(*tiny_unets.given()[0]).sample.square().mean())
-    with torch.no_grad():
-        run(model, tiny.memory(ROWS, m=7))
-    with model.condition(tiny.memory(ROWS, m=5, seed=5)):
-        sum(losses).backward()
-    for name, parameter in model.adapters.named_parameters():
-        assert_close(parameter.grad, want[0][name] + want[1][name])
-
-
 def test_a_memory_of_its_own_for_every_row_and_time():
     """As training has it: rows at different times, some of them without the memory."""
     model, memory = tiny_unets.attach(tiny_unets.make()).train(), tiny.memory(ROWS)
@@ -115,26 +95,3 @@ def test_autocast(core):
         assert_close(rough.float(), exact, 0.15)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(rough[1], run(model)[1])
-
-
-def test_nothing_is_kept_while_gradients_are_needed():
-    model, memory = tiny_unets.attach(tiny_unets.make()), tiny.memory(ROWS)
-    projections = [block.k_proj for block in model.adapters["default"].blocks.values()]
-    with model.condition(memory), tiny_unets.counting(*projections) as ran:
-        run(model)
-        run(model).sum().backward()
-        assert len(ran) == 2 * len(projections)
-    # A frozen adapter and a fixed memory need none.
-    model.adapters.requires_grad_(False)
-    with model.condition(memory), tiny_unets.counting(*projections) as ran:
-        run(model)
-        run(model)
-        assert len(ran) == len(projections)
-    prepared = model.prepare(memory)
-    with torch.inference_mode():
-        want = run(model, prepared).clone()
-    model.adapters.requires_grad_(True)
-    out = run(model, prepared)
-    assert_close(out.detach(), want)
-    out.sum().backward()
-    assert all(one.grad.any() for one in model.adapters.parameters())

@@ -61,11 +61,11 @@ def write_page(
     count = sum(size <= room for size in sizes)
     if not count:
         raise ConfigError(
-            f"a sample takes {sizes[0]:,} bytes of {room:,}: give a shorter text, fewer layers or sources, or heads=False"
+            f"a sample takes {sizes[0]:,} bytes of {room:,}: give a shorter text, or fewer layers, heads or sources"
         )
-    notes = (
-        [f"{count} of {len(samples)} samples are shown: the page would be too large."] if count < len(samples) else []
-    )
+    notes = []
+    if count < len(samples):
+        notes.append(f"{count} of {len(samples)} samples are shown: the page would be too large.")
     write_text(path, _page(samples[:count], groups, notes, title))
     return notes
 

@@ -176,38 +176,22 @@ def test_numbers_in_a_page_are_the_weights() -> None:
     assert (back - weights).abs().max() <= 0.5 / 65535 + 1e-7
 
 
-class TestSizes:
-    @staticmethod
-    def large(l: int = 101, s: int = 97, n: int = 3, h: int = 5) -> mmattn.inspect.Trace:
-        weights = torch.full((n, h, l, s), 1 / s)
-        words, sources, layers = (
-            [f"{kind}{i}" for i in range(count)] for kind, count in (("w", l), ("s", s), ("n", n))
-        )
-        return mmattn.inspect.Trace(words, sources, weights, layers, word_grid=(l, 1))
+def test_a_huge_run_is_reduced_and_says_so(tmp_path: Path) -> None:
+    words, sources, layers = ([f"{kind}{i}" for i in range(n)] for kind, n in (("w", 101), ("s", 97), ("n", 3)))
+    path = tmp_path / "page.html"
+    trace = mmattn.inspect.Trace(words, sources, torch.full((3, 5, 101, 97), 1 / 97), layers, word_grid=(101, 1))
+    (note,) = inspect.write_page([trace] * 40, path, heads=True)
+    assert path.stat().st_size < explorer.LIMIT
+    assert "of 40 samples are shown" in note and json.dumps(note) in path.read_text(encoding="utf-8")
 
-    @pytest.mark.parametrize(
-        ("count", "sizes", "words"),
-        [
-            (1, {"h": 60}, ["Single heads are left out"]),
-            (40, {}, ["Single heads are left out", "of 40 samples are shown"]),
-        ],
-    )
-    def test_a_huge_run_is_reduced_and_says_so(
-        self, count: int, sizes: dict[str, int], words: list[str], tmp_path: Path
-    ) -> None:
-        path = tmp_path / "page.html"
-        notes = inspect.write_page([self.large(**sizes)] * count, path, heads=True)
-        assert path.stat().st_size < explorer.LIMIT
-        assert len(notes) == len(words) and all(part in note for part, note in zip(words, notes, strict=True))
-        assert all(json.dumps(note) in path.read_text(encoding="utf-8") for note in notes)
 
-    def test_what_cannot_be_reduced_is_refused(self, tmp_path: Path) -> None:
-        trace = mmattn.inspect.Trace(["a"], ["b" * 3_000_000], torch.ones(1, 1, 1, 1), ["c"])
-        with pytest.raises(ConfigError, match="give a shorter text, or fewer layers or sources"):
-            inspect.write_page([trace], tmp_path / "page.html")
-        with pytest.raises(ConfigError, match="no traces"):
-            inspect.write_page([], tmp_path / "page.html")
-        assert not any(tmp_path.iterdir())
+def test_what_cannot_be_reduced_is_refused(tmp_path: Path) -> None:
+    trace = mmattn.inspect.Trace(["a"], ["b" * 3_000_000], torch.ones(1, 1, 1, 1), ["c"])
+    with pytest.raises(ConfigError, match="give a shorter text, or fewer layers, heads or sources"):
+        inspect.write_page([trace], tmp_path / "page.html")
+    with pytest.raises(ConfigError, match="no traces"):
+        inspect.write_page([], tmp_path / "page.html")
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_command_writes_a_page_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,14 +30,13 @@ from mmattn.hosts.base import check_unused
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.diffusion.attention import TextThroughCore
 from mmattn.hosts.diffusion.call import DenoisingCall, RowsAndScale, after_block, inside_attention, watch_layer
-from mmattn.hosts.diffusion.guided_calls import conditional_parts, forget_step, parts_of
+from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
 from mmattn.hosts.diffusion.loading import load_part
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
     Grid,
-    Timestep,
     at_layer,
     at_step,
     check_adapter_scale,
@@ -206,11 +205,8 @@ class AdaptedDenoiser(TextThroughCore):
         call = self.make_call(
             memory, adapter_scale, text_mask=text_mask, guided=guided, negative_prompt_embeds=negative_prompt_embeds
         )
-        try:
-            with self.open_blocks.conditioned(call, is_condition=True):
-                yield self
-        finally:
-            forget_step(self.host)
+        with self.open_blocks.conditioned(call, is_condition=True):
+            yield self
 
     def make_call(  # type: ignore[override]
         self,
@@ -283,7 +279,8 @@ class AdaptedDenoiser(TextThroughCore):
         sample, timestep = kwargs.get(self.picture_name), kwargs.get("timestep")
         if not isinstance(sample, Tensor):
             return ForwardStep(self, host, None, {})  # the host raises by itself
-        actions = self._actions(call, disabled, sample.shape[0], kwargs, self.grid_of(kwargs), timestep)
+        times = None if timestep is None else torch.as_tensor(timestep)
+        actions = self._actions(call, disabled, sample.shape[0], kwargs, self.grid_of(kwargs), times)
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
@@ -300,7 +297,7 @@ class AdaptedDenoiser(TextThroughCore):
         rows: int,
         kwargs: Keywords | None = None,
         grid: Grid | None = None,
-        timestep: Timestep = None,
+        times: Tensor | None = None,
         only: int | None = None,
     ) -> dict[tuple[int, str], list[Action]]:
         """Return the actions of a forward with these arguments, or at the `only` layer that is called by itself."""
@@ -308,8 +305,8 @@ class AdaptedDenoiser(TextThroughCore):
         parts: dict[int, tuple[bool, ...]] = {}
         prediction = self.prediction_name()
         for name, source in call.sources.items():
-            adapter, acts = self.adapter(name), name in self.active and name not in disabled
-            if only is not None and not (acts and only in adapter.layers):
+            adapter = self.adapter(name)
+            if name not in self.active or name in disabled or only not in (None, *adapter.layers):
                 continue
             count = parts_of(name, rows, source.rows, call.guided, prediction)
             if count not in parts:
@@ -318,11 +315,9 @@ class AdaptedDenoiser(TextThroughCore):
                 continue
             scale = call.scales[name]
             if not isinstance(scale, float):
-                scale = at_step(scale, timestep, self.layer_names, source.rows)
+                scale = at_step(scale, times, self.layer_names, source.rows)
                 check_aspect(scale, grid)
-            if not acts:
-                continue
-            view = self._view(source, parts[count], grid, timestep, only)
+            view = self._view(source, parts[count].index(True), grid, times, only)
             for index in adapter.layers if only is None else (only,):
                 entries = actions.setdefault((index, "inside"), [])
                 layer_scale = at_layer(scale, self.layer_names[index])
@@ -332,18 +327,11 @@ class AdaptedDenoiser(TextThroughCore):
                     entries.append((view, adapter.block(index), part))
         return actions
 
-    def _view(
-        self,
-        source: BoundMemory,
-        parts: tuple[bool, ...],
-        grid: Grid | None,
-        timestep: Timestep,
-        only: int | None,
-    ) -> View:
+    def _view(self, source: BoundMemory, part: int, grid: Grid | None, times: Tensor | None, only: int | None) -> View:
         """Return the memory as the rows of the first conditional part attend to it."""
-        rows, times = source.rows, None if timestep is None else torch.as_tensor(timestep)
+        rows = source.rows
         if times is not None and rows is not None:
-            times = times_by_row(times, parts.index(True) * rows, rows)
+            times = times_by_row(times, part * rows, rows)
         return source.step(TextState(rows or 0, math.prod(grid or (1,)), layer=only, timestep=times))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:

@@ -12,14 +12,72 @@ from torch import Tensor, nn
 from mmattn.adapters.protocols import View
 from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Positional, step_of
+from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
 from mmattn.hosts.diffusion.scale import Grid, over_queries
 
 #: What an attention layer or a block returns: the picture, or a tuple with it.
 Output = Tensor | tuple[Tensor, ...]
 #: Texts that a block caches: guidance that calls a host for each half alone gives it two in turn.
-TEXTS = 4
+CACHED_TEXTS = 4
+#: Arguments with the text of a host, the first that is there.
+TEXTS = ("encoder_hidden_states", "class_labels", "text_bth")
+#: Beginnings of arguments that follow the prompt, and so differ within a run.
+_OF_PROMPT = ("encoder_", "pooled_", "attention_mask", "text_", "prompt_", *TEXTS)
+#: Numbers at the end of a sample by which its noise is recognised: films may begin with given frames.
+_LAST = 4
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """One call of a host inside a guided block."""
+
+    host: nn.Module  # the diffusion model
+    kwargs: Keywords  # its arguments by name
+    picture: str  # name of the argument that is the sample
+
+    @property
+    def sample(self) -> Tensor:
+        """Return the sample (rows, …)."""
+        sample: Tensor = self.kwargs[self.picture]
+        return sample
+
+    @property
+    def named_text(self) -> object:
+        """Return the text, or None if no argument is known as one."""
+        return next((self.kwargs[name] for name in TEXTS if self.kwargs.get(name) is not None), None)
+
+    @property
+    def text(self) -> object:
+        """Return the text; without a known argument for it everything but the sample and its timestep."""
+        if self.named_text is not None:
+            return self.named_text
+        return [value for each, value in sorted(self.kwargs.items()) if each not in (self.picture, "timestep")]
+
+    def is_same(self, other: HostCall) -> bool:
+        """Return whether all arguments are equal."""
+        return all(equal(other.kwargs.get(name), value) for name, value in self.kwargs.items())
+
+    def continues(self, before: HostCall) -> bool:
+        """Return whether two calls are of one timestep of one run: equal time and noise, and a shared object.
+
+        Another run may have the same time and noise, and equal embeddings.
+        """
+        sample, earlier = self.sample, before.sample
+        if not equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
+            return False
+        if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
+            return False
+        of_run = [
+            value is before.kwargs.get(name)
+            for name, value in self.kwargs.items()
+            if isinstance(value, (Tensor, list, tuple)) and name != self.picture and not name.startswith(_OF_PROMPT)
+        ]
+        return any(of_run) if of_run else sample is earlier
+
+
+#: Calls of a host at one timestep, and whether each is conditional.
+Calls = list[tuple[HostCall, bool]]
 
 
 @dataclass
@@ -30,6 +88,7 @@ class DenoisingCall(Call):
     parts: tuple[bool, ...] = ()  # which parts of the rows are conditional, where the caller has made them itself
     #: (b, m, e), the text of unconditional rows, where the caller declares it
     negative_prompt_embeds: Tensor | None = None
+    timesteps: dict[int, Calls] = field(default_factory=dict)  # by thread, the calls at its present timestep
     text_mask: Tensor | None = None  # (rows, m) bool, the padding of the host's own text
     padding: tuple[Tensor, Tensor] | None = None  # the last bias for padding of the host's text, and its mask
     #: keys and values of the host's own text, where it goes through the core
@@ -52,7 +111,7 @@ class DenoisingCall(Call):
         for number, (other, other_mask) in enumerate(self.texts):
             if equal(other, text) and equal(other_mask, mask):
                 return number
-        if len(self.texts) == TEXTS:
+        if len(self.texts) == CACHED_TEXTS:
             self.texts.clear()
         self.texts.append((text, mask))
         return len(self.texts) - 1

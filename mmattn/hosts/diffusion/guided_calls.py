@@ -14,16 +14,13 @@ Otherwise the call is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from threading import get_ident
 
-import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.context import Keywords
-from mmattn.hosts.diffusion.call import DenoisingCall, equal
+from mmattn.hosts.diffusion.call import Calls, DenoisingCall, HostCall, equal
 from mmattn.hosts.interop.peft import inner_host
 
 #: Hosts whose pipelines put the conditional rows of a batch first.
@@ -31,86 +28,7 @@ CONDITIONAL_FIRST = ("AceStepTransformer1DModel", "DiTTransformer2DModel")
 #: Names of `cache_context` for one prediction, True if it is conditional. Others do not say: "cond_uncond" is a batch
 #: of both, "uncond_stg" of LTX-2 has the positive prompt.
 NAMED = {"cond": True, "pred_cond": True, "uncond": False, "pred_uncond": False}
-#: Arguments with the text of a host, the first that is there.
-TEXTS = ("encoder_hidden_states", "class_labels", "text_bth")
-#: Beginnings of arguments that follow the prompt, and so differ within a run.
-_OF_PROMPT = ("encoder_", "pooled_", "attention_mask", "text_", "prompt_", *TEXTS)
-#: Numbers at the end of a sample by which its noise is recognised: films may begin with given frames.
-_LAST = 4
 _DECLARE = "say condition(memory, negative_prompt_embeds=...)"
-
-
-@dataclass(frozen=True)
-class HostCall:
-    """One call of a host inside a guided block."""
-
-    host: nn.Module  # the diffusion model
-    kwargs: Keywords  # its arguments by name
-    picture: str  # name of the argument that is the sample
-
-    @property
-    def name(self) -> str:
-        """Return the class of the host."""
-        return _class_of(self.host)
-
-    @property
-    def sample(self) -> Tensor:
-        """Return the sample (rows, …)."""
-        sample: Tensor = self.kwargs[self.picture]
-        return sample
-
-    @property
-    def named_text(self) -> object:
-        """Return the text, or None if no argument is known as one."""
-        return next((self.kwargs[name] for name in TEXTS if self.kwargs.get(name) is not None), None)
-
-    @property
-    def text(self) -> object:
-        """Return the text; without a known argument for it everything but the sample and its timestep."""
-        if self.named_text is not None:
-            return self.named_text
-        return [value for each, value in sorted(self.kwargs.items()) if each not in (self.picture, "timestep")]
-
-    def is_same(self, other: HostCall) -> bool:
-        """Return whether all arguments are equal."""
-        return all(equal(other.kwargs.get(name), value) for name, value in self.kwargs.items())
-
-    def continues(self, before: HostCall) -> bool:
-        """Return whether two calls are of one timestep of one run: equal time and noise, and a shared object.
-
-        Another run may have the same time and noise, and equal embeddings.
-        """
-        sample, earlier = self.sample, before.sample
-        if not equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
-            return False
-        if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
-            return False
-        of_run = [
-            value is before.kwargs.get(name)
-            for name, value in self.kwargs.items()
-            if isinstance(value, (Tensor, list, tuple)) and name != self.picture and not name.startswith(_OF_PROMPT)
-        ]
-        return any(of_run) if of_run else sample is earlier
-
-
-@dataclass
-class _Step:
-    """The calls of a host at one timestep of a pipeline."""
-
-    sources: object  # the memories of the block
-    first: HostCall
-    calls: list[tuple[HostCall, bool]] = field(default_factory=list)  # each call, and whether it is conditional
-
-
-#: The timestep of pipelines in this context, by host; calls of another thread are in another context.
-_STEPS: ContextVar[Mapping[nn.Module, _Step] | None] = ContextVar("mmattn_guidance_steps", default=None)
-
-
-def forget_step(host: nn.Module) -> None:
-    """Drop the noted calls of a host."""
-    steps = _STEPS.get() or {}
-    if host in steps:
-        _STEPS.set({other: step for other, step in steps.items() if other is not host})
 
 
 def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, prediction: str = "") -> int:
@@ -136,20 +54,20 @@ def conditional_parts(
     this = HostCall(host, kwargs, picture)
     by_class = _by_null_class(this, count)
     if count > 1:
-        forget_step(host)
+        call.timesteps.pop(get_ident(), None)
         return by_class or _by_text(this, call.negative_prompt_embeds, count) or _parts_in_order(host, count)
-    step = _step_of(this, call.sources)
+    before = _calls_before(this, call)
     if by_class:
         (conditional,) = by_class
     elif prediction in NAMED:
         conditional = NAMED[prediction]
     elif declared := _by_text(this, call.negative_prompt_embeds, count):
         (conditional,) = declared
-        if not conditional and any(equal(other.text, this.text) for other, _ in step.calls):
+        if not conditional and any(equal(other.text, this.text) for other, _ in before):
             raise _same_twice()
     else:
-        conditional = _in_turn(this, step)
-    step.calls.append((this, conditional))
+        conditional = _in_turn(this, before)
+    before.append((this, conditional))
     return (conditional,)
 
 
@@ -219,8 +137,8 @@ def _by_text(call: HostCall, negative: Tensor | None, count: int) -> tuple[bool,
         parts = None
     if parts is None:
         raise ConditionError(
-            f"{sum(matches)} of {rows} rows of {call.name} have negative_prompt_embeds as their text, which is not one "
-            f"of {count} equal parts: give the embeddings that the host is called with"
+            f"{sum(matches)} of {rows} rows have negative_prompt_embeds as their text, not one of {count} equal parts: "
+            "give the embeddings that the host is called with"
         )
     return parts
 
@@ -234,17 +152,17 @@ def _uniform_parts(unconditional: list[bool], rows: int, count: int) -> tuple[bo
     return tuple(part == {False} for part in parts)
 
 
-def _in_turn(call: HostCall, step: _Step) -> bool:
+def _in_turn(call: HostCall, before: Calls) -> bool:
     """Return whether an unnamed call is conditional: the first at a timestep is, those with another text are not."""
-    for other, conditional in step.calls:
+    for other, conditional in before:
         if equal(other.text, call.text):
             if conditional and call.is_same(other):
                 raise _same_twice()
             return conditional
-    earlier = {conditional for _, conditional in step.calls}
+    earlier = {conditional for _, conditional in before}
     if not earlier or earlier == {False}:
         return True
-    if earlier == {True} and call.picture == "hidden_states" and call.name not in CONDITIONAL_FIRST:
+    if earlier == {True} and call.picture == "hidden_states" and _class_of(call.host) not in CONDITIONAL_FIRST:
         return False
     raise ConditionError(f"the host was called with several texts at one timestep, in an unknown order: {_DECLARE}")
 
@@ -256,14 +174,12 @@ def _same_twice() -> ConditionError:
     )
 
 
-def _step_of(call: HostCall, sources: object) -> _Step:
-    """Return the timestep of this call, a new one if it begins one."""
-    steps = _STEPS.get() or {}
-    step = steps.get(call.host)
-    if step is None or step.sources is not sources or not call.continues(step.first):
-        step = _Step(sources, call)
-        _STEPS.set({**steps, call.host: step})
-    return step
+def _calls_before(this: HostCall, call: DenoisingCall) -> Calls:
+    """Return the earlier calls at the timestep of this one, none if it begins one."""
+    before = call.timesteps.get(get_ident())
+    if not before or not this.continues(before[0][0]):
+        before = call.timesteps[get_ident()] = []
+    return before
 
 
 def _is_one_of(row: Tensor, embeds: Tensor) -> bool:

@@ -26,7 +26,6 @@ from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeErro
 AdapterScale: TypeAlias = "float | Tensor | Mapping[str, AdapterScale] | Callable[[float], AdapterScale]"
 #: At one timestep.
 Fixed: TypeAlias = "float | Tensor | Mapping[str, Fixed]"
-Timestep: TypeAlias = "Tensor | float | None"
 #: Frames, height and width of a picture or film.
 Grid = tuple[int, int, int]
 
@@ -63,25 +62,23 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
     return scale
 
 
-def at_step(adapter_scale: AdapterScale, timestep: Timestep, layer_names: Sequence[str], rows: int | None) -> Fixed:
+def at_step(adapter_scale: AdapterScale, times: Tensor | None, layer_names: Sequence[str], rows: int | None) -> Fixed:
     """Return the scale at one timestep: schedules are called, and their results checked."""
     if isinstance(adapter_scale, Mapping):
-        return {prefix: at_step(inner, timestep, layer_names, rows) for prefix, inner in adapter_scale.items()}
+        return {prefix: at_step(inner, times, layer_names, rows) for prefix, inner in adapter_scale.items()}
     if callable(adapter_scale) and not isinstance(adapter_scale, Tensor):
-        scale = check_adapter_scale(adapter_scale(first_time(timestep)), layer_names, rows)
-        return at_step(scale, timestep, layer_names, rows)
+        scale = check_adapter_scale(adapter_scale(one_time(times)), layer_names, rows)
+        return at_step(scale, times, layer_names, rows)
     return adapter_scale
 
 
-def first_time(timestep: Timestep) -> float:
+def one_time(times: Tensor | None) -> float:
     """Return the timestep as a number, for schedules, which need one timestep for all rows."""
-    if timestep is None:
+    if times is None:
         raise ConditionError("a schedule of adapter_scale needs a call of the whole host with a timestep")
-    if not isinstance(timestep, Tensor):
-        return float(timestep)
-    if timestep.numel() > 1 and not bool((timestep == timestep.flatten()[0]).all()):
+    if bool((times != times.flatten()[0]).any()):
         raise ConditionError("a schedule of adapter_scale needs one timestep for all rows, as in sampling")
-    return float(timestep.flatten()[0])
+    return float(times.flatten()[0])
 
 
 def times_by_row(times: Tensor, first: int, rows: int) -> Tensor | None:

@@ -138,3 +138,28 @@ def test_a_host_whose_pipeline_has_the_other_order():
         found = predict(batch["hidden_states"], torch.tensor(7.0))
     given = tiny_transformers.run(model, batch, memory=memory)
     assert_close(found, 2 * given - tiny_transformers.run(model, batch), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "further", "differing"),
+    [
+        ("SD3Transformer2DModel", ("pooled_projections",), "pooled_projections"),
+        ("BriaFiboTransformer2DModel", ("text_encoder_layers", "img_ids", "txt_ids"), "text_encoder_layers"),
+    ],
+)
+@torch.no_grad()
+def test_further_inputs(family, further, differing):
+    """ε(∅) + s (ε(c) − ε(∅)) by hand, with pooled texts, or a text for each layer, of their own for the null text."""
+    model = tiny_transformers.attach(tiny_transformers.make(family))
+    batch, memory = tiny_transformers.given(model, ROWS), tiny.memory(ROWS)
+    text, inputs = batch["encoder_hidden_states"], {name: batch[name] for name in further}
+    value = batch[differing]
+    null = {differing: [one * 0 for one in value] if isinstance(value, list) else value * 0}
+    guidance = mmattn.Guidance(guidance_scale=3.0)
+    with guidance.run(model, text, null_text=text * 0, memory=memory, inputs=inputs, null_inputs=null) as predict:
+        found = predict(batch["hidden_states"], torch.tensor(7.0))
+    empty = tiny_transformers.run(model, batch | null | {"encoder_hidden_states": text * 0})
+    full = tiny_transformers.run(model, batch, memory=memory)
+    assert_close(found, empty + 3 * (full - empty), 1e-5)
+    with pytest.raises(ConfigError, match="null_inputs"), guidance.run(model, text, null_text=text, null_inputs=null):
+        pass

@@ -281,30 +281,3 @@ def test_a_start_as_the_hosts_own_projections():
         block = model.adapter("default").attention(0)
         for own, name in zip((block.k_proj, block.v_proj), names, strict=True):
             assert torch.equal(own.weight, getattr(model.layer(0), name).weight)
-
-
-@torch.no_grad()
-def test_guidance_with_further_inputs():
-    """ε(∅) + s (ε(c) − ε(∅)) by hand, with pooled texts of its own for the null text."""
-    model = attach(make())
-    batch, memory = given(model), tiny.memory(ROWS)
-    picture, text, pooled = batch["hidden_states"], batch["encoder_hidden_states"], batch["pooled_projections"]
-    null, null_pooled = torch.zeros_like(text), torch.zeros_like(pooled)
-    guidance = mmattn.Guidance(guidance_scale=3.0)
-    with guidance.run(
-        model,
-        text,
-        null_text=null,
-        memory=memory,
-        inputs={"pooled_projections": pooled},
-        null_inputs={"pooled_projections": null_pooled},
-    ) as predict:
-        found = predict(picture, torch.tensor(7.0))
-    empty = run(model, batch | {"encoder_hidden_states": null, "pooled_projections": null_pooled})
-    full = run(model, batch, memory=memory)
-    assert_close(found, empty + 3 * (full - empty), 1e-5)
-    with (
-        pytest.raises(mmattn.errors.ConfigError, match="null_inputs"),
-        guidance.run(model, text, null_text=null, null_inputs={"pooled_projections": null_pooled}),
-    ):
-        pass

@@ -71,20 +71,3 @@ def test_the_time_of_each_row():
     source = model.bind(tiny.memory(ROWS))["default"]
     with pytest.raises(ConditionError, match="one timestep for each row"):
         source.step(TextState(ROWS, 8))
-
-
-@torch.no_grad()
-def test_guidance_of_a_host_with_a_text_for_each_layer():
-    """ε(∅) + s (ε(c) − ε(∅)) by hand, with layers of text of their own for the null text."""
-    model = attach(make("BriaFiboTransformer2DModel"))
-    batch, memory = given(model), tiny.memory(ROWS)
-    text, layers = batch["encoder_hidden_states"], batch["text_encoder_layers"]
-    inputs = {name: batch[name] for name in ("text_encoder_layers", "img_ids", "txt_ids")}
-    null = {"text_encoder_layers": [one * 0 for one in layers]}
-    with mmattn.Guidance(guidance_scale=3.0).run(
-        model, text, null_text=text * 0, memory=memory, inputs=inputs, null_inputs=null
-    ) as predict:
-        found = predict(batch["hidden_states"], torch.tensor(7.0))
-    empty = run(model, batch | null | {"encoder_hidden_states": text * 0})
-    full = run(model, batch, memory=memory)
-    assert_close(found, empty + 3 * (full - empty), 1e-5)

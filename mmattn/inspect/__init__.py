@@ -1,4 +1,4 @@
-"""Inspection: attention weights, attribution, figures of heads, plots, the page of `mmattn explore`, the doctor.
+"""Inspection: attention weights, attribution, plots, the page of `mmattn explore`, the doctor.
 
 Names are loaded when first used, so that the command line asks for the environment without torch.
 """
@@ -14,16 +14,14 @@ if TYPE_CHECKING:
     from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_mask
-    from mmattn.inspect.record_attention import AdapterMetrics, HeadFigures, head_figures, record
+    from mmattn.inspect.record_attention import AdapterMetrics, record
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 __all__ = [
     "AdapterMetrics",
-    "HeadFigures",
     "Trace",
     "attribute",
     "doctor",
-    "head_figures",
     "load_traces",
     "media_names",
     "plot_curves",

@@ -1,18 +1,16 @@
-"""Attention weights: recorded call by call, and as statistics of heads and metrics of a training."""
+"""Attention weights: recorded call by call, and as metrics of a training."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.errors import ConditionError, ShapeError, check_int
+from mmattn.errors import ConditionError, check_int
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Positional
 
@@ -87,69 +85,6 @@ class _Recorder:
         with torch.no_grad(), torch.random.fork_rng():
             _, weights = attention.forward(*args, **{**kwargs, "return_weights": True})
         self.weights.setdefault(self.key, []).append(weights.cpu())
-
-
-@dataclass(frozen=True, eq=False)
-class HeadFigures:
-    """Statistics (h,) of the heads of one layer, over the queries that attend to a slot.
-
-    With l queries and m slots, query i is at i / (l - 1) and slot j at j / (m - 1); the distance of a weight from the
-    diagonal is the difference of the two.
-
-    Args:
-        entropy: of the weights, in bits.
-        distance: mean distance of the weights from the diagonal, from 0 to 1.
-        diagonal: share of the weights within half a slot of the diagonal.
-        null: share of the weights on no slot: that of a null slot.
-    """
-
-    entropy: Tensor
-    distance: Tensor
-    diagonal: Tensor
-    null: Tensor
-
-    def __str__(self) -> str:
-        lines = ["head  entropy  distance  diagonal    null"]
-        figures = torch.stack([self.entropy, self.distance, self.diagonal, self.null], 1).tolist()
-        for head, (entropy, distance, diagonal, null) in enumerate(figures):
-            lines.append(f"{head:>4}  {entropy:>7.2f}  {distance:>8.2f}  {diagonal:>8.1%}  {null:>6.1%}")
-        return "\n".join(lines)
-
-
-def head_figures(weights: Tensor) -> HeadFigures:
-    """Compute statistics of the heads of one layer; queries whose weights are all 0 are left out.
-
-    Args:
-        weights: (b, h, l, m), one call of `record`; for the steps of a generation, concatenated over l.
-
-    Raises:
-        ShapeError: not (b, h, l, m).
-
-    >>> print(head_figures(torch.stack([torch.eye(3), torch.full((3, 3), 0.25)])[None]))
-    head  entropy  distance  diagonal    null
-       0     0.00      0.00    100.0%    0.0%
-       1     1.58      0.44     33.3%   25.0%
-    """
-    if weights.dim() != 4:
-        raise ShapeError(f"weights must be (b, h, l, m), got {tuple(weights.shape)}")
-    weights = weights.detach().float()
-    _, _, l, m = weights.shape
-    total = weights.sum(-1)
-    attending = total > 0
-    shares = weights / total.clamp_min(1e-12)[..., None]
-    queries = torch.arange(l, device=weights.device)[:, None] / max(l - 1, 1)
-    distance = (torch.arange(m, device=weights.device) / max(m - 1, 1) - queries).abs()
-    near = distance <= 0.5 / max(m - 1, 1)
-
-    def mean(values: Tensor) -> Tensor:
-        return values.where(attending, 0).sum((0, 2)) / attending.sum((0, 2)).clamp_min(1)
-
-    return HeadFigures(
-        mean(torch.special.entr(shares).sum(-1) / math.log(2)),
-        mean((shares * distance).sum(-1)),
-        mean((shares * near).sum(-1)),
-        mean((1 - total).clamp_min(0)),
-    )
 
 
 class AdapterMetrics:

@@ -90,10 +90,12 @@ class Trial:
 
     @cached_property
     def host_output(self) -> Tensor:
-        """The output of the host alone, of a copy from which the adapters were unloaded."""
-        host = twin(self.model).unload()
+        """The output of the host alone, of a copy without the hooks of its adapters."""
+        bare = twin(self.model)
+        for hook in bare._hooks:
+            hook.remove()
         with torch.random.fork_rng(cuda_devices(self.model)):
-            return _first_output(host(**self._bare()))
+            return _first_output(bare.host(**self._bare()))
 
     @cached_property
     def noise(self) -> float:

@@ -139,8 +139,7 @@ def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
 def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
     """Compute the probabilities (b, t) of the tokens from `start` on, each after those before it."""
     ids = row if memory is None else row.expand(memory.batch, -1)
-    given = {} if memory is None else {"memory": {name: memory}}
-    logits = model(input_ids=ids, **given).logits[:, start - 1 : -1].float()
+    logits = model(input_ids=ids, memory=None if memory is None else {name: memory}).logits[:, start - 1 : -1].float()
     return logits.log_softmax(-1).gather(2, ids[:, start:, None].to(logits.device))[..., 0].exp().cpu()
 
 

@@ -37,7 +37,7 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, or None; nothing is imported.
+    """Return the installed version of a distribution, or None; nothing is imported.
 
     >>> version("no-such-distribution") is None
     True
@@ -49,12 +49,12 @@ def version(distribution: str) -> str | None:
 
 
 def extras() -> dict[str, dict[str, str | None]]:
-    """For each extra, its distributions and their versions; None where one is missing."""
+    """Return for each extra its distributions and their versions; None where one is missing."""
     return {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()}
 
 
 def missing_extra(module: str | None) -> Exception | None:
-    """The MissingExtraError that names the extra of a module that cannot be imported; None where no extra brings it.
+    """Return the MissingExtraError that names the extra of a module that cannot be imported; None where no extra brings it.
 
     >>> print(missing_extra("PIL.Image"))
     PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'
@@ -83,7 +83,7 @@ def check_extras(what: str, *names: str) -> None:
 
 
 def hardware() -> dict[str, str]:
-    """Processor, threads, accelerators and oneDNN as torch reports them."""
+    """Return processor, threads, accelerators and oneDNN as torch reports them."""
     import torch
 
     parts = {
@@ -103,7 +103,7 @@ def hardware() -> dict[str, str]:
 
 
 def describe() -> str:
-    """Versions, hardware and extras as aligned plain text."""
+    """Return versions, hardware and extras as aligned plain text."""
     lines = [f"mmattn {version('mmattn') or 'from source'}, Python {sys.version.split()[0]}"]
     rows = {**hardware(), **{name: version(name) or "missing" for name in NEEDED}}
     lines += [f"  {name:<16} {value}" for name, value in rows.items()]

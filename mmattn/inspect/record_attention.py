@@ -88,7 +88,7 @@ class _Recorder:
 
 
 class AdapterMetrics:
-    """The figures of the adapters of a model in a step of training, for `training.train(measure=…)`.
+    """Metrics of the adapters of a model in a step of training, for `training.train(measure=…)`.
 
     Each is named by what it is and the layer of the host: "gate/layer_3" and "feed_forward_gate/layer_3", the mean of
     |tanh α|; "gradients/layer_3", the L2 norm of the gradient of the parameters there, and "gradients/shared" of those

@@ -195,8 +195,8 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
     file = Path(run) / FILE
     if not file.is_file():
         raise AdapterFileError(
-            f"there is no {FILE} in {Path(run)}: runs of the recipes vision, rag, diffusion and translate write it "
-            "at their end; train again, or write it with mmattn.inspect.save_traces(traces, folder)"
+            f"there is no {FILE} in {Path(run)}: train again with the recipe vision, rag, diffusion or translate, or "
+            "call save_traces(traces, folder)"
         )
     tensors, about = read_tensors(file, FORMAT)
     with making_sense(file, "traces"):

@@ -39,7 +39,7 @@ def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, predic
         return rows // memory_rows
     raise ShapeError(
         f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-        "each picture; where a pipeline computes guidance over them, say condition(memory, guided=True)"
+        "each picture; under guidance of a pipeline say condition(memory, guided=True)"
     )
 
 
@@ -110,7 +110,7 @@ def _is_perturbed_alone(host: nn.Module) -> bool:
 
 
 def _by_null_class(call: HostCall, count: int) -> tuple[bool, ...] | None:
-    """Return which parts are conditional by their classes, the last of which is the null class."""
+    """Return which parts are conditional by their classes; the last class is the null class."""
     classes = getattr(getattr(call.host, "config", None), "num_embeds_ada_norm", None)
     labels = call.kwargs.get("class_labels")
     if not classes or not isinstance(labels, Tensor):

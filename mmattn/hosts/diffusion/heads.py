@@ -97,7 +97,7 @@ def queries_of(attn: nn.Module) -> nn.Module:
 
 
 def watched_parts(attn: nn.Module) -> list[nn.Module]:
-    """Return projections of an attention layer, one of which runs whenever the layer does."""
+    """Return projections of an attention layer; one of them runs whenever the layer does."""
     names = _KEYS + _FUSED if _named(attn, _KEYS) is not None else _QUERIES + _FUSED
     return [part for name in names if isinstance(part := getattr(attn, name, None), nn.Module)]
 

@@ -45,16 +45,7 @@ class RowMemory(Protocol):
 
 
 class Trial:
-    """One adapter of a model and one batch: the output of the model for this memory or that, all else being equal.
-
-    Outputs are tensors (b, …), the first that the host returns. Other adapters get no memory.
-
-    Args:
-        model: the adapted model.
-        name: of the adapter.
-        batch: what the model is called with, by name.
-        memory: the one that is varied.
-    """
+    """One adapter of a model and one batch: the first output (b, …) of the model for this memory or that."""
 
     def __init__(self, model: AdaptedModel, name: str, batch: Keywords, memory: RowMemory) -> None:
         self.model, self.name, self.memory = model, name, memory

@@ -54,13 +54,7 @@ _PREDICTION: ContextVar[tuple[object, str]] = ContextVar("mmattn_guidance_predic
 
 
 class AdaptedDenoiser(TextThroughCore):
-    """A diffusion model and the adapters beside its attention layers.
-
-    Args:
-        host: the frozen model.
-        layer_names: of the attention layers at which adapters may act.
-        require_memory: calls without a memory raise instead of giving the host's own answer.
-    """
+    """A diffusion model and the adapters beside its attention layers."""
 
     positions: ClassVar[tuple[str, ...]] = ("inside",)
     replaced = ("cache_context",)

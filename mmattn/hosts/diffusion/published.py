@@ -34,12 +34,7 @@ HEAD_DIM = 64
 
 
 class PublishedLayout:
-    """The names of tensors in files of one kind of published adapter; this one: of UNets.
-
-    Args:
-        model: the adapted host.
-        layers: those with a block, in the order of their numbers in files.
-    """
+    """The names of tensors in files of one kind of published adapter; this one: of UNets."""
 
     title: ClassVar[str] = "a plain IP-Adapter (Plus, Full and FaceID are not read)"
     needs: ClassVar[str] = "tokens=, no resampler, and blocks at all layers"
@@ -54,6 +49,7 @@ class PublishedLayout:
     numbering: ClassVar[tuple[int, int]] = (1, 2)
 
     def __init__(self, model: AdaptedModel, layers: Iterable[int]) -> None:
+        # The layers with a block, in the order of their numbers in files.
         self.model = model
         first, step = self.numbering
         self.numbers = {layer: first + step * place for place, layer in enumerate(layers)}

@@ -54,7 +54,7 @@ def extras() -> dict[str, dict[str, str | None]]:
 
 
 def missing_extra(module: str | None) -> Exception | None:
-    """Return the MissingExtraError that names the extra of a module that cannot be imported; None where no extra brings it.
+    """Return the MissingExtraError that names the extra of a missing module; None where no extra brings it.
 
     >>> print(missing_extra("PIL.Image"))
     PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'

@@ -51,27 +51,6 @@ def test_rows_and_padding_in_every_kind_of_block(kind):
 
 
 @torch.no_grad()
-def test_the_ways_to_say_memory(model):
-    memory = tiny.memory(ROWS)
-    args, _ = tiny_unets.given()
-    want = run(model, memory)
-    assert torch.equal(run(model, memory.tokens), want)
-    assert torch.equal(run(model, {"default": memory}), want)
-    assert torch.equal(run(model, model.prepare(memory)), want)
-    assert torch.equal(model(*args, memory=memory, return_dict=False)[0], want)
-    assert torch.equal(
-        model(sample=args[0], timestep=torch.tensor(args[1]), encoder_hidden_states=args[2], memory=memory).sample, want
-    )
-    with model.condition(memory) as same:
-        assert same is model
-        assert torch.equal(model.host(*args).sample, want)
-        assert torch.equal(model.host(sample=args[0], timestep=args[1], encoder_hidden_states=args[2]).sample, want)
-        assert torch.equal(model(*args).sample, want)
-    one = tiny.memory(1)
-    assert_close(run(model, one.expand(ROWS)), run(model, one.tokens.repeat(ROWS, 1, 1)))
-
-
-@torch.no_grad()
 def test_what_the_host_misses_it_says_itself(model):
     own = None
     for host, given in ((tiny_unets.make(), None), (model.host, tiny.memory(ROWS))):

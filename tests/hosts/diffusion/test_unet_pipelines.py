@@ -97,28 +97,6 @@ def test_several_pictures_of_a_prompt(pipe, pictures):
             pipe(PROMPTS, **settings)
 
 
-def test_slicing_offloading_and_saving_a_pipeline(pipe, tmp_path):
-    plain, memory = draw(pipe), tiny.memory(2)
-    model = tiny_unets.attach(pipe.unet)
-    with model.condition(memory, guided=True):
-        want = draw(pipe)
-    pipe.save_pretrained(tmp_path)
-    again = StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
-    again.set_progress_bar_config(disable=True)
-    assert torch.equal(draw(again), plain)
-    pipe.enable_attention_slicing("max")
-    with model.condition(memory, guided=True):
-        assert_close(draw(pipe), want, 1e-4)
-    pipe.disable_attention_slicing()
-    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
-    with model.condition(memory, guided=True):
-        assert torch.isfinite(draw(pipe)).all()
-    pipe.disable_freeu()
-    pipe.to(torch.float64).to(torch.float32)
-    with model.condition(memory, guided=True):
-        assert_close(draw(pipe), want, 1e-4)
-
-
 def test_the_core_notices_an_adapter_loaded_by_the_pipeline(pipe, tmp_path):
     theirs = tiny_unets.attach(tiny_unets.make(in_channels=4, out_channels=4, cross_attention_dim=34), tokens=4)
     theirs.save_ip_adapter(tmp_path / "ip.safetensors")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
 from mmattn.errors import AdapterFileError, import_extra
-from mmattn.hosts.context import Arguments, Keywords
 
 #: Parts of a pipeline that denoise.
 PARTS = ("transformer", "unet")
@@ -20,7 +21,7 @@ PARTS = ("transformer", "unet")
 
 def load_part(name: str | PathLike[str], part: str) -> nn.Module:
     """Load a model from its folder, or the part of a pipeline from a folder or the hub, in evaluation mode."""
-    diffusers = import_extra("diffusers", "diffusion")
+    diffusers: Any = import_extra("diffusers", "diffusion")
     subfolder = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": part}
     kind = diffusers.UNet2DConditionModel if part == "unet" else diffusers.AutoModel
     try:
@@ -33,23 +34,23 @@ def load_part(name: str | PathLike[str], part: str) -> nn.Module:
     return model.eval()
 
 
-def read_diffusers_config(name: str | PathLike[str]) -> Arguments | None:
+def read_diffusers_config(name: str | PathLike[str]) -> dict[str, Any] | None:
     """Return the config of a model, or of the part of a pipeline that denoises; None if there is none."""
     path = Path(name)
     if path.exists():
         files = [path] if path.is_file() else [path / part / "config.json" for part in ("", *PARTS)]
         return next((content for file in files if (content := _config_in(file)) is not None), None)
-    diffusers = import_extra("diffusers", "diffusion")
+    diffusers: Any = import_extra("diffusers", "diffusion")
     for part in PARTS:
         try:
-            config: Arguments = diffusers.ConfigMixin.load_config(str(name), subfolder=part)
+            config: dict[str, Any] = diffusers.ConfigMixin.load_config(str(name), subfolder=part)
         except (OSError, ValueError):
             continue
         return config
     return None
 
 
-def _config_in(file: Path) -> Arguments | None:
+def _config_in(file: Path) -> dict[str, Any] | None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -57,9 +58,9 @@ def _config_in(file: Path) -> Arguments | None:
     return config if isinstance(config, dict) and "_class_name" in config else None
 
 
-def empty_model(config: Keywords) -> nn.Module:
+def empty_model(config: Mapping[str, Any]) -> nn.Module:
     """Make the model of a config on the meta device."""
-    diffusers = import_extra("diffusers", "diffusion")
+    diffusers: Any = import_extra("diffusers", "diffusion")
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
     if kind is None:

@@ -59,7 +59,7 @@ HOMES = {
     "soundfile": ("encoders.audio_input",),
     "soxr": ("encoders.audio_input",),
     "av": ("encoders.video",),
-    "PIL": ("encoders.images",),
+    "PIL": ("encoders.images", "inspect.trace"),
     "faiss": ("retrieval.stores",),
     "qdrant_client": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmattn.lazy import lazy_exports
-from mmattn.training.dry_run import DryRunEnded, dry_run  # at once: a function has the name of its module
 
 if TYPE_CHECKING:
     from mmattn.data.collators import MemoryCollator, RowCollator
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
     from mmattn.training.loop import train
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-    from mmattn.training.metrics import MetricsLog, memory_warning, read_metrics
+    from mmattn.training.metrics import DryRunEnded, MetricsLog, dry_run, memory_warning, read_metrics
     from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
     from mmattn.training.run_folder import RunFolder, markdown_table
 

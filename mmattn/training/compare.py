@@ -8,11 +8,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mmattn.errors import ConfigError
 from mmattn.storage.json_files import read_json
-from mmattn.training.metrics import read_metrics
+from mmattn.training.metrics import Figures, read_metrics
 from mmattn.training.run_folder import flattened, markdown_table
 
 
@@ -28,22 +27,22 @@ class SavedRun:
     """
 
     path: Path
-    settings: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    settings: Figures
+    rows: Sequence[Figures] = ()
+    metrics: dict[str, list[Figures]] = field(default_factory=dict)
 
     def values(self, metric: str, model: str = "") -> dict[int, float]:
-        """A metric by step.
+        """Return a metric by step.
 
         Args:
             metric: its name, such as "eval_loss".
             model: the name of the model.
         """
-        lines = self.metrics.get(model, [])
-        return {line["step"]: line[metric] for line in lines if line.get(metric) is not None and "step" in line}
+        lines = [(line.get("step"), line.get(metric)) for line in self.metrics.get(model, [])]
+        return {step: value for step, value in lines if isinstance(step, int) and isinstance(value, (int, float))}
 
     def lowest(self, metric: str, model: str = "") -> float:
-        """The lowest value of a metric: what a sweep looks for.
+        """Return the lowest value of a metric: what a sweep looks for.
 
         Args:
             metric: its name.
@@ -63,7 +62,7 @@ class SavedRun:
 
 
 def read_run(folder: str | os.PathLike[str]) -> SavedRun:
-    """Read what a run left in its folder; of a run that is going on, what is there.
+    """Read the folder of a run, finished or not.
 
     Args:
         folder: of the run.
@@ -87,7 +86,7 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     table = place / "table.json"
     content = read_json(table, max_bytes=64 << 20) if table.is_file() else {}
     rows = content.get("rows", []) if isinstance(content, dict) else []
-    metrics: dict[str, list[dict[str, Any]]] = {}
+    metrics: dict[str, list[Figures]] = {}
     for path in sorted(place.glob("metrics*.jsonl")):
         model = path.stem.removeprefix("metrics").removeprefix("_")
         for line in read_metrics(path):
@@ -96,7 +95,7 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
 
 
 def read_seeds(folder: str | os.PathLike[str]) -> list[SavedRun]:
-    """The run of a folder, or where `mmattn train --seeds` wrote one for each seed, all of them.
+    """Read the run of a folder, or all runs of seeds that `mmattn train --seeds` wrote into it.
 
     Args:
         folder: of the run, or of folders `seed-N`.
@@ -118,7 +117,6 @@ Curves = Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]
 """By metric and name of the run and its model the values by step, of each seed."""
 
 METRICS = ("loss", "eval_loss")
-_OWN = ("out", "progress", "resume")
 _NONE = "–"
 
 
@@ -136,12 +134,11 @@ def compare_runs(runs: Runs, metrics: Sequence[str] = METRICS) -> str:
     """
     if len(runs) < 2:
         raise ConfigError(f"there is nothing to compare with: name two runs or more, got {len(runs)}")
-    parts = [_settings(runs), *_tables(runs), *_tables_of_curves(curves_of(runs, metrics))]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join([_settings(runs), *_tables(runs), *_tables_of_curves(curves_of(runs, metrics))])
 
 
 def curves_of(runs: Runs, metrics: Sequence[str] = METRICS) -> Curves:
-    """The metrics of runs over steps.
+    """Return the metrics of runs over steps.
 
     Args:
         runs: see `Runs`.
@@ -158,71 +155,49 @@ def curves_of(runs: Runs, metrics: Sequence[str] = METRICS) -> Curves:
 
 
 def _settings(runs: Runs) -> str:
-    """The settings that all have and that differ, and the names of those that some do not have."""
-    settings = {name: _shared_settings(seeds) for name, seeds in runs.items()}
+    """Return the shared settings that differ, and the names of those that some runs do not have."""
+    settings: dict[str, dict[str, dict[str, None]]] = {name: {} for name in runs}
+    for name, seeds in runs.items():
+        for run in seeds:
+            for key, value in run.settings.items():
+                settings[name].setdefault(key, {})[_NONE if value is None else str(value)] = None
     common = set.intersection(*(set(one) for one in settings.values()))
-    differing = [
-        [key, *(one[key] for one in settings.values())]
-        for key in next(iter(settings.values()))
-        if key in common and key not in _OWN and len({one[key] for one in settings.values()}) > 1
-    ]
-    lines = [f"{len(common)} settings in common, of which {len(differing)} differ."]
+    keys = [key for key in next(iter(settings.values())) if key in common - {"out", "progress", "resume"}]
+    rows = [[key, *(", ".join(one[key]) for one in settings.values())] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    lines = [f"{len(common)} settings in common, of which {len(rows)} differ."]
     for name, one in settings.items():
         if missing := [key for key in one if key not in common]:
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            lines.append(f"Not in all of them, but in {name}: {', '.join(missing[:8])}{more}.")
-    return "\n".join(lines) + (f"\n\n{markdown_table(['setting', *settings], differing)}" if differing else "")
-
-
-def _shared_settings(seeds: Sequence[SavedRun]) -> dict[str, str]:
-    """Each setting as text, with all its values where seeds differ in it."""
-    texts: dict[str, dict[str, None]] = {}
-    for run in seeds:
-        for key, value in run.settings.items():
-            texts.setdefault(key, {})[_NONE if value is None else str(value)] = None
-    return {key: ", ".join(values) for key, values in texts.items()}
-
-
-Tables = Mapping[str, Sequence[Mapping[str, Mapping[str, Any]]]]
-"""By name of the run the rows of the table of each seed, by their names."""
+            lines.append(f"Not in all of them, but in {name}: {', '.join(missing)}.")
+    return "\n".join(lines) + (f"\n\n{markdown_table(['setting', *settings], rows)}" if rows else "")
 
 
 def _tables(runs: Runs) -> list[str]:
-    """A table for each figure that two runs have at least: a line for each row of theirs."""
-    tables: Tables = {name: [_by_name(run.rows) for run in seeds] for name, seeds in runs.items()}
-    owners = _runs_by_figure(tables)
-    parts = [_table(figure, tables) for figure, names in owners.items() if len(names) > 1]
-    for name in runs:
-        if alone := [figure for figure, names in owners.items() if names == [name]]:
-            parts.append(f"In the table of {name} alone: {', '.join(alone)}.")
+    """Return a table for each figure that two runs have at least: a line for each row, a column for each run."""
+    figures: dict[str, dict[str, dict[str, list[object]]]] = {}  # by figure, row and run the values of all seeds
+    for name, seeds in runs.items():
+        for run in seeds:
+            for row, values in _by_name(run.rows).items():
+                for figure, value in values.items():
+                    if _numbers([value]):
+                        figures.setdefault(figure, {}).setdefault(row, {}).setdefault(name, []).append(value)
+    parts, alone = [], dict[str, list[str]]()
+    for figure, rows in figures.items():
+        owners = [name for name in runs if any(name in row for row in rows.values())]
+        if len(owners) == 1:
+            alone.setdefault(owners[0], []).append(figure)
+        else:
+            lines = [[row, *(_cell(values.get(name, [])) for name in runs)] for row, values in rows.items()]
+            parts.append(markdown_table([figure, *runs], lines))
+    parts += [f"In the table of {name} alone: {', '.join(names)}." for name, names in alone.items()]
     if unfinished := [name for name, seeds in runs.items() if not all(run.rows for run in seeds)]:
         parts.append(f"Without a table, as it is not finished or measured nothing: {', '.join(unfinished)}.")
     return parts
 
 
-def _runs_by_figure(tables: Tables) -> dict[str, list[str]]:
-    """The names of the runs that have each figure."""
-    owners: dict[str, list[str]] = {}
-    for name, seeds in tables.items():
-        rows = [row for one in seeds for row in one.values()]
-        for figure in dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value)):
-            owners.setdefault(figure, []).append(name)
-    return owners
-
-
-def _table(figure: str, tables: Tables) -> str:
-    """The table of a figure: a line for each row, a column for each run."""
-    lines = []
-    for row in dict.fromkeys(row for seeds in tables.values() for rows in seeds for row in rows):
-        cells = [_cell([rows[row].get(figure) for rows in seeds if row in rows]) for seeds in tables.values()]
-        if any(cell != _NONE for cell in cells):
-            lines.append([row, *cells])
-    return markdown_table([figure, *tables], lines)
-
-
-def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _by_name(rows: Sequence[Figures]) -> dict[str, Figures]:
     """Return rows by name; further ones of the same name have a number behind it."""
-    named: dict[str, Mapping[str, Any]] = {}
+    named: dict[str, Figures] = {}
     for row in rows:
         name, number = str(row.get("name", len(named))), 2
         while name in named:
@@ -244,21 +219,21 @@ def _tables_of_curves(curves: Curves) -> Iterable[str]:
 
 
 def _cell(values: Sequence[object]) -> str:
-    numbers: list[Any] = [value for value in values if _is_number(value)]
-    counts = all(isinstance(value, int) for value in numbers)
-    return mean_and_spread(numbers, 1, ",.0f" if counts else ".4g", "")
+    return mean_and_spread(values, 1, ",.0f" if all(isinstance(value, int) for value in values) else ".4g", "")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _numbers(values: Iterable[object]) -> list[float]:
+    """Return the values that are finite numbers."""
+    numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
+    return [one for one in numbers if math.isfinite(one)]
 
 
 Columns = Mapping[str, tuple[str, float, str, str]]
 """For each figure of a row: the column's head, a factor, a format, a unit."""
 
 
-def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """One markdown table from the rows of several runs, each figure as mean ± spread.
+def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mapping[str, object]]]) -> str:
+    """Return one markdown table from the rows of several runs, each figure as mean ± spread.
 
     Args:
         corner: head of the first column.
@@ -272,18 +247,17 @@ def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mappin
     | seen | +3.10 ± 0.10 |
     """
     lines = []
-    for place, first in enumerate(tables[0]):
-        rows = [table[place] for table in tables]
+    for rows in zip(*tables, strict=True):
         cells = [
             mean_and_spread([row[name] for row in rows], scale, form, unit)
             for name, (_, scale, form, unit) in columns.items()
         ]
-        lines.append([first["name"], *cells])
+        lines.append([str(rows[0]["name"]), *cells])
     return markdown_table([corner, *(head for head, *_ in columns.values())], lines)
 
 
-def mean_and_spread(values: Sequence[float | None], scale: float, form: str, unit: str) -> str:
-    """Mean ± half the range of the values that are numbers.
+def mean_and_spread(values: Sequence[object], scale: float, form: str, unit: str) -> str:
+    """Return the mean ± half the range of the values that are finite numbers.
 
     Args:
         values: of each run.
@@ -294,9 +268,9 @@ def mean_and_spread(values: Sequence[float | None], scale: float, form: str, uni
     >>> mean_and_spread([3.0, 3.2, 3.1], 1, "+.2f", "")
     '+3.10 ± 0.10'
     """
-    numbers = [scale * value for value in values if value is not None and math.isfinite(value)]
+    numbers = [scale * value for value in _numbers(values)]
     if not numbers:
-        return "–"
+        return _NONE
     mean, spread = sum(numbers) / len(numbers), (max(numbers) - min(numbers)) / 2
     about = "" if len(numbers) == 1 or "," in form else f" ± {spread:{form.lstrip('+')}}"
     return f"{mean:{form}}{about}{unit}"

@@ -17,7 +17,7 @@ from mmattn.training.optimization import SCHEDULES
 Loss = Callable[[Any, Sequence[int]], tuple[Tensor, int]]
 """From the rows of a batch, or what `Collate` made of them, and a seed for each row, to the sum of the losses of all
 targets, and the number of targets."""
-Collate = Callable[[Sequence[Row], Sequence[int]], Any]
+Collate = Callable[[Sequence[Row], Sequence[int]], object]
 """From the rows of a batch and a seed for each to what the loss is given in their place. It runs in a thread beside the
 training, and must draw random numbers from the seeds alone. What it gives is moved to the device: a tensor, an object
 with `to`, or dicts and lists of them."""

@@ -1,38 +1,40 @@
-"""The processes of a run: which share of a batch each learns, and how what they found is added up."""
+"""The processes of a run: the share of a batch that each learns, fetched ahead, and the sums of their gradients."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.errors import ConfigError, check_choice, import_extra
 from mmattn.hosts.interop.sharded import shard, tensor_parallel_size
 from mmattn.hosts.layers import find_layers
+from mmattn.training.config import Collate, TrainingConfig, TrainingResult
 from mmattn.training.run_folder import flattened
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Processes:
     """This process among those of a run.
 
-    Processes that share the layers of one host, tensor parallel, compute together: they learn the same rows, and each
-    has the adapters and their gradients whole.
-
-    Args:
-        accelerator: what `make_accelerator` returned.
-        index: of the share of a batch that is learned here, from 0.
-        count: of the shares.
-        copies: processes that learn one share together.
+    A batch has `count` shares, of which this process learns number `index`. Processes that share the layers of one
+    host, tensor parallel, are `copies` that learn one share together, each with whole adapters and gradients.
     """
 
     accelerator: Accelerator
@@ -127,7 +129,7 @@ def make_accelerator(
     check_choice("device", device, ("auto", "cpu"))
     accelerate = import_extra("accelerate", "train")
     cpu = device == "cpu" or not torch.accelerator.is_available()
-    options: dict[str, Any] = {"cpu": cpu, "mixed_precision": mixed_precision}
+    options: dict[str, object] = {"cpu": cpu, "mixed_precision": mixed_precision}
     if trackers:
         available = sorted(name.value for name in accelerate.tracking.get_available_trackers())
         if lacking := sorted(set(trackers) - set(available)):
@@ -170,8 +172,8 @@ def _start_trackers(
     accelerator: Accelerator, folder: str | os.PathLike[str] | None, settings: Mapping[str, object] | None, step: int
 ) -> None:
     """Begin a run in each tracker of an accelerator, named after its folder."""
-    place = {} if folder is None else {"dir": str(folder), "name": Path(folder).resolve().name}
-    options: dict[str, dict[str, Any]] = {
+    place: dict[str, object] = {} if folder is None else {"dir": str(folder), "name": Path(folder).resolve().name}
+    options: dict[str, dict[str, object]] = {
         # Steps that were logged after the checkpoint come again.
         "tensorboard": {"purge_step": step + 1} if step else {},
         "wandb": place,
@@ -182,7 +184,7 @@ def _start_trackers(
     accelerator.init_trackers(project, config=flattened(settings or {}), init_kwargs=options)
 
 
-def _forget_last(accelerate: Any) -> None:
+def _forget_last(accelerate: ModuleType) -> None:
     """Forget the accelerator of an earlier run of this process; the group of processes stays."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerate.state.GradientState._reset_state()
@@ -204,3 +206,93 @@ def _join_restarted(cpu: bool) -> None:
     )
     prefixed = torch.distributed.PrefixStore(f"start {starts}", store)
     torch.distributed.init_process_group("gloo" if cpu else None, store=prefixed, rank=rank, world_size=world)
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The part of a batch that one process computes at once.
+
+    `is_filler` marks the row of another process, with which a sharded host is called where this one has none.
+    """
+
+    number: int
+    batch: object
+    seeds: Sequence[int]
+    is_filler: bool
+
+
+@dataclass(frozen=True)
+class FetchedBatch:
+    """A batch of the run: its place in its epoch, its rows over all processes, the micro-batches of this one."""
+
+    epoch: int
+    place: int
+    size: int
+    micro_batches: Sequence[MicroBatch]
+
+
+def fetch(
+    batches: Batches,
+    config: TrainingConfig,
+    processes: Processes,
+    collate: Collate | None,
+    sharded: bool,
+    done: TrainingResult,
+    steps: int,
+) -> Iterator[FetchedBatch]:
+    """Yield the batches of the next steps of a run."""
+    ordered = itertools.islice(_in_order(batches, done.epoch, done.batch_in_epoch), steps)
+    for step, (epoch, place, batch) in enumerate(ordered, start=done.global_step):
+        seeded = [(row, derive_seed(config.seed, "row", step, number)) for number, row in enumerate(batch)]
+        shares = split_between_processes(seeded, processes.index, processes.count, config.gradient_accumulation_steps)
+        micro_batches = []
+        for number, share in enumerate(shares):
+            if share or sharded:
+                rows, seeds = zip(*(share or seeded[:1]), strict=True)
+                content = list(rows) if collate is None else collate(rows, seeds)
+                micro_batches.append(MicroBatch(number, content, seeds, is_filler=not share))
+        yield FetchedBatch(epoch, place, len(batch), micro_batches)
+
+
+def _in_order(batches: Batches, epoch: int, start: int) -> Iterator[tuple[int, int, Sequence[object]]]:
+    """Yield epoch, place in it and rows of each batch, epoch after epoch."""
+    for number in itertools.count(epoch):
+        if isinstance(batches, EpochBatches):
+            rest: Iterable[Sequence[object]] = batches.epoch(number, start)
+        else:
+            rest = itertools.islice(batches, start, None)
+        place = start
+        for place, batch in enumerate(rest, start=start + 1):
+            yield number, place - 1, batch
+        if not place:
+            raise ConfigError("the data has no rows to train on")
+        start = 0
+
+
+def prefetched(items: Iterator[T], ahead: int) -> Generator[T, None, None]:
+    """Yield items that a thread takes from an iterator, some of them ahead; with 0 there is no thread.
+
+    Errors of the iterator are raised where their item would have come.
+
+    >>> list(prefetched(iter(range(3)), ahead=2))
+    [0, 1, 2]
+    """
+    if not ahead:
+        yield from items
+        return
+
+    def take() -> list[T]:
+        """Return the next item in a list, an empty one at the end."""
+        return list(itertools.islice(items, 1))
+
+    pool = ThreadPoolExecutor(1, "mmattn-prefetch")
+    try:
+        waiting = deque(pool.submit(take) for _ in range(ahead))
+        while item := waiting.popleft().result():
+            waiting.append(pool.submit(take))
+            yield item[0]
+    finally:
+        pool.shutdown(cancel_futures=True)

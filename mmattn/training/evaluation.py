@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def loss_of(
-    loss: Loss, batch: Any, seeds: Sequence[int], collate: Collate | None, accelerator: Accelerator
+    loss: Loss, batch: object, seeds: Sequence[int], collate: Collate | None, accelerator: Accelerator
 ) -> tuple[Tensor, int]:
     """Return the loss of a batch under autocast, on the accelerator's device where the batch was collated."""
     from accelerate.utils import send_to_device

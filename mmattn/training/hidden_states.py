@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,11 @@ from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.generation import inputs_of
 from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below, lower_layers
-from mmattn.hosts.context import step_of
+from mmattn.hosts.context import Keywords, Positional, step_of
 from mmattn.storage.safetensors import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FORMAT = "mmattn-hidden-states"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +51,7 @@ class HiddenStateCache:
     def __init__(self, lower: LowerLayers, folder: Path, dtype: torch.dtype | None, batch_size: int) -> None:
         self.lower, self.folder, self.dtype, self.batch_size = lower, folder, dtype, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
-        config: dict[str, Any] = lower.reader.config.to_dict()
+        config: dict[str, object] = lower.reader.config.to_dict()
         self._key = {
             "layers": self.layers,
             "config": {name: value for name, value in config.items() if name not in _NAMES},
@@ -57,7 +60,9 @@ class HiddenStateCache:
             "transformers": version("transformers"),
         }
 
-    def before(self, reader: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(
+        self, reader: nn.Module, args: Positional, kwargs: dict[str, object]
+    ) -> tuple[Positional, dict[str, object]] | None:
         """Let a forward start from cached hidden states: a pre-hook of the host's base model."""
         if self.lower.is_computing():
             return None
@@ -75,11 +80,11 @@ class HiddenStateCache:
         self.lower.skip(self._states(texts, ids))
         return args, kwargs | {"use_cache": False}
 
-    def after(self, reader: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, reader: nn.Module, args: Positional, output: object) -> None:
         """Run all layers again: a hook of the base model that is called after a failure, too."""
         self.lower.run()
 
-    def _texts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedText | None:
+    def _texts(self, args: Positional, kwargs: Keywords) -> PackedText | None:
         """Return where the texts of a forward are, or None if it goes on with a cache, or packs without a memory."""
         step = step_of(self.lower.model)
         text = None if step is None else step.details
@@ -134,7 +139,7 @@ class HiddenStateCache:
         return self.folder / hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: Any) -> Tensor:
+def _check_arguments(args: Positional, kwargs: Keywords, config: PretrainedConfig) -> Tensor:
     """Return the ids (b, l) of a call, or refuse arguments on which hidden states may depend."""
     ids = inputs_of(args, kwargs)
     if ids is None or ids.is_floating_point() or len(args) > 1:
@@ -148,7 +153,7 @@ def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], config: A
     return ids
 
 
-def _rows(mask: Any, ids: Tensor) -> PackedText | None:
+def _rows(mask: Tensor | None, ids: Tensor) -> PackedText | None:
     """Return the text of each row; None where all is padding."""
     if mask is None:
         real = torch.ones_like(ids, dtype=torch.bool)

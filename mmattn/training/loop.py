@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,12 @@ from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
 from mmattn.progress import tracked
-from mmattn.training import checkpoints
+from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_parameters
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
-from mmattn.training.distributed import Processes
-from mmattn.training.dry_run import MEASURED, DryRunEnded, cost, is_dry_run
+from mmattn.training.distributed import FetchedBatch, Processes, fetch, prefetched
 from mmattn.training.evaluation import evaluate, loss_of
-from mmattn.training.fetching import FetchedBatch, fetch, prefetched
-from mmattn.training.metrics import StepClock
+from mmattn.training.metrics import MEASURED, DryRunEnded, Figures, StepClock, cost, is_dry_run
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
-from mmattn.training.run_state import RunState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,7 +113,7 @@ def train(
     if folder is not None and resume:
         run.state.resume(folder, accelerator.device)
     elif folder is not None and accelerator.is_main_process:
-        checkpoints.remove_checkpoints(folder)
+        remove_checkpoints(folder)
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stored(model))
         if config.torch_compile:
@@ -150,7 +147,7 @@ class _Run:
         self.total = total_steps(config, batches)
         if config.eval_steps and not len(self.eval_rows):
             raise ConfigError("eval_steps is set and there are no eval_rows: hold some rows out, or set it to 0")
-        self.batch_size: Any = getattr(batches, "batch_size", None)
+        self.batch_size: int | None = getattr(batches, "batch_size", None)
         if len(self.eval_rows) and self.batch_size is None:
             raise ConfigError(
                 f"eval_rows are evaluated in batches of the same size, and batches={type(batches).__name__} has no "
@@ -159,7 +156,7 @@ class _Run:
         check_trained(model)
         self.processes = Processes.of(model, self.accelerator)
         self.sharded = bool(shards(model))
-        self.parameters = checkpoints.trained_parameters(model)
+        self.parameters = trained_parameters(model)
         groups = parameter_groups(
             model,
             config.learning_rate,
@@ -295,9 +292,9 @@ class _Run:
         """True if metrics are logged after this step."""
         return step % self.config.logging_steps == 0 or step == self.total or self._is_evaluated(step)
 
-    def _metrics(self) -> dict[str, Any]:
+    def _metrics(self) -> Figures:
         losses, norms = zip(*self.recent, strict=True)
-        metrics: dict[str, Any] = {
+        metrics: Figures = {
             "step": self.done.global_step,
             "epoch": self.done.epoch,
             "loss": sum(losses) / len(losses),
@@ -314,6 +311,7 @@ class _Run:
     def _evaluate(self) -> None:
         """Evaluate, with the averaged weights where there are some, and remember the best ones."""
         accumulation, seed = self.config.gradient_accumulation_steps, self.config.seed
+        assert self.batch_size is not None
         with self.state.averaged_weights():
             # The same noise every time.
             self.measured |= evaluate(

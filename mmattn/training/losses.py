@@ -16,7 +16,7 @@ from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, o
 from mmattn.memory import Memory
 
 
-def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
+def token_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
     """Cross-entropy -log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
 
     Entry (i, j) belongs to token j + 1 of row i: nothing predicts the first.
@@ -40,19 +40,19 @@ def token_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> T
     return nats.view(labels.shape)
 
 
-def mean_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
+def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
     """Mean of `token_nats` over the tokens of the batch: the training loss."""
     return token_nats(model, batch, chunk_size).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
-def sum_nats(model: Any, batch: TextBatch, chunk_size: int | None = None) -> tuple[Tensor, int]:
+def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None) -> tuple[Tensor, int]:
     """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`."""
     return token_nats(model, batch, chunk_size).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
 
 
 @torch.no_grad()
 def text_nats(
-    model: Any,
+    model: nn.Module,
     rows: Sequence[Sequence[int]],
     memory: Memory | None = None,
     memory_rows: Sequence[int] | None = None,
@@ -95,7 +95,7 @@ def perplexity(nats: Sequence[float]) -> float:
     return math.exp(sum(nats) / len(nats)) if nats else math.nan
 
 
-def _chunked_nats(model: nn.Module, kwargs: Mapping[str, Any], labels: Tensor, chunk_size: int) -> Tensor:
+def _chunked_nats(model: nn.Module, kwargs: Mapping[str, object], labels: Tensor, chunk_size: int) -> Tensor:
     """`token_nats` with the logits of so many tokens at once."""
     check_int("chunk_size", chunk_size)
     head = output_head(model)
@@ -140,7 +140,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return nats
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient by the hidden states (t, d)."""
         (gradients,) = ctx.saved_tensors
         return (gradient.to(gradients.device)[:, None] * gradients.float()).to(gradients.dtype), None, None, None

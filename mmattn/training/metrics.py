@@ -1,4 +1,4 @@
-"""The metrics of a run: as JSON lines, in trackers of accelerate, and the speed of its steps."""
+"""The metrics of a run: as JSON lines, in trackers of accelerate; the speed of its steps, and its cost (`dry_run`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import contextlib
 import json
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
 
 from mmattn.storage.files import write_text
 
@@ -17,10 +23,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
+Figures = dict[str, object]
+"""Metrics of a step, a row of a table, or settings, by name."""
 PATIENCE = 3
 """Evaluations in a row that must agree."""
 ERRORS = 2.0
 """Standard errors that a gain must exceed to be one."""
+MEASURED = 10
+"""Steps of a dry run that are measured; one more comes first, in which memory is allocated and kernels are chosen."""
+_DRY_RUN: ContextVar[bool] = ContextVar("mmattn_dry_run", default=False)
 
 
 class MetricsLog:
@@ -49,10 +60,10 @@ class MetricsLog:
         self.accelerator, self.prefix, self.targets = accelerator, prefix, targets
         self.path = Path(folder) / f"{name}.jsonl"
         if accelerator.is_main_process:
-            earlier = [line for line in read_metrics(self.path) if line.get("step", math.inf) <= step] if step else []
+            earlier = [line for line in read_metrics(self.path) if _step(line) <= step] if step else []
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in earlier))
 
-    def __call__(self, **figures: Any) -> None:
+    def __call__(self, **figures: object) -> None:
         """Write the metrics of a step; numbers that are not finite become null.
 
         Args:
@@ -73,7 +84,7 @@ class MetricsLog:
             self.accelerator.print(f"{self.prefix}: {warning}")
 
 
-def _track(accelerator: Accelerator, prefix: str, figures: Mapping[str, Any]) -> None:
+def _track(accelerator: Accelerator, prefix: str, figures: Mapping[str, object]) -> None:
     """Give the numbers of a step to every tracker, as "prefix/name"."""
     step = figures["step"]
     values = {
@@ -90,13 +101,13 @@ def _track(accelerator: Accelerator, prefix: str, figures: Mapping[str, Any]) ->
             tracker.log(values, step=step)
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
     """The complete lines of a `metrics.jsonl`; a process killed while it wrote leaves half a one.
 
     Args:
         path: of the file; where there is none, there are no lines.
     """
-    lines: list[dict[str, Any]] = []
+    lines: list[Figures] = []
     for text in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             line = json.loads(text)
@@ -105,7 +116,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def memory_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
+def _step(line: Figures) -> float:
+    step = line.get("step")
+    return step if isinstance(step, int) else math.inf
+
+
+def memory_warning(lines: Sequence[Mapping[str, object]]) -> str | None:
     """Warn after the last evaluation if the adapter ignores its memory, or say that it no longer does.
 
     A memory does nothing where the loss on held-out rows is no higher with the memories of other rows, by more than two
@@ -143,12 +159,12 @@ def _streak(flags: Sequence[bool]) -> int:
     return next((count for count, one in enumerate(reversed(flags)) if not one), len(flags))
 
 
-def _is_ignored(line: Mapping[str, Any]) -> bool:
+def _is_ignored(line: Mapping[str, object]) -> bool:
     eval_loss, other, error = (line.get(name) for name in ("eval_loss", "eval_loss_shuffled", "memory_gain_stderr"))
-    if eval_loss is None or other is None:
+    if not isinstance(eval_loss, (int, float)) or not isinstance(other, (int, float)):
         return False
     # Of a single batch no error is known: then only what is equal to rounding is.
-    return bool(other - eval_loss <= (1e-6 * abs(eval_loss) if error is None else ERRORS * error))
+    return other - eval_loss <= (ERRORS * error if isinstance(error, (int, float)) else 1e-6 * abs(eval_loss))
 
 
 class StepClock:
@@ -191,3 +207,49 @@ class StepClock:
             "rows_per_second": round(self._rows / seconds, 3),
             "targets_per_second": round(self._targets / seconds, 3),
         }
+
+
+# Dry runs -------------------------------------------------------------------------------------------------------------
+
+
+class DryRunEnded(Exception):
+    """Raised by `train` inside `dry_run`; the message is the cost of the whole run."""
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Inside the block `train` measures its first steps and raises `DryRunEnded` with the cost of the whole run."""
+    token = _DRY_RUN.set(True)
+    try:
+        yield
+    finally:
+        _DRY_RUN.reset(token)
+
+
+def is_dry_run() -> bool:
+    """Return True inside a `dry_run` block."""
+    return _DRY_RUN.get()
+
+
+def cost(
+    model: nn.Module, label: str, rows: int, steps: int, seconds: float, waiting: float, accelerator: Accelerator
+) -> str:
+    """Return the cost of a training run as text, from the seconds of a step and the share that waits for rows."""
+    parameters, processes, device = list(model.parameters()), accelerator.num_processes, accelerator.device
+    trained = [one for one in parameters if one.requires_grad]
+    weights = sum(one.nbytes for one in parameters) / 1e9
+    # AdamW has two moments for each weight.
+    state = 3 * sum(one.nbytes for one in trained) / 1e9
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return (
+        f"{label}: {sum(one.numel() for one in trained):,} of {sum(one.numel() for one in parameters):,} parameters "
+        f"are trained\n"
+        f"bytes on {device}: {weights:.2f} GB of weights, {state:.2f} GB of gradients and moments, "
+        f"{peak / 1e9:.2f} GB at most so far\n"
+        f"steps: {steps:,} of {rows} rows in {processes} process{'es' * (processes > 1)}, {seconds:.2f} s each, of "
+        f"which {100 * waiting:.1f} % waiting for rows\n"
+        f"time: {steps * seconds / 3600:.2f} hours, without evaluations"
+    )

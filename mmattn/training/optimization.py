@@ -24,14 +24,18 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
+Groups = list[dict[str, Any]]
+"""Parameter groups of a torch optimizer."""
+
+
 def parameter_groups(
     module: nn.Module,
     learning_rate: float,
     *,
     gate_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimizer, of the parameters of a module that require gradients.
+) -> Groups:
+    """Return parameter groups for a torch optimizer, of the parameters of a module that require gradients.
 
     Args:
         module: whose parameters are trained.
@@ -50,7 +54,7 @@ def parameter_groups(
             last = name.rsplit(".", 1)[-1]
             (gates if last == "gate" else matrices if parameter.dim() > 1 else vectors).append(parameter)
     gate_rate = learning_rate if gate_learning_rate is None else gate_learning_rate
-    groups: list[dict[str, Any]] = [
+    groups: Groups = [
         {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
         {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
         {"params": gates, "lr": gate_rate, "weight_decay": 0.0},
@@ -82,7 +86,7 @@ def learning_rate_factor(step: int, max_steps: int, warmup_steps: int, lr_schedu
 
 
 @contextlib.contextmanager
-def compiled_blocks(model: Any, backend: str = "inductor") -> Iterator[None]:
+def compiled_blocks(model: nn.Module, backend: str = "inductor") -> Iterator[None]:
     """Inside this context every block of every adapter is compiled, for text of any length.
 
     The attention over the memory itself is left to the kernels that it has: it computes on no padding, and so would be
@@ -110,7 +114,7 @@ def compiled_blocks(model: Any, backend: str = "inductor") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gradient_checkpointing(model: Any) -> Iterator[None]:
+def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
     """Gradient checkpointing (arXiv 1604.06174) of every block of every adapter, inside this context.
 
     The gradients are the same bit for bit. The host has a setting of its own:
@@ -135,7 +139,7 @@ def gradient_checkpointing(model: Any) -> Iterator[None]:
                 block.forward = forward
 
 
-def trained_blocks(setting: str, model: Any) -> list[Any]:
+def trained_blocks(setting: str, model: nn.Module) -> list[nn.Module]:
     """The blocks of all adapters of a model."""
     adapters = getattr(model, "adapters", None)
     if not adapters:
@@ -145,7 +149,7 @@ def trained_blocks(setting: str, model: Any) -> list[Any]:
     return [block for adapter in adapters.values() for block in adapter.blocks.values()]
 
 
-def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

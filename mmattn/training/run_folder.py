@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmattn.storage.files import write_text
 
@@ -26,7 +25,7 @@ class RunFolder:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, settings: Mapping[str, Any]) -> bool:
+    def begin(self, settings: Mapping[str, object]) -> bool:
         """Begin a run: write its settings, and remove metrics and table of an earlier one.
 
         A finished run of the same settings is left as it is, and one line says so.
@@ -46,7 +45,7 @@ class RunFolder:
         self.write_text("metrics.jsonl", "")
         return True
 
-    def finished(self, settings: Mapping[str, Any]) -> str:
+    def finished(self, settings: Mapping[str, object]) -> str:
         """Return a message if a run with the same settings is finished here, else an empty string.
 
         Args:
@@ -65,13 +64,13 @@ class RunFolder:
             "remove that folder, or name another: out=FOLDER"
         )
 
-    def write_config(self, settings: Mapping[str, Any]) -> None:
+    def write_config(self, settings: Mapping[str, object]) -> None:
         """Write all settings as they were used, as `config.resolved.yaml`."""
         import yaml
 
         self.write_text("config.resolved.yaml", yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
 
-    def log(self, **figures: Any) -> None:
+    def log(self, **figures: object) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(_plain(figures)) + "\n")
@@ -81,7 +80,7 @@ class RunFolder:
         write_text(self.path / name, text if not text or text.endswith("\n") else text + "\n")
         return self.path / name
 
-    def write_json(self, name: str, content: Any) -> Path:
+    def write_json(self, name: str, content: object) -> Path:
         """Write a JSON file and return its path; numbers that are not finite become null."""
         return self.write_text(name, json.dumps(_plain(content), indent=2, ensure_ascii=False))
 
@@ -108,13 +107,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
 
 
-def flattened(settings: Mapping[str, object], before: str = "") -> dict[str, Any]:
+def flattened(settings: Mapping[str, object], before: str = "") -> dict[str, object]:
     """Return settings without sections, each a number, a text, True, False or None.
 
     >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})
     {'seed': 0, 'optim.max_steps': 40, 'optim.betas': '[0.9, 0.98]'}
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             flat |= flattened(value, f"{before}{name}.")
@@ -124,12 +123,12 @@ def flattened(settings: Mapping[str, object], before: str = "") -> dict[str, Any
     return flat
 
 
-def _learned_from(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a table depends on, as JSON has them."""
+def _learned_from(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that a table depends on, as JSON has them."""
     return {name: _plain(value) for name, value in settings.items() if name not in ("out", "progress", "resume")}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

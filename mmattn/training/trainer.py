@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from mmattn.data.sampling import LengthGroupedSampler, text_lengths
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
@@ -17,6 +17,8 @@ from mmattn.training.optimization import parameter_groups
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -45,31 +47,29 @@ def adapter_trainer() -> type:
             ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
         """
 
-        optimizer: Any
+        optimizer: torch.optim.Optimizer | None
 
         def __init__(
             self,
-            *args: Any,
+            *args: object,
             gate_learning_rate: float | None = None,
             encoder: str | None = None,
-            **kwargs: Any,
+            **kwargs: object,
         ) -> None:
             self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
             model = args[0] if args else kwargs.get("model")
-            arguments = args[1] if len(args) > 1 else kwargs.get("args")
-            if getattr(arguments, "ddp_find_unused_parameters", False):
-                raise ConfigError(
-                    "ddp_find_unused_parameters=True does not go with AdapterTrainer: rows without a memory use no "
-                    "adapter, so it gives every trained parameter a gradient, of zeros if need be; leave it out"
-                )
-            if arguments is not None:
-                arguments.ddp_find_unused_parameters = False
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
-                model.__dict__["_hf_peft_config_loaded"] = True
+                vars(model)["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
+            if self.args.ddp_find_unused_parameters:
+                raise ConfigError(
+                    "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
+                    "parameter a gradient, of zeros if need be: leave it out"
+                )
+            self.args.ddp_find_unused_parameters = False
 
-        def create_optimizer(self, model: Any = None) -> Any:
+        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
             """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
             if self.optimizer is None:
                 optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -82,7 +82,9 @@ def adapter_trainer() -> type:
                 self.optimizer = optimizer_class(groups, **options)
             return self.optimizer
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(
+            self, model: nn.Module, inputs: object, return_outputs: bool = False, *args: object, **kwargs: object
+        ) -> Tensor | tuple[object, ...]:
             """The Trainer's loss; where no row has a memory, and no adapter is reached, with gradients of zero."""
             computed = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
             loss, *outputs = computed if return_outputs else (computed,)
@@ -92,41 +94,26 @@ def adapter_trainer() -> type:
                 loss = loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
             return (loss, *outputs) if return_outputs else loss
 
-        def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_complete(Path(self.args.output_dir))
-            config: Any = getattr(self.model, "config", None)
+            config = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
-                if cached is not None:
+                if config is not None and cached is not None:
                     config.use_cache = cached
 
-        def _by_length(self, rows: Any, batch_size: int) -> Any:
-            """The sampler of rows that have lengths, where the arguments ask for like lengths together."""
-            ours = hasattr(rows, "__len__") and not hasattr(rows, "column_names")
-            if self.args.train_sampling_strategy != "group_by_length" or not ours:
-                return None
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            return LengthGroupedSampler(text_lengths(rows), batch_size * self.args.world_size, seed)
-
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            rows = self.train_dataset if train_dataset is None else train_dataset
-            return self._by_length(rows, self.args.train_batch_size) or super()._get_train_sampler(train_dataset)
-
-        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-            return self._by_length(eval_dataset, self.args.eval_batch_size) or super()._get_eval_sampler(eval_dataset)
-
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
-        def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:
             return dataset
 
-        def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        def _get_collator_with_removed_columns(self, data_collator: T, description: str | None = None) -> T:
             return data_collator
 
-        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
             if not self.args.should_save:
                 return
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -136,7 +123,7 @@ def adapter_trainer() -> type:
             weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
             write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
 
-        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
             load_weights(trained_parameters(self.accelerator.unwrap_model(self.model)), tensors, resume_from_checkpoint)
 

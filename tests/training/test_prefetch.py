@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmattn import training
-from mmattn.training.fetching import prefetched
+from mmattn.training.distributed import prefetched
 from tests.training import small_run
 
 

@@ -30,7 +30,6 @@ def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
         "dataloader_pin_memory": False,
         "disable_tqdm": True,
         "seed": 3,
-        "train_sampling_strategy": "group_by_length",
         **arguments,
     }
     return training.AdapterTrainer(

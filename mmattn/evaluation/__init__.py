@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmattn.evaluation.frechet import frechet_distance
-from mmattn.evaluation.retrieval_scores import retrieval_scores
-from mmattn.evaluation.text_scores import text_scores
+from mmattn.evaluation.scores import frechet_distance, retrieval_scores, text_scores
 
 __all__ = ["AdaptedLM", "frechet_distance", "retrieval_scores", "text_scores"]
 

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from mmattn.data.rows import row_memory
 from mmattn.data.text_batches import bos_and_eos, collate
-from mmattn.errors import ConfigError, check_bool, check_int, import_extra
-from mmattn.evaluation.document_memories import DocumentMemories
+from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
+from mmattn.hosts.base import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import generate_rows
 from mmattn.pipelines.loading import pipeline
 from mmattn.progress import counted
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from transformers import PreTrainedTokenizerBase
+
+    from mmattn.retrieval import Index
+
 NAME = "mmattn"
-# Batches of requests whose memories are held at once, and which are sorted by length together.
 _WINDOW = 16
-# Where the config of a host does not say what it reads, and a task not how much is written: the harness's own numbers.
-_LENGTH = 2048
-_NEW_TOKENS = 256
+"""Batches of requests whose memories are held at once, and which are sorted by length together."""
+_LENGTH, _NEW_TOKENS = 2048, 256
+"""The harness's own defaults of the longest input and of the tokens to write."""
+CONTROLS = ("own", "shuffled", "none")
+Document = Mapping[str, object]
 T = TypeVar("T")
 
 
@@ -61,49 +70,51 @@ class HarnessModel:
 
     def __init__(
         self,
-        adapter: Any,
-        tokenizer: Any = None,
-        memory: str | Callable[[Mapping[str, Any]], Any] = "memory",
+        adapter: str | os.PathLike[str] | AdaptedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        memory: str | Callable[[Document], object] = "memory",
         *,
         control: str = "own",
-        index: Any = None,
+        index: Index | str | os.PathLike[str] | None = None,
         batch_size: int | str = 8,
         max_length: int | None = None,
         device: str | None = None,
         add_bos_token: bool | None = None,
     ) -> None:
         super().__init__()
-        read: Callable[[Any], Any] | None = None
+        read: Callable[[object], object] | None = None
         if isinstance(adapter, (str, os.PathLike)):
             if tokenizer is not None:
                 raise ConfigError(f"the adapter's folder {str(adapter)!r} names its tokenizer: leave tokenizer= out")
-            pipe: Any = pipeline(adapter, index=index, device=device)
-            adapter, tokenizer, read = pipe.model, pipe.tokenizer, lambda value: pipe.inputs(value)[1]
+            pipe = pipeline(adapter, index=index, device=device)
+            model, tokenizer, read = pipe.model, pipe.tokenizer, lambda value: pipe.inputs(value)[1]
         elif index is not None or device is not None:
             raise ConfigError("index= and device= are for the folder of an adapter; an adapted model has its own")
-        if not getattr(adapter, "predicts_tokens", False) or tokenizer is None:
+        else:
+            model = adapter
+        if not isinstance(model, AdaptedModel) or not model.predicts_tokens or tokenizer is None:
             raise ConfigError(
-                f"a language model with adapters is needed, and its tokenizer; got {type(adapter).__name__} and "
+                f"a language model with adapters is needed, and its tokenizer; got {type(model).__name__} and "
                 f"{type(tokenizer).__name__}"
             )
         if not str(batch_size).isdigit():
             raise ConfigError(f"batch_size must be a number, since memories differ in length; got {batch_size!r}")
         self.batch_size = check_int("batch_size", int(batch_size))
-        self.model, self.tokenizer = adapter.eval(), tokenizer
-        width = max((adapter.adapter(name).config.memory_dim for name in adapter.active), default=0)
+        self.model, self.tokenizer = model.eval(), tokenizer
+        width = max((model.adapter(name).config.memory_dim for name in model.active), default=0)
         self.documents = DocumentMemories(memory, read, width, control)
-        limit = getattr(adapter.config, "max_position_embeddings", None) or _LENGTH
+        limit = getattr(model.config, "max_position_embeddings", None) or _LENGTH
         self.max_length = check_int("max_length", limit if max_length is None else max_length, at_least=2)
         self.begin, _ = bos_and_eos(tokenizer)
         if add_bos_token is not None:
             check_bool("add_bos_token", add_bos_token)
         self.add_bos_token = add_bos_token
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
         return self._scored(requests, [self._pair(*request.args) for request in requests], "log-likelihoods")
 
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Return log p of each text in nats; longer texts than the host reads are split into windows."""
         windows = import_extra("lm_eval.utils", "eval")
         pairs: list[tuple[list[int], list[int]]] = []
@@ -121,7 +132,7 @@ class HarnessModel:
             sums[owner] += score
         return sums
 
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return the generated text after each context, up to its first stop word."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -138,11 +149,7 @@ class HarnessModel:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The chat template of the tokenizer.
-
-        Args:
-            chat_template: the name of one of several.
-        """
+        """Return the chat template of the tokenizer, or the one of this name."""
         return str(self.tokenizer.get_chat_template(chat_template if isinstance(chat_template, str) else None))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -150,7 +157,7 @@ class HarnessModel:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
 
-    def set_cache_hook(self, cache_hook: Any) -> None:
+    def set_cache_hook(self, cache_hook: object) -> None:
         """Refuse the cache of the harness, whose keys are texts without memories."""
         if self.documents.control != "none":
             raise ConfigError(
@@ -176,7 +183,7 @@ class HarnessModel:
         return before[-(self.max_length + 1 - len(after)) :], after
 
     def _scored(
-        self, requests: Sequence[Any], pairs: Sequence[tuple[list[int], list[int]]], label: str
+        self, requests: Sequence[Instance], pairs: Sequence[tuple[list[int], list[int]]], label: str
     ) -> list[tuple[float, bool]]:
         """Score pairs of contexts and continuations, with the memories of the documents."""
 
@@ -186,7 +193,7 @@ class HarnessModel:
 
         return self._in_batches(requests, [len(before) + len(after) for before, after in pairs], score, label)
 
-    def _written(self, requests: Sequence[Any]) -> list[str]:
+    def _written(self, requests: Sequence[Instance]) -> list[str]:
         """Generate after the contexts of requests with the same `generation_kwargs`."""
         until, options = generation_options(requests[0].args[1], self.tokenizer)
         room = self.max_length - options["max_new_tokens"]
@@ -205,7 +212,7 @@ class HarnessModel:
 
     def _in_batches(
         self,
-        requests: Sequence[Any],
+        requests: Sequence[Instance],
         lengths: Sequence[int],
         run: Callable[[Sequence[int], Memory | None], Iterable[T]],
         label: str,
@@ -227,7 +234,9 @@ class HarnessModel:
         return [results[number] for number in range(len(requests))]
 
 
-def generation_options(kwargs: Mapping[str, Any], tokenizer: Any) -> tuple[list[str], dict[str, Any]]:
+def generation_options(
+    kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[str], dict[str, Any]]:
     """Return the stop words and the arguments of `generate` in a task's `generation_kwargs`.
 
     >>> generation_options({"until": ["."], "max_gen_toks": 7, "temperature": 0.0}, None)[1]["do_sample"]
@@ -259,7 +268,7 @@ def cut_off(text: str, until: Sequence[str]) -> str:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: Any, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], memory: Memory | None
+    model: nn.Module, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], memory: Memory | None
 ) -> list[tuple[float, bool]]:
     """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
     rows = [[*before, *after[:-1]] for before, after in zip(contexts, continuations, strict=True)]
@@ -272,3 +281,69 @@ def log_likelihoods(
         nats = F.cross_entropy(row_logits, target, reduction="sum")
         scores.append((-float(nats), bool((row_logits.argmax(-1) == target).all())))
     return scores
+
+
+class DocumentMemories:
+    """Memories of documents, read on demand by `read` (None: `row_memory`) from the value of `source`."""
+
+    def __init__(
+        self,
+        source: str | Callable[[Document], object],
+        read: Callable[[object], object] | None,
+        dim: int,
+        control: str = "own",
+    ) -> None:
+        self.source, self.read, self.dim = source, read, dim
+        self.control = check_choice("control", control, CONTROLS)
+
+    def readers(self, documents: Sequence[tuple[Hashable, Document]]) -> list[Callable[[], Memory | None]]:
+        """Return a reader of the memory of each (key, document); equal keys have one reader."""
+        by_key = dict(documents)
+        keys = list(by_key)
+
+        def reader(place: int) -> Callable[[], Memory | None]:
+            if self.control == "shuffled":
+                return lambda: self._next([by_key[key] for key in (*keys[place:], *keys[:place])])
+            return lambda: None if self.control == "none" else self._memory(self._value(by_key[keys[place]]))
+
+        readers = {key: reader(place) for place, key in enumerate(keys)}
+        return [readers[key] for key, _ in documents]
+
+    def stacked(self, memories: Sequence[Memory | None]) -> Memory | None:
+        """Stack memories of one row, empty where there is none; None if no row has one."""
+        if all(memory is None for memory in memories):
+            return None
+        blank = Memory(torch.zeros(1, 0, self.dim))
+        return Memory.stack([blank if memory is None else memory.to("cpu") for memory in memories])
+
+    def _next(self, documents: Sequence[Document]) -> Memory | None:
+        """Return the memory of the next document that has one, if the first document has one."""
+        if self._value(documents[0]) is None:
+            return None
+        for document in documents[1:]:
+            if (value := self._value(document)) is not None:
+                return self._memory(value)
+        raise ConfigError("only one document has a memory, and shuffled memories need two")
+
+    def _value(self, document: Document) -> object:
+        if callable(self.source):
+            return self.source(document)
+        if self.source not in document:
+            raise ConfigError(
+                f"a document has no field {self.source!r} for its memory, only {', '.join(map(str, document))}: name "
+                "it with memory=, or give control=none"
+            )
+        return document[self.source]
+
+    def _memory(self, value: object) -> Memory | None:
+        if value is None:
+            return None
+        memory = row_memory(value) if self.read is None or isinstance(value, Memory) else self.read(value)
+        if memory is not None and not isinstance(memory, Memory):
+            raise ConfigError(
+                f"the memory of a document must be vectors, and this adapter reads {type(memory).__name__}, which the "
+                "rows of a batch cannot share"
+            )
+        if memory is not None and memory.dim != self.dim:
+            raise ShapeError(f"the memory of a document is {memory.dim} wide, and the adapter reads {self.dim}")
+        return memory

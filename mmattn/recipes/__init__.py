@@ -21,8 +21,7 @@ if TYPE_CHECKING:
         recipes_folder,
         resolve_asset,
     )
-    from mmattn.recipes.runner import run_recipe, run_seeds
-    from mmattn.recipes.settings import read_settings
+    from mmattn.recipes.runner import read_settings, run_recipe, run_seeds
 
 __all__ = [
     "Recipe",

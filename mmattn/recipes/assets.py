@@ -5,6 +5,7 @@ A checkout keeps `recipes/` and `assets/` beside the package; an installed wheel
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -14,13 +15,26 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-from mmattn.recipes.settings import meant, refuse
+from typing import NoReturn
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a misspelt name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def refuse(message: str) -> NoReturn:
+    """Raise a ConfigError; `mmattn.errors` imports torch, and the command line is to answer at once."""
+    from mmattn.errors import ConfigError
+
+    raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ def find_recipe(name: str) -> Recipe:
     """
     recipes = {recipe.name: recipe for recipe in list_recipes()}
     if name not in recipes:
-        refuse(f"there is no recipe {name!r}{meant(name, recipes)}; there are: {', '.join(recipes)}")
+        refuse(f"there is no recipe {name!r}{did_you_mean(name, recipes)}; there are: {', '.join(recipes)}")
     return recipes[name]
 
 

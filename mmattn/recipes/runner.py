@@ -1,20 +1,26 @@
-"""Running a recipe: from a file of settings to the folder of the run, once or for several seeds."""
+"""Running a recipe: from a file of settings, checked against the recipe's own class, to the folder of the run."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 from mmattn.progress import recorded_interrupts
-from mmattn.recipes.assets import find_recipe, load_recipe
-from mmattn.recipes.settings import check_settings, raise_settings_error, read_settings, refuse
+from mmattn.recipes.assets import did_you_mean, find_recipe, load_recipe, refuse
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+Settings = dict[str, object]
 
 
-def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Any:
+def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Path:
     """Run a recipe with the settings of a file, as `mmattn train` does; what a sweep calls for each trial.
 
     A run that is finished is left as it is, and one that was killed goes on.
@@ -24,7 +30,7 @@ def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) ->
         overrides: `section.key=value` each, the value in YAML.
 
     Returns:
-        What the recipe's `main` returns: the folder of the run.
+        The folder of the run, as the recipe's `main` returns it.
 
     Raises:
         ConfigError: no recipe, an unknown key, or a value of the wrong kind.
@@ -32,7 +38,8 @@ def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) ->
     """
     module, settings = _prepared(Path(config), overrides)
     with _settings_errors(), _interrupts_raised():
-        return module.main(settings)
+        out: Path = module.main(settings)
+    return out
 
 
 def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: Sequence[int]) -> str:
@@ -59,27 +66,28 @@ def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: S
     from mmattn.storage.json_files import read_json
 
     module, settings = _prepared(Path(config), overrides)
-    table: Any = getattr(module, "table", None)
-    if table is None or "out" not in settings:
+    table, place = getattr(module, "table", None), settings.get("out")
+    if table is None or not isinstance(place, str):
         refuse(
             f"--seeds makes one table of several runs: {module.__file__} must have a function `table(contents)`, and "
             "its settings an `out`"
         )
     tables = []
     for seed in seeds:
-        out = Path(settings["out"]) / f"seed-{seed}"
+        out = Path(place) / f"seed-{seed}"
         with _settings_errors():
-            module.main({**_of_seed(settings, seed), "seed": seed, "out": str(out)})
+            chosen = {key: _of_seed(value, seed) for key, value in settings.items()}
+            module.main({**chosen, "seed": seed, "out": str(out)})
         if not (out / "table.json").is_file():
             raise SystemExit(130)
         tables.append(read_json(out / "table.json", max_bytes=64 << 20))
     text: str = table(tables)
-    write_text(Path(settings["out"]) / "table.md", text + "\n")
+    write_text(Path(place) / "table.md", text + "\n")
     return text
 
 
-def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
-    """The folder of the recipe that a settings file belongs to: its own, or that of the recipe it names."""
+def recipe_of(config: Path, settings: Settings) -> Path:
+    """Return the folder of the recipe that a settings file belongs to: its own, or that of the recipe it names."""
     folder = config.resolve().parent
     if (folder / "train.py").is_file():
         return folder
@@ -89,14 +97,14 @@ def recipe_of(config: Path, settings: dict[str, Any]) -> Path:
     return find_recipe(name).folder
 
 
-def _of_seed(value: Any, seed: int) -> Any:
+def _of_seed(value: object, seed: int) -> object:
     if isinstance(value, dict):
         return {key: _of_seed(inner, seed) for key, inner in value.items()}
     return value.replace("{seed}", str(seed)) if isinstance(value, str) else value
 
 
-def _prepared(config: Path, overrides: Iterable[str]) -> tuple[ModuleType, dict[str, Any]]:
-    """A recipe's train.py, and settings that its `Config` has checked."""
+def _prepared(config: Path, overrides: Iterable[str]) -> tuple[ModuleType, Settings]:
+    """Return a recipe's train.py, and settings that its `Config` has checked."""
     settings = read_settings(config, overrides)
     module = load_recipe(recipe_of(config, settings), "train")
     model = getattr(module, "Config", None)
@@ -115,7 +123,7 @@ def _settings_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise_settings_error(error)
+        _raise_settings_error(error)
 
 
 @contextlib.contextmanager
@@ -125,3 +133,119 @@ def _interrupts_raised() -> Iterator[None]:
         yield
     if interrupts:
         raise KeyboardInterrupt
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def read_settings(path: Path, overrides: Iterable[str] = ()) -> Settings:
+    """Read a YAML file of settings and apply overrides to it.
+
+    Args:
+        path: the file, in UTF-8, or in UTF-16 with a byte-order mark.
+        overrides: `section.key=value` each, the value in YAML.
+
+    Raises:
+        ConfigError: no such file, not text, not YAML, not a mapping, a key twice, a key that is no text, or an override
+            that is not `key=value`.
+    """
+    if not path.is_file():
+        refuse(f"there is no settings file {path}; `mmattn ls` lists the recipes, each has a config.yaml")
+    settings = _yaml(_decoded(path.read_bytes(), path), str(path))
+    if not isinstance(settings, dict):
+        refuse(f"{path} must hold `key: value` lines, got {type(settings).__name__}")
+    for override in overrides:
+        _override(settings, override)
+    return settings
+
+
+def check_settings(settings: Settings, model: type[BaseModel]) -> Settings:
+    """Return settings validated by a pydantic class, with its defaults; ConfigError names each that is wrong."""
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(settings).model_dump()
+    except ValidationError as error:
+        _raise_settings_error(error, model)
+
+
+def _raise_settings_error(error: ValidationError, model: type[BaseModel] | None = None) -> NoReturn:
+    """Raise a ConfigError from a ValidationError of pydantic, with one line for each setting that is wrong."""
+    from mmattn.errors import ConfigError
+
+    lines = []
+    for issue in error.errors():
+        key = ".".join(map(str, issue["loc"]))
+        if issue["type"] == "extra_forbidden":
+            known = _known(model, issue["loc"][:-1])
+            there = f"; there are: {', '.join(sorted(known))}" if known else ""
+            lines.append(f"unknown key {key!r}{did_you_mean(str(issue['loc'][-1]), known)}{there}")
+        elif issue["type"] == "missing":
+            lines.append(f"{key!r} is missing")
+        else:
+            message = issue["msg"].removeprefix("Value error, ")
+            message = f"{message[:1].lower()}{message[1:]}"
+            # What is said of all settings together is not followed by all of them.
+            lines.append(f"{key!r}: {message}, got {issue['input']!r}" if key else message)
+    raise ConfigError("settings refused: " + "\n  ".join(lines)) from error
+
+
+def _known(model: object, location: Iterable[str | int]) -> list[str]:
+    """Return the settings of the section at a location."""
+    for step in location:
+        fields = getattr(model, "model_fields", {})
+        model = fields[step].annotation if step in fields else None
+    return list(getattr(model, "model_fields", {}))
+
+
+def _override(settings: Settings, override: str) -> None:
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        refuse(f"an override is section.key=value, got {override!r}")
+    for depth, part in enumerate(parts[:-1], start=1):
+        section = settings.setdefault(part, {})
+        if not isinstance(section, dict):
+            refuse(f"cannot set {key!r}: {'.'.join(parts[:depth])!r} is {section!r}, not a section")
+        settings = section
+    settings[parts[-1]] = _yaml(value, repr(override))
+
+
+def _decoded(raw: bytes, path: Path) -> str:
+    """Return the text of a file in UTF-8, or in UTF-16 with a byte-order mark, as some editors write it."""
+    encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        refuse(f"{path} is not a text file in UTF-8 ({error.reason} in line {line}); save it as UTF-8")
+    if "\0" in text:
+        refuse(f"{path} has a NUL character in line {text[: text.index(chr(0))].count(chr(10)) + 1}; take it out")
+    return text
+
+
+def _yaml(text: str, where: str) -> object:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                shown = repr(key.value) if isinstance(key.value, str) else "a list or a mapping"
+                refuse(f"{where}: a key must be text, got {shown} (line {key.start_mark.line + 1}); put it in quotes")
+            if key.value in seen:
+                refuse(f"{where}: the key {key.value!r} stands there twice (line {key.start_mark.line + 1})")
+            seen.add(key.value)
+        return loader.construct_mapping(node, deep=True)
+
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    # YAML 1.1 reads 1e-3 as a word; whoever writes a learning rate means the number.
+    number = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        refuse(f"{where} is not YAML: {' '.join(str(error).split())[:300]}")

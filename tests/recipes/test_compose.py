@@ -14,7 +14,7 @@ import torch
 
 import mmattn
 from mmattn.errors import ConfigError
-from mmattn.recipes.settings import check_settings
+from mmattn.recipes.runner import check_settings
 from tests.recipes.comparing import check_compared
 
 SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}

@@ -9,10 +9,7 @@ folder is torn or something is left behind.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,27 +19,22 @@ import torch
 
 from mmattn import Index
 from mmattn.errors import MmattnError
+from tests.stress.scripts import Children
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES, WIDTH = 701, 31
-WRITER = f"""
-import os, sys, torch
+WORK = f"""
+import torch
 from mmattn import Index
 torch.set_num_threads(1)
 indexes = [Index.build(torch.ones({ENTRIES}, {WIDTH}), store=store) for store in ("exact", "hnsw")]
-# Another object than those that the children save: these would know that somebody saved after them, and refuse.
-Index.build(torch.ones({ENTRIES}, {WIDTH}), metadata=[1] * {ENTRIES}).save(sys.argv[1])
-for line in sys.stdin:
-    version = int(line)
-    child = os.fork()
-    if not child:
-        index = indexes[version // 1000 % 2]
-        while True:
-            index.update(index.ids, torch.full(({ENTRIES}, {WIDTH}), float(version)), metadata=[version] * {ENTRIES})
-            index.save(sys.argv[1])
-            version += 1
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
+
+def work(folder, first):
+    version = int(first)
+    index = indexes[version // 1000 % 2]
+    while True:
+        index.update(index.ids, torch.full(({ENTRIES}, {WIDTH}), float(version)), metadata=[version] * {ENTRIES})
+        index.save(folder)
+        version += 1
 """
 
 
@@ -59,18 +51,16 @@ def version_of(folder: Path) -> int:
 def killed_saves(folder: Path, kills: int, seed: int) -> set[int]:
     """Kill a process that saves again and again; after each kill the index is whole."""
     chance, found = random.Random(seed), set()
-    command = [sys.executable, "-W", "ignore", "-c", WRITER, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as writers:
-        assert writers.stdin is not None and writers.stdout is not None
+    Index.build(torch.ones(ENTRIES, WIDTH), metadata=[1] * ENTRIES).save(folder)
+    with Children(WORK) as writers:
         for kill in range(kills):
-            writers.stdin.write(f"{1000 * kill + 1}\n")
-            writers.stdin.flush()
-            child = int(writers.stdout.readline())
-            while kill % 2 and version_of(folder) <= 1000 * kill:
-                time.sleep(0.001)
-            time.sleep(chance.uniform(0.01, 0.6))
-            os.kill(child, signal.SIGKILL)
-            if int(writers.stdout.readline()) != signal.SIGKILL:
+
+            def wait(child: int, kill: int = kill) -> None:
+                while kill % 2 and version_of(folder) <= 1000 * kill:
+                    time.sleep(0.001)
+                time.sleep(chance.uniform(0.01, 0.6))
+
+            if not writers.killed(f"{folder} {1000 * kill + 1}", wait):
                 raise RuntimeError("the process did not live until it was killed")
             found.add(version_of(folder))
     Index.build(torch.ones(3, WIDTH)).save(folder)

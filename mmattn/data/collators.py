@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from mmattn.data.row import Row, make_row, row_memory
 from mmattn.data.row_memories import MemorySource
-from mmattn.data.rows import Row, make_row, row_memory
 from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, pack
 from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.memory import Memory

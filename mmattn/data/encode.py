@@ -50,8 +50,7 @@ from mmattn.data.encoded_files import (
 )
 from mmattn.data.file_folders import FileFolder
 from mmattn.data.readers import StreamRows
-from mmattn.data.row_contents import RowEncoder, content_key, encode_parts, given_memory, parts_of, why_unreadable
-from mmattn.data.rows import Row
+from mmattn.data.row import Row, RowEncoder, content_key, encode_parts, given_memory, parts_of, why_unreadable
 from mmattn.errors import ConfigError, ImageError, check_choice, check_int, import_extra
 from mmattn.progress import counted
 from mmattn.storage.files import lock_folder

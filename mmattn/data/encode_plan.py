@@ -37,8 +37,7 @@ from mmattn.data.encoded_files import (
 from mmattn.data.file_folders import FileFolder
 from mmattn.data.folders import first_few
 from mmattn.data.readers import Rows
-from mmattn.data.row_contents import RowEncoder, content_key, given_memory, parts_of
-from mmattn.data.rows import Row
+from mmattn.data.row import Row, RowEncoder, content_key, given_memory, parts_of
 from mmattn.errors import ConfigError, import_extra
 from mmattn.progress import counted
 

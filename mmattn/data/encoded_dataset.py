@@ -29,8 +29,7 @@ from mmattn.data.encoded_files import (
     shard_name,
 )
 from mmattn.data.file_folders import FileFolder, is_address
-from mmattn.data.row_contents import given_memory
-from mmattn.data.rows import Row
+from mmattn.data.row import Row, given_memory
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.json_files import making_sense, parse_json

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmattn.core.quantization import quantize
 from mmattn.data.file_folders import FileFolder
-from mmattn.data.row_contents import RowEncoder, encoders_fingerprint
+from mmattn.data.row import RowEncoder, encoders_fingerprint
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.files import replacing, write_text

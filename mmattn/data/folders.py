@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmattn.data.rows import Row, make_row, text_of_label
+from mmattn.data.row import Row, make_row, text_of_label
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.json_files import parse_json
 
@@ -129,7 +129,7 @@ def split_folders(folder: Path) -> dict[str, Path]:
 
 def _captioned(path: Path, host: str, pictures: Sequence[Path], skip_broken: bool) -> FileRows:
     rows = read_lines(path, host, skip_broken=skip_broken)
-    named = {os.path.realpath(image) for row in rows for image in (*row.images, row.picture) if image}
+    named = {os.path.realpath(str(image)) for row in rows for image in (*row.images, row.picture) if image}
     silent = sum(os.path.realpath(file) not in named for file in pictures)
     more = f"; {_count(silent, 'other picture')} in the folder {'has' if silent == 1 else 'have'} no line there"
     return FileRows(rows, f"{_count(len(rows), 'text')} in {path.name}{more if silent else ''}", rows.left_out)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmattn.data.encoded_dataset import EncodedDataset, is_encoded
 from mmattn.data.folders import CAPTIONS, PICTURES, FileRows, read_folder, read_lines
-from mmattn.data.rows import KEYS, Row, make_row, text_of_label
+from mmattn.data.row import KEYS, Row, make_row, text_of_label
 from mmattn.errors import ConfigError, import_extra
 
 

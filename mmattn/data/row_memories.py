@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from mmattn.data.row_contents import (
+from mmattn.data.row import (
+    Row,
     RowEncoder,
     content_sha256,
     encode_parts,
@@ -24,7 +25,6 @@ from mmattn.data.row_contents import (
     given_memory,
     why_unreadable,
 )
-from mmattn.data.rows import Row
 from mmattn.errors import ConfigError, ShapeError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.progress import batches

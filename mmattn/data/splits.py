@@ -14,7 +14,7 @@ from typing import Any
 from mmattn.data.encoded_dataset import EncodedRow
 from mmattn.data.folders import SPLITS, split_folders
 from mmattn.data.readers import DatasetRows, Rows, StreamRows, is_saved
-from mmattn.data.rows import Row
+from mmattn.data.row import Row
 from mmattn.errors import ConfigError, check_float
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmattn.data.rows import row_memory
+from mmattn.data.row import row_memory
 from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
 from mmattn.hosts.base import AdaptedModel

@@ -12,7 +12,7 @@ from typing import Any
 
 from mmattn.data.encode import encode_rows
 from mmattn.data.encoded_dataset import EncodedDataset
-from mmattn.data.rows import Row
+from mmattn.data.row import Row
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import Encoder

@@ -9,14 +9,12 @@ from mmattn.lazy import lazy_exports
 if TYPE_CHECKING:
     from mmattn.data.collators import MemoryCollator, RowCollator
     from mmattn.data.encode import encode_rows
-    from mmattn.data.encoded_batches import EncodedBatches
     from mmattn.data.encoded_dataset import EncodedDataset
     from mmattn.data.folders import FileRows, read_folder, read_lines
     from mmattn.data.readers import DatasetRows, StreamRows, read_rows
-    from mmattn.data.row_contents import memory_kinds
+    from mmattn.data.row import Row, make_row, memory_kinds
     from mmattn.data.row_memories import MemorySource, RowMemories, augment_memory
-    from mmattn.data.rows import Row, make_row
-    from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+    from mmattn.data.sampling import EncodedBatches, LengthGroupedSampler, PairSampler, RowBatches, derive_seed
     from mmattn.data.splits import ShuffledMemories, held_out_split, shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.hosts.lora import add_lora, load_lora, matched_lora

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.data.rows import Row
+from mmattn.data.row import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.interop.quantised import stored

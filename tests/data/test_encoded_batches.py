@@ -15,7 +15,7 @@ import torch
 import mmattn
 from mmattn import training
 from mmattn.data.encoded_files import Block
-from mmattn.data.rows import Row
+from mmattn.data.row import Row
 from mmattn.errors import AdapterFileError, ConfigError
 from tests.data.encoded_rows import flip
 from tests.training import small_run
@@ -81,10 +81,6 @@ class TestOrder:
         assert numbers(mixing(training.EncodedDataset(folder), threads=1).epoch(0)) == first
         assert numbers(mixing(store).epoch(1)) != first and numbers(mixing(store, seed=4).epoch(0)) != first
 
-    def test_in_order(self, store: training.EncodedDataset) -> None:
-        found = numbers(training.EncodedBatches(store, 4, shuffle=False).epoch(7))
-        assert found == [list(range(n, min(n + 4, ROWS))) for n in range(0, ROWS, 4)]
-
     @pytest.mark.parametrize("shuffle", [True, False])
     def test_it_may_begin_at_any_batch(self, store: training.EncodedDataset, shuffle: bool) -> None:
         """Invariant 112."""
@@ -113,34 +109,11 @@ class TestOrder:
         numbers(batches.epoch(0, 50))
         assert len(read) == len(set(read)) < blocks / 4
 
-    def test_rows_of_many_blocks_are_mixed(self, store: training.EncodedDataset) -> None:
-        """A batch has rows from all over its window, and a window from all over the store."""
-        found = numbers(mixing(store, 10).epoch(0))
-        blocks = [{n // BLOCK for n in batch} for batch in found]
-        assert sum(map(len, blocks)) / len(blocks) > 3
-        window = {n // BLOCK for batch in found[:5] for n in batch}
-        assert max(window) - min(window) > 10
-
-    def test_rows_of_like_length_share_a_batch(self, store: training.EncodedDataset) -> None:
-        def padding(batches: list[list[Row]]) -> int:
-            return sum(sum(max(r.text_length for r in batch) - row.text_length for row in batch) for batch in batches)
-
-        grouped = padding(list(mixing(store).epoch(0)))
-        ordered = padding(list(training.EncodedBatches(store, 5, shuffle=False).epoch(0)))
-        assert grouped < ordered / 3
-
     def test_of_some_rows(self, store: training.EncodedDataset) -> None:
         chosen = store.select([n for n in range(ROWS) if n % 3])
         found = numbers(mixing(chosen).epoch(0))
         assert sorted(n for batch in found for n in batch) == [n for n in range(ROWS) if n % 3]
         assert numbers(mixing(chosen).epoch(0, 11)) == found[11:]
-
-    def test_refused(self, store: training.EncodedDataset) -> None:
-        with pytest.raises(ConfigError, match="has no rows"):
-            training.EncodedBatches(store.select([]), 3)
-        for wrong in ({"batch_size": 0}, {"batch_size": 3, "threads": 0}, {"batch_size": 3, "buffer_bytes": 0}):
-            with pytest.raises(ConfigError, match="must be"):
-                training.EncodedBatches(store, **wrong)
 
 
 class TestMemory:
@@ -189,19 +162,6 @@ class TestThreads:
         with pytest.raises(AdapterFileError, match=r"vectors-000001.arrow' was changed"):
             list(mixing(training.EncodedDataset(copied)).epoch(0))
         assert not readers()
-
-    def test_another_thread_may_advance_it(self, store: training.EncodedDataset) -> None:
-        """Begun in one thread, advanced in a second and closed in a third."""
-        whole = numbers(mixing(store).epoch(0))
-        epoch: Any = mixing(store).epoch(0)
-        found = [next(epoch)]
-        thread = threading.Thread(target=lambda: found.extend(next(epoch) for _ in range(20)))
-        thread.start()
-        thread.join()
-        closing = threading.Thread(target=epoch.close)
-        closing.start()
-        closing.join()
-        assert numbers(found) == whole[:21] and not readers()
 
 
 @pytest.fixture(scope="module")

@@ -23,16 +23,6 @@ class TestClassFolders:
         with pytest.raises(ConfigError, match=r"where the name of the class belongs, with \{label\}; got 'A flower'"):
             training.read_rows(str(tmp_path), template="A flower")
 
-    def test_the_same_files_as_torchvision(self, tmp_path: Path) -> None:
-        datasets = pytest.importorskip("torchvision.datasets")
-        class_folders(tmp_path, names=("b", "a", "c d"))
-        (tmp_path / "README.md").write_text("three classes")
-        (tmp_path / "a" / "notes.txt").write_text("of no picture")
-        found = datasets.ImageFolder(str(tmp_path))
-        rows = training.read_folder(tmp_path)
-        assert [row.images[0] for row in rows] == [path for path, _ in found.samples]
-        assert [row.text for row in rows] == [f"A photo of a {found.classes[label]}." for _, label in found.samples]
-
     def test_what_other_programs_leave_behind(self, tmp_path: Path) -> None:
         class_folders(tmp_path)
         picture(tmp_path / ".ipynb_checkpoints", "0.png")

@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
 import mmattn
 from mmattn import training
-from mmattn.data.text_batches import fill_rows
 from mmattn.errors import ShapeError
 from tests import tiny
 from tests.training import small_run
-
-
-@given(st.lists(st.integers(1, 53), min_size=1, max_size=41))
-def test_every_document_has_a_place(lengths: list[int]) -> None:
-    rows = fill_rows(lengths)
-    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
-    assert all(sum(lengths[number] for number in row) <= max(lengths) for row in rows)
-    # Two rows that would fit into one are never left apart.
-    sums = sorted(sum(lengths[number] for number in row) for row in rows)
-    assert len(sums) < 2 or sums[0] + sums[1] > max(lengths)
 
 
 def collators(folder: Path) -> tuple[training.RowCollator, training.RowCollator]:
@@ -47,14 +35,6 @@ def test_rows_cost_what_they_do_padded(tmp_path: Path) -> None:
     tiny.assert_close(found[0], wanted[0])
     alone = training.sum_nats(model, plain.batch([training.Row(row.text, row.prompt) for row in rows]))
     assert (alone[0] - wanted[0]).abs() > 0.1, "the memories matter"
-
-
-def test_the_control_sees_the_same_texts(tmp_path: Path) -> None:
-    host, rows = tiny.make("llama"), small_run.rows()
-    given: dict[str, Any] = {"tokenizer": small_run.Letters(), "text_only": True}
-    padded, packed = (training.RowCollator(**given, packing=packing).batch(rows) for packing in (False, True))
-    with torch.no_grad():
-        tiny.assert_close(training.sum_nats(host, packed)[0], training.sum_nats(host, padded)[0])
 
 
 def test_scores_and_segments_go_with_their_document() -> None:

@@ -99,12 +99,6 @@ class TestTars:
         with pytest.raises(ConfigError, match=r"there is no file .*part-003.tar \(2 of the 5 that"):
             training.read_rows(str(folder / "part-{000..004}.tar"))
 
-    def test_a_folder_of_pictures_stays_one(self, tmp_path: Path, pictures: list[bytes]) -> None:
-        for label in ("daisy", "poppy"):
-            picture(tmp_path / "data" / label / "1.png")
-        tar(tmp_path / "data" / "all.tar", {"a": {"png": pictures[0], "txt": "one"}})
-        assert training.read_rows(str(tmp_path / "data")).summary == "2 pictures in 2 class folders"
-
 
 def test_a_lance_dataset(tmp_path: Path, pictures: list[bytes]) -> None:
     lance = pytest.importorskip("lance", reason="lance is not installed; it comes with mmattn[lance]")
@@ -137,28 +131,3 @@ class TestStreams:
         assert len(training.encode_rows(again, tmp_path / "store", pictures=Eye())) == 10
         with pytest.raises(ConfigError, match="row 6 of the dataset"):
             training.encode_rows(again, tmp_path / "strict", pictures=Eye(), strict=True)
-
-    def test_a_stream_goes_on(self, tmp_path: Path) -> None:
-        """What was there of the shards stays, and the others are made."""
-        texts = [f"text {n}" for n in range(8)]
-        paths = [str(picture(tmp_path / "shown" / f"{n}.png", n)) for n in range(8)]
-        data = datasets.Dataset.from_dict({"text": texts, "image": paths})
-        data.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "data")
-
-        class Failing(Eye):
-            def forward(self, images: Any, **options: Any) -> Any:
-                if self.calls == 2:
-                    raise RuntimeError("at the third")
-                return super().forward(images, **options)
-
-        def encode(eye: Eye) -> training.EncodedDataset:
-            rows = training.read_rows(str(tmp_path / "data"), streaming=True)
-            return training.encode_rows(rows, tmp_path / "store", pictures=eye, contents_per_shard=2)
-
-        with pytest.raises(RuntimeError, match="at the third"):
-            encode(Failing())
-        first = tmp_path / "store" / "vectors-000000.arrow"
-        before = first.stat().st_mtime_ns
-        eye = Eye(log=tmp_path / "log")
-        assert [row.text for row in encode(eye)] == texts
-        assert (tmp_path / "log").read_text().split() == ["2", "2"] and first.stat().st_mtime_ns == before

@@ -118,16 +118,6 @@ class TestFolders:
             assert [row.text for row in found] == ["picture 0", "picture 1", "picture 2"]
             assert [Path(row.images[0]).name for row in found] == ["0.png", "1.png", "2.png"]
 
-    def test_what_is_missing(self, tmp_path: Path) -> None:
-        picture(tmp_path, "a.png")
-        picture(tmp_path, "b.png")
-        (tmp_path / "b.txt").write_text(" \n")
-        with pytest.raises(ConfigError, match=r"2 of 2 pictures .*\n  a.png: no a.txt .*\n  b.txt: 'text' is empty"):
-            training.read_folder(tmp_path)
-        (tmp_path / "empty").mkdir()
-        with pytest.raises(ConfigError, match="holds no pictures"):
-            training.read_folder(tmp_path / "empty")
-
 
 class TestBroken:
     """What cannot be used is named, and left out only where that is asked for."""

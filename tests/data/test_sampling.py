@@ -47,10 +47,6 @@ class TestLengthOrder:
         assert all(len(part) == pieces for part in parts)
         assert sorted(i for part in parts for piece in part for i in piece) == batch
 
-    def test_no_rows(self) -> None:
-        with pytest.raises(ConfigError, match="no rows"):
-            training.LengthGroupedSampler([], batch_size=3)
-
 
 class Eye:
     """An encoder that counts what it is shown: 3 slots for a picture, as wide as asked."""
@@ -106,16 +102,6 @@ class TestRowMemories:
         assert found[3:5, 0].tolist() == [9.0] * 2 and found[5, 0] == len(one), "a passage is never a path"
         assert found[-2:, 0].tolist() == [7.0] * 2 and not found[-2:, 4:].any() and not found[:3, 5:].any()
 
-    def test_scores_of_a_saved_memory(self, tmp_path: Path) -> None:
-        """Beside a memory without any, whose slots score 0."""
-        scored = mmattn.Memory(torch.ones(1, 2, 5), scores=torch.tensor([[0.5, -2.0]], dtype=torch.float64))
-        scored.save(tmp_path / "seen.safetensors")
-        rows = [training.Row("a", memory=str(tmp_path / "seen.safetensors")), training.Row("b", memory=scored[0])]
-        plain = training.Row("c", memory=mmattn.Memory(torch.ones(1, 3, 5)))
-        found = training.RowMemories(tmp_path, dim=5).of([*rows, plain])
-        assert found is not None and found.scores is not None
-        assert found.scores.tolist() == [[0.5, -2.0, 0.0]] * 2 + [[0.0] * 3]
-
     def test_processes_share_the_work(self, tmp_path: Path) -> None:
         rows = [training.Row("a", images=(path,)) for path in painted(tmp_path, *range(7))]
         eyes = [Eye(), Eye()]
@@ -146,11 +132,6 @@ class TestRowMemories:
             assert memory is not None and memory.lengths == [3] * 5
         with pytest.raises(ImageError, match="[25].png"):
             processes[0].of(rows)
-
-    def test_values_too_large_for_half(self, tmp_path: Path) -> None:
-        reader = Reader(3)
-        memories = training.RowMemories(tmp_path, passages=reader)
-        assert memories.of([training.Row("a", passages=("x" * 70000,))]).tokens[0, 0, 0] == 70000.0
 
     def test_what_cannot_be(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="width of the memory must be given"):
@@ -212,12 +193,6 @@ class TestCollator:
         assert made[1].tolist() == [1, 3, 3, 4, 5, 6, 2]
         with pytest.raises(TextError, match="row 0 has 11 tokens"):
             training.RowCollator(Letters(), max_length=7, truncation=True).check([training.Row("a", prompt="abcdefgh")])
-
-
-def test_a_loss_of_zero_targets_is_nothing() -> None:
-    """A batch whose rows are all begin tokens would divide by nothing."""
-    with pytest.raises(TextError, match="without tokens"):
-        training.RowCollator(Letters()).check([training.Row("")])
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

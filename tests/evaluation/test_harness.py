@@ -216,23 +216,6 @@ class TestTexts:
         size = sum(len(row["text"].encode()) for row in rows)
         assert results["bits_per_byte,none"] == pytest.approx(sum(nats) / size / math.log(2), rel=1e-4)
 
-    def test_windows_of_a_long_text_share_its_memory(self, pipe: Any) -> None:
-        """Each token is predicted once, from windows of what the host may read."""
-        text, memory = "A red flower. A white flower in the grass.", pipe.inputs(FLORA / "daffodil.png")[1]
-        model = AdaptedLM(pipe.model, pipe.tokenizer, lambda doc: memory, max_length=5)
-        ids = pipe.tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert len(ids) > 10
-        whole, wanted = [pipe.tokenizer.bos_token_id, *ids], 0.0
-        with torch.no_grad():
-            for start in range(0, len(ids), 5):
-                window = whole[start : start + 5]
-                after = ids[start : start + 5]
-                if len(after) < 5:  # the last one looks back as far as it may
-                    window = whole[len(ids) - 5 : len(ids)]
-                logits = pipe.model(torch.tensor([window]), memory=memory).logits[0].double().log_softmax(-1)
-                wanted += float(logits[-len(after) :].gather(1, torch.tensor(after)[:, None]).sum())
-        assert model.loglikelihood_rolling([request({}, 0, text)]) == [pytest.approx(wanted, rel=1e-5)]
-
 
 class TestWriting:
     @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
@@ -253,14 +236,6 @@ class TestWriting:
             )  # fmt: skip
             alone = pipe.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
             assert text == alone.partition(".")[0] and "." not in text
-
-    def test_requests_with_other_options_are_not_mixed(self, pipe: Any) -> None:
-        model = AdaptedLM(pipe.model, pipe.tokenizer, control="none")
-        found = model.generate_until(
-            [request({}, n, "A", {"until": [], "max_gen_toks": count}) for n, count in enumerate((2, 5, 2))]
-        )
-        counts = [len(pipe.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in found]
-        assert counts == [2, 5, 2] and found[1].startswith(found[0])
 
     def test_no_room_to_write(self, pipe: Any) -> None:
         model = AdaptedLM(pipe.model, pipe.tokenizer, control="none", max_length=8)
@@ -336,12 +311,6 @@ class TestMemories:
 
 
 class TestByName:
-    @pytest.mark.slow
-    def test_from_python(self, pipe: Any, docs: Path) -> None:
-        given = {"adapter": "assets/vision/adapter", "memory": "image", "device": "cpu"}
-        _, answers = run("mmattn", choice(docs), model_args=given, batch_size=4)
-        assert_close(scores(answers), by_hand(pipe, docs), 1e-4)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("command", ["mmattn.evaluation", "lm_eval"])
     def test_from_the_command_line(self, pipe: Any, docs: Path, tmp_path: Path, command: str) -> None:

@@ -78,10 +78,6 @@ class TestRoundTrip:
         write_tensors(tmp_path / "a", tensors, metadata)
         assert (tmp_path / "a").read_bytes() == first
 
-    def test_no_tensors_at_all(self, tmp_path: Path) -> None:
-        write_tensors(tmp_path / "a", {}, {"format": "example"})
-        assert read_tensors(tmp_path / "a", "example") == ({}, {"format": "example"})
-
     def test_json(self, tmp_path: Path) -> None:
         write_json(tmp_path / "a.json", META)
         assert read_json(tmp_path / "a.json") == META

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,32 +143,8 @@ class TestCommand:
         with Image.open(tmp_path / "loss.png") as picture:
             assert code == 0 and picture.height < 0.8 * picture.width and "eval_loss" not in out
 
-    def test_without_matplotlib(
-        self, two: tuple[Path, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["matplotlib"]:
-            monkeypatch.setitem(sys.modules, name, None)
-        code, out, err = call(capsys, "compare", *two, "-o", tmp_path / "curves.png")
-        assert code == 0, err
-        assert "last step" in out and "no picture: matplotlib.figure is needed here" in out
-        assert "mmattn[viz]" in out and not (tmp_path / "curves.png").exists()
-
-    def test_runs_of_one_name_are_told_apart_by_their_paths(
-        self, two: tuple[Path, Path], tmp_path: Path, capsys: Any
-    ) -> None:
-        other = make(tmp_path / "elsewhere" / "first", {}, [], own=[1.0])
-        code, out, _ = call(capsys, "compare", two[0], other, "-o", tmp_path / "curves.png")
-        assert code == 0 and str(two[0]) in out and str(other) in out
-
     def test_what_is_no_run_is_refused(self, two: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
         code, _, err = call(capsys, "compare", two[0], tmp_path)
         assert code == 2 and "is not the folder of a run" in err
         code, out, _ = call(capsys, "compare", *two, "--metrics", "bleu", "-o", tmp_path / "none.png")
         assert code == 0 and "no run has bleu in its metrics" in out and not (tmp_path / "none.png").exists()
-
-
-def test_lines_without_a_number_are_passed_over(tmp_path: Path) -> None:
-    make(tmp_path, {}, [], own=[1.0])
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 20, "loss": None}) + "\n" + json.dumps({"loss": 3.0}) + "\n")
-    assert training.read_run(tmp_path).values("loss") == {10: 1.0}

@@ -124,16 +124,6 @@ def test_how_a_batch_is_cut_changes_nothing(tmp_path: Path, changes: dict[str, o
         assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_text_alone_teaches_an_adapter_nothing(tmp_path: Path) -> None:
-    """No row has a memory: nothing fails, and a fresh adapter without decay stays as it was."""
-    model = small_run.attach()
-    before = weights(model)
-    data = [row for row in small_run.rows() if not row.has_memory]
-    done, _ = small_run.run(tmp_path, model=model, data=data, weight_decay=0.0, max_steps=2, batch_size=3, eval_steps=0)
-    assert done.global_step == 2
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-
-
 def test_the_host_is_never_moved_nor_kept(whole: Path) -> None:
     model = small_run.attach()
     tensors, about = training.checkpoints.load_checkpoint(whole / "checkpoints" / "step-00000009")
@@ -274,16 +264,6 @@ class TestAnyBatches:
     def layer(self) -> torch.nn.Linear:
         torch.manual_seed(0)
         return torch.nn.Linear(3, 1)
-
-    def test_a_generator_without_end(self) -> None:
-        layer, lines = self.layer(), []
-        drawn = ([(7 * step + row) % 31 for row in range(11)] for step in count())
-        done = self.train(layer, drawn, max_steps=150, warmup_steps=5, log=lambda **line: lines.append(line))
-        assert (done.global_step, done.epoch, len(lines)) == (150, 0, 150)
-        assert lines[-1]["loss"] < 0.01 * lines[0]["loss"]
-        rates = [line["learning_rate"] for line in lines]
-        assert rates[:5] == pytest.approx([0.06, 0.12, 0.18, 0.24, 0.3])
-        assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.003)
 
     def test_a_step_is_one_of_torch(self) -> None:
         """The loop, beside the same written out: AdamW on the gradient of the mean, clipped."""

@@ -10,7 +10,7 @@ from torch import nn
 
 import mmattn
 from mmattn import training
-from mmattn.errors import ConfigError, ShapeError
+from mmattn.errors import ConfigError
 from tests import tiny
 
 
@@ -88,8 +88,3 @@ class TestRunFolder:
         assert (run.path / "metrics.jsonl").read_text() == '{"step": 2}\n'
         assert again.begin(settings | {"seed": 4}), "other settings"
         assert not (run.path / "table.json").exists() and (run.path / "metrics.jsonl").read_text() == ""
-
-
-def test_memory_rows_must_be_the_texts() -> None:
-    with pytest.raises(ShapeError):
-        training.collate([[5], [6]], mmattn.Memory(torch.randn(3, 5, 7)))

@@ -51,19 +51,6 @@ class TestShuffledMemories:
             rows = [training.Row(f"{n} {k}", images=(image(n),)) for n in range(3) for k in range(5)]
             assert all(own.images != other.images for own, other in zip(rows, training.shuffle_memories(rows)))  # noqa: B905
 
-    def test_rows_that_are_read_when_asked_for(self) -> None:
-        """Rows of a dataset are decoded when they are read: they are not all held in memory."""
-        read: list[int] = []
-
-        class Rows(list):  # type: ignore[type-arg]
-            def __getitem__(self, index: Any) -> Any:
-                read.append(index)
-                return super().__getitem__(index)
-
-        shuffled = training.shuffle_memories(Rows(training.Row(f"{n}", images=(f"{n}.png",)) for n in range(7)))
-        read.clear()
-        assert shuffled[2].images == ("3.png",) and sorted(read) == [2, 3]
-
     def test_rows_of_a_store_by_their_contents(self, tmp_path: Path) -> None:
         """A store has the same picture once: no row that shows it gets it back."""
         folder = captions(tmp_path / "pictures", [3, 3, 3, 7, 7, 7])
@@ -97,9 +84,6 @@ class TestEvaluation:
         assert found["memory_gain_stderr"] == pytest.approx(float(torch.tensor([0.0, 1.0] * 4).std() / math.sqrt(8)))
         assert math.isnan(self.evaluate([1.0], [2.0], batch_size=64)["memory_gain_stderr"])
 
-    def test_without_other_rows_there_is_the_loss_alone(self) -> None:
-        assert self.evaluate([1.0, 2.0], [], batch_size=2) == {"eval_loss": 1.5}
-
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -123,16 +107,6 @@ class TestInTheLoop:
         """Bit for bit: what is measured draws no random number and leaves no gradient."""
         small_run.run(tmp_path)
         assert small_run.sha256(tmp_path) == small_run.sha256(reported)
-
-    def test_throughput_counts_rows_and_targets(self, reported: Path) -> None:
-        """Their ratio is that of the rows learned: six at a time, and the tokens of all of them."""
-        rows_of = small_run.collator(reported)
-        batches = training.RowBatches(small_run.rows(), 6, seed=3).epoch(0)
-        two = [rows_of.batch(batch) for batch in (next(batches), next(batches))]
-        targets = sum(int((batch.labels[:, 1:] != -100).sum()) for batch in two)
-        line = training.read_metrics(reported / "metrics.jsonl")[0]
-        assert line["rows_per_second"] > 0 and 0 <= line["waiting"] <= 1
-        assert line["targets_per_second"] / line["rows_per_second"] == pytest.approx(targets / 12, rel=1e-3)
 
     @pytest.mark.slow
     def test_two_processes_measure_the_same(self, tmp_path: Path) -> None:

@@ -103,32 +103,3 @@ def test_the_next_batch_is_fetched_while_one_is_learned(tmp_path: Path) -> None:
     )  # fmt: skip
     assert batches.met == [True]
     assert [0 <= one["waiting"] <= 1 for one in seen] == [True, True]
-
-
-def test_what_collate_gives_is_moved_and_seeds_are_those_of_the_rows(tmp_path: Path) -> None:
-    """The collated batch is on the device of the run, and each row has the seed that the loss is given for it."""
-    given: list[tuple[int, ...]] = []
-    model = small_run.attach()
-
-    def collate(rows: Any, seeds: Any) -> dict[str, Any]:
-        given.append(tuple(seeds))
-        return {"ids": torch.zeros(len(rows), 2, dtype=torch.long), "count": len(rows)}
-
-    def loss(batch: dict[str, Any], seeds: Any) -> tuple[torch.Tensor, int]:
-        assert tuple(seeds) in given and batch["count"] == len(seeds) == len(batch["ids"])
-        return model(batch["ids"]).logits.sum() * 0, 1
-
-    config = training.TrainingConfig(max_steps=3, gradient_accumulation_steps=2)
-    batches = training.RowBatches(small_run.rows(), 6, seed=3)
-    training.train(
-        model, loss, batches, config, training.make_accelerator(device="cpu"), collate=collate, progress=False
-    )
-    assert len(given) >= 6 and len({seed for some in given for seed in some}) == sum(map(len, given))
-
-
-def test_an_error_of_the_thread_ends_the_run_in_its_words(tmp_path: Path) -> None:
-    """A row that cannot be collated stops the training with its own error, and no thread stays."""
-    data = [*small_run.rows()[:11], training.Row("")]
-    with pytest.raises(Exception, match="without tokens"):
-        small_run.run(tmp_path, data=data)
-    assert not [one for one in threading.enumerate() if one.name.startswith("mmattn-prefetch")]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mmattn import training
-from mmattn.errors import ConfigError
 
 SETTINGS = {"recipe": "finetune", "optim": {"save_steps": 2}}
 
@@ -79,8 +78,3 @@ def test_weights_and_biases(tmp_path: Path) -> None:
     for name in ("adapter/loss", "lora/loss", "lora/step", "optim.save_steps"):
         assert name.encode() in raw, name
     assert raw.count(json.dumps("finetune").encode()) == 1
-
-
-def test_one_that_is_not_installed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tracker 'comet_ml' is not installed"):
-        training.make_accelerator(tmp_path, device="cpu", trackers=("comet_ml",))

@@ -1,23 +1,27 @@
-"""Rows of data: what they may hold, and how they are made from keys and values.
+"""Rows of data: their keys and values, and the contents of their memory: pictures, passages, saved memories.
 
 For a language model a row is a `text` to be learned, with a `prompt` before it that is only read; for a UNet it is an
-`image` to be drawn, with its `text`. What its memory is made of is the same for both: `images` (for a UNet: `example`,
-or the picture itself), `passages`, or the file of a saved `Memory`, several of them or none.
+`image` to be drawn, with its `text`. The memory of both is made of `images` (for a UNet: `example`, or the picture
+itself), `passages`, or the file of a saved `Memory`, several of them or none.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from mmattn.errors import ConfigError, ShapeError, TextError, check_choice
+from mmattn.encoders import load_image
+from mmattn.errors import ConfigError, ImageError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
+from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.tokenization import check_text
 
 KEYS = {
@@ -47,12 +51,12 @@ class Row:
 
     text: str
     prompt: str = ""
-    images: tuple[Any, ...] = ()
+    images: tuple[object, ...] = ()
     passages: tuple[str, ...] = ()
-    memory: Any = None
-    picture: Any = None
+    memory: object = None
+    picture: object = None
     id: str | None = None
-    metadata: Mapping[str, Any] | None = None
+    metadata: Mapping[str, object] | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -65,8 +69,8 @@ class Row:
         return len(self.prompt) + len(self.text)
 
 
-def make_row(values: Mapping[str, Any], host: str = "language", folder: Path | None = None) -> Row:
-    """A row from its keys and values; an empty value is the same as none.
+def make_row(values: Mapping[str, object], host: str = "language", folder: Path | None = None) -> Row:
+    """Return a row from its keys and values; an empty value is the same as none.
 
     Args:
         values: by the keys of `KEYS[host]`, and any of `UNUSED`.
@@ -139,7 +143,7 @@ def text_of_label(label: str, template: str | None = None) -> str:
     return template.replace("{label}", label)
 
 
-def _text(values: Mapping[str, Any], key: str, needed: bool) -> str:
+def _text(values: Mapping[str, object], key: str, needed: bool) -> str:
     value = values.get(key)
     if value is None and not needed:
         return ""
@@ -151,12 +155,13 @@ def _text(values: Mapping[str, Any], key: str, needed: bool) -> str:
     return text
 
 
-def _texts(values: Mapping[str, Any]) -> Iterable[str]:
+def _texts(values: Mapping[str, object]) -> Iterable[str]:
     for key in ("passage", "passages"):
         for one in _several(key, values.get(key)):
-            if not _checked(key, one).strip():
+            text = _checked(key, one)
+            if not text.strip():
                 raise ConfigError(f"{key!r} has an empty text; leave it out")
-            yield one
+            yield text
 
 
 def _checked(key: str, value: object) -> str:
@@ -168,7 +173,7 @@ def _checked(key: str, value: object) -> str:
         raise ConfigError(f"{key!r}: {error}") from error
 
 
-def _several(key: str, value: object) -> list[Any]:
+def _several(key: str, value: object) -> list[object]:
     if value is None or (isinstance(value, str) and not value):
         return []
     if isinstance(value, Mapping):
@@ -191,3 +196,122 @@ def _file(key: str, value: str | Path, folder: Path | None) -> str:
     if not there:
         raise ConfigError(f"{key!r}: there is no file {str(value)!r}" + (f" in {folder}" if folder else ""))
     return str(path)
+
+
+# Contents of a memory -------------------------------------------------------------------------------------------------
+
+
+class RowEncoder(Protocol):
+    """An encoder of pictures or passages, each of which becomes a row of a memory."""
+
+    @property
+    def dim(self) -> int:
+        """Width e of the vectors."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A fingerprint of weights and settings."""
+
+    def __call__(self, contents: Any, /, *, batch_size: int) -> Memory:
+        """Return the memory (n, m, e) of n pictures or passages."""
+
+
+def encoded_parts(row: Row) -> list[tuple[str, object]]:
+    """Return the parts of a row's memory that an encoder reads, in order, each with "pictures" or "passages"."""
+    return [*(("pictures", image) for image in row.images), *(("passages", text) for text in row.passages)]
+
+
+def parts_of(row: Row) -> list[tuple[str, object]]:
+    """Return the parts of a row's memory in order, each with its kind, a saved memory included."""
+    return encoded_parts(row) + ([] if row.memory is None else [("memories", row.memory)])
+
+
+def content_key(kind: str, part: object) -> bytes:
+    """Return a sha256 of the kind and content of a part."""
+    return hashlib.sha256(f"{kind} {content_sha256(kind, part)}".encode()).digest()
+
+
+def memory_kinds(rows: Iterable[Row]) -> set[str]:
+    """Return the kinds of contents of rows: "pictures", "passages", and "memories" that they come with.
+
+    Args:
+        rows: what `read_rows` returned, or any sequence of rows; only the latter are gone through.
+    """
+    declared: set[str] | None = getattr(rows, "memory_kinds", None)
+    if declared is not None:
+        return declared
+    kinds = {kind for row in rows for kind, _ in encoded_parts(row)}
+    return kinds | {"memories" for row in rows if row.memory is not None}
+
+
+def content_sha256(kind: str, part: object) -> str:
+    """Return the sha256 of the content of a part, equal for equal files, bytes, texts, arrays or memories."""
+    if kind == "passages" and isinstance(part, str):
+        return hashlib.sha256(part.encode()).hexdigest()
+    if isinstance(part, (str, PathLike)):
+        return file_fingerprint(part)
+    if isinstance(part, (bytes, bytearray)):
+        return hashlib.sha256(part).hexdigest()
+    if isinstance(part, Memory):
+        digest = hashlib.sha256()
+        for name in ("tokens", "mask", "segments", "scores"):
+            value = getattr(part, name)
+            if value is not None:
+                value = value.detach().cpu().contiguous()
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+    if isinstance(part, Tensor):
+        part = part.detach().cpu().numpy()
+    if not hasattr(part, "tobytes"):
+        raise ConfigError(f"a picture must be a path, bytes, a PIL image or an array, got {type(part).__name__}")
+    palette = part.getpalette() if hasattr(part, "getpalette") and getattr(part, "mode", "") == "P" else None
+    about_it = (getattr(part, "mode", None), getattr(part, "size", None), getattr(part, "shape", None), palette)
+    return hashlib.sha256(repr(about_it).encode() + part.tobytes()).hexdigest()
+
+
+def encode_parts(
+    encoder: RowEncoder, parts: Sequence[object], batch_size: int, skip_broken: bool = False
+) -> list[Tensor | None]:
+    """Return the vectors (m, e) of each part, without padding, on the CPU."""
+    try:
+        memory = encoder(list(parts), batch_size=batch_size)
+        readable = [True] * len(parts)
+    except ImageError:
+        readable = [why_unreadable(part) is None for part in parts]
+        if not skip_broken or all(readable):
+            raise
+        if not any(readable):
+            return [None] * len(parts)
+        memory = encoder([part for part, one in zip(parts, readable, strict=True) if one], batch_size=batch_size)
+    tokens, mask = memory.tokens.detach().cpu(), None if memory.mask is None else memory.mask.cpu()
+    rows = iter(range(memory.batch))
+    vectors: list[Tensor | None] = []
+    for one in readable:
+        row = next(rows) if one else None
+        vectors.append(None if row is None else tokens[row] if mask is None else tokens[row][mask[row]])
+    return vectors
+
+
+def why_unreadable(image: object) -> str | None:
+    """Return why a picture cannot be read; None where it can."""
+    try:
+        load_image(image)
+    except ImageError as error:
+        return str(error)
+    return None
+
+
+def given_memory(memory: object) -> Memory:
+    """Return the memory (1, m, e) that a row comes with, in float32."""
+    one = row_memory(memory)
+    assert one is not None
+    scores = None if one.scores is None else one.scores.float()
+    return Memory(one.tokens.float(), one.mask, one.segments, scores, check_finite=one.finite_checked)
+
+
+def encoders_fingerprint(fingerprints: Sequence[str]) -> str | None:
+    """Return a fingerprint of one or two encoders together; None where there are none."""
+    if len(fingerprints) < 2:
+        return fingerprints[0] if fingerprints else None
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()

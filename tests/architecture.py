@@ -101,12 +101,13 @@ FRONT_ROOMS = {
 
 @dataclass(frozen=True)
 class Import:
-    """One import: by which module, of what, on which line, and whether it runs when the module is loaded."""
+    """One import: by which module, of what, on which line; if it runs at load, and if it is for annotations only."""
 
     module: str
     name: str
     line: int
     at_load: bool
+    typing: bool
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -201,7 +202,7 @@ def heavy_imports(package: Path) -> list[str]:
     wrong = []
     for found in imports(package):
         root = found.name.split(".")[0]
-        if root not in HOMES:
+        if root not in HOMES or found.typing:
             continue
         # The server is loaded by its command only, and FastAPI reads annotations in the names of the module.
         if found.at_load and (found.module.split(".")[0], root) != ("serving", "fastapi"):
@@ -265,7 +266,7 @@ def _imports(package: str, module: str, path: Path, known: set[str]) -> Iterator
     tree = ast.parse(path.read_text(encoding="utf-8"))
     here = f"{package}.{module}".rstrip(".").split(".")
     folder = here if path.name == "__init__.py" else here[:-1]
-    for node, at_load in _walk(tree, True):
+    for node, at_load, typing in _walk(tree, True):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -283,12 +284,12 @@ def _imports(package: str, module: str, path: Path, known: set[str]) -> Iterator
             if called in ("import_extra", "import_module", "__import__") and isinstance(node.args[0].value, str):
                 names = [node.args[0].value]
         for name in dict.fromkeys(names):
-            yield Import(module, name, getattr(node, "lineno", 0), at_load)
+            yield Import(module, name, getattr(node, "lineno", 0), at_load, typing)
 
 
-def _walk(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
+def _walk(node: ast.AST, at_load: bool, typing: bool = False) -> Iterator[tuple[ast.AST, bool, bool]]:
     for child in ast.iter_child_nodes(node):
-        typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-        later = at_load and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not typing
-        yield child, later
-        yield from _walk(child, later)
+        types = typing or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test))
+        later = at_load and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not types
+        yield child, later, types
+        yield from _walk(child, later, types)

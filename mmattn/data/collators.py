@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,12 @@ from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, p
 from mmattn.errors import ConfigError, TextError, check_int
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Values = Mapping[str, object]
+"""Keys and values of a row of a dataset."""
 
 
 class RowCollator:
@@ -46,7 +52,7 @@ class RowCollator:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         memories: MemorySource | None = None,
         max_length: int | None = None,
         truncation: bool = False,
@@ -61,7 +67,7 @@ class RowCollator:
         self._ends = bos_and_eos(tokenizer)
 
     def ids(self, rows: Sequence[Row], first: int = 0) -> tuple[list[list[int]], list[int]]:
-        """Ids of each row, and how many at its beginning are not learned.
+        """Return ids of each row, and how many at its beginning are not learned.
 
         Args:
             rows: of any length.
@@ -88,16 +94,12 @@ class RowCollator:
         return out, [1 + len(prompt) if prompt else 0 for prompt in prompts]
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Refuse rows that could not be learned.
-
-        Raises:
-            TextError: as `ids`.
-        """
+        """Refuse rows that could not be learned: TextError as `ids` raises it."""
         for start in range(0, len(rows), 256):
             self.ids(rows[start : start + 256], start)
 
-    def batch(self, rows: Sequence[Row | Mapping[str, Any]]) -> TextBatch:
-        """The padded or packed batch with its memory, or none if no row has any.
+    def batch(self, rows: Sequence[Row | Values]) -> TextBatch:
+        """Return the padded or packed batch with its memory, or none if no row has any.
 
         Raises:
             TextError: as `ids`.
@@ -120,8 +122,8 @@ class RowCollator:
             labels[row, :count] = IGNORED
         return replace(padded, labels=labels)
 
-    def __call__(self, rows: Sequence[Row | Mapping[str, Any]]) -> dict[str, Any]:
-        """Keyword arguments of the adapted model, labels included."""
+    def __call__(self, rows: Sequence[Row | Values]) -> dict[str, object]:
+        """Return keyword arguments of the adapted model, labels included."""
         batch = self.batch(rows)
         return {**batch.kwargs(), "labels": batch.labels}
 
@@ -146,15 +148,15 @@ class MemoryCollator:
 
     def __init__(
         self,
-        collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+        collator: Callable[[list[dict[str, object]]], Mapping[str, object]],
         column: str = "memory",
         memory_dim: int | None = None,
     ) -> None:
         self.collator, self.column = collator, column
         self.memory_dim = None if memory_dim is None else check_int("memory_dim", memory_dim)
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Keyword arguments of the adapted model; without `memory` where no row has any and the width is not known.
+    def __call__(self, rows: Sequence[Values]) -> dict[str, object]:
+        """Return keyword arguments of the adapted model, without `memory` if no row has any and the width is not known.
 
         Args:
             rows: of the dataset.

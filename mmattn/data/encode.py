@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ from mmattn.data.encoded_dataset import EncodedDataset
 from mmattn.data.encoded_files import (
     DTYPES,
     WORK,
+    Array,
     EncoderInfo,
     Kind,
     Vectors,
@@ -160,7 +161,7 @@ class _Part(NamedTuple):
 
     number: int
     kind: str
-    content: Any
+    content: object
     key: bytes
     row: int
 
@@ -206,7 +207,7 @@ class _Job:
             write_description(report_path(folder, number), report)
 
     @cached_property
-    def _first_places(self) -> tuple[Any, Any, Any]:
+    def _first_places(self) -> tuple[Array, Array, Array]:
         """Row of the source, part of the row, and key of each new content, where it comes first."""
         import numpy as np
 
@@ -225,7 +226,7 @@ class _Job:
         rows, places, keys = self._first_places
         source_rows = [int(rows[number - self.plan.first_content]) for number in contents]
         source = rows_or_reasons(self.request.rows, (number for number, _ in itertools.groupby(source_rows)))
-        at, parts = -1, list[tuple[str, Any]]()
+        at, parts = -1, list[tuple[str, object]]()
         for number, place in zip(contents, source_rows, strict=True):
             while at < place:
                 at, row = next(source, (place, ""))
@@ -281,10 +282,10 @@ class _Job:
             )
         return why
 
-    def _read(self, part: _Part) -> Any:
+    def _read(self, part: _Part) -> object:
         """Return a content, of a picture's file its bytes, whose key is the one in the plan."""
-        content, is_file = part.content, isinstance(part.content, (str, os.PathLike)) and part.kind != "passages"
-        if is_file and part.kind == "pictures":
+        content, is_file = part.content, part.kind != "passages" and isinstance(part.content, (str, os.PathLike))
+        if part.kind == "pictures" and isinstance(content, (str, os.PathLike)):
             content = Path(content).read_bytes()
         if content_key(part.kind, content) != part.key:
             raise self._changed(str(part.content) if is_file else f"one of the {part.kind} of row {part.row}")

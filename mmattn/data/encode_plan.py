@@ -226,7 +226,7 @@ class _RowReader:
         while some := list(itertools.islice(columns, _ROWS)):
             yield pa.RecordBatch.from_pylist(some, schema=rows_schema(with_numbers=True))
 
-    def _columns(self) -> Iterator[dict[str, Any]]:
+    def _columns(self) -> Iterator[dict[str, object]]:
         for number, row in rows_or_reasons(self.rows):
             self.total += 1
             self.advance(1)

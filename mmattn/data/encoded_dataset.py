@@ -9,15 +9,17 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias, overload
 
 import torch
 
 from mmattn.data.encoded_files import (
     MANIFEST,
     PLAN,
+    Array,
     Block,
     EncoderInfo,
+    Kind,
     Manifest,
     Vectors,
     lists_of,
@@ -34,15 +36,12 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, import_
 from mmattn.memory import Memory
 from mmattn.storage.json_files import making_sense, parse_json
 
-if TYPE_CHECKING:
-    import numpy as np
-
 _RECENT = 16
 """Blocks that stay in memory, or mapped, after a row of theirs was read by its number."""
 _MAX_JSON = 256 << 20
 
 Read = Callable[[int], Vectors]
-Numbers: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
+Numbers: TypeAlias = "Sequence[int] | Array"
 
 
 class EncodedRow(Row):
@@ -57,7 +56,7 @@ class EncodedRow(Row):
     files: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, read: Read, contents: tuple[int, ...], files: tuple[str, ...], **values: Any) -> EncodedRow:
+    def of(cls, read: Read, contents: tuple[int, ...], files: tuple[str, ...], **values: object) -> EncodedRow:
         """Return a row whose vectors `read` gives."""
         row = cls.__new__(cls)
         vars(row).update(values, _read=read, contents=contents, files=files)
@@ -94,12 +93,12 @@ class EncodedRow(Row):
         """True if the row has a memory."""
         return bool(self.contents) or vars(self).get("_memory") is not None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         names = ("text", "prompt", "id", "metadata", "contents", "files")
         return _restored, ({name: getattr(self, name) for name in names} | {"_memory": self.memory},)
 
 
-def _restored(values: dict[str, Any]) -> EncodedRow:
+def _restored(values: dict[str, object]) -> EncodedRow:
     row = EncodedRow.__new__(EncodedRow)
     vars(row).update(values)
     return row
@@ -131,7 +130,7 @@ class EncodedDataset(Sequence[EncodedRow]):
     """
 
     left_out: Sequence[str]
-    encoders: dict[Any, EncoderInfo]
+    encoders: dict[Kind, EncoderInfo]
     memory_kinds: set[str]
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
@@ -158,7 +157,7 @@ class EncodedDataset(Sequence[EncodedRow]):
                 f"rows of {self.address!r} name contents up to {self._contents[1].max()}, and {MANIFEST} has "
                 f"{self.manifest.contents}"
             )
-        self._numbers: np.ndarray[Any, Any] | None = None
+        self._numbers: Array | None = None
         self._blocks = [(shard, place) for shard, one in enumerate(shards) for place in one.blocks]
         self._ends = list(itertools.accumulate(place.contents for _, place in self._blocks))
         self._checked: set[int] = set()
@@ -193,7 +192,13 @@ class EncodedDataset(Sequence[EncodedRow]):
     def __len__(self) -> int:
         return len(self._table) if self._numbers is None else len(self._numbers)
 
-    def __getitem__(self, number: Any) -> Any:
+    @overload
+    def __getitem__(self, number: int) -> EncodedRow: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> EncodedDataset: ...
+
+    def __getitem__(self, number: int | slice) -> EncodedRow | EncodedDataset:
         if isinstance(number, slice):
             return self.select(range(len(self))[number])
         if not -len(self) <= number < len(self):
@@ -238,7 +243,7 @@ class EncodedDataset(Sequence[EncodedRow]):
         empty = Memory(torch.zeros(1, 0, self.dim), segments=torch.zeros(1, 0, dtype=torch.long))
         return Memory.stack([given_memory(row.memory) if row.has_memory else empty for row in rows])
 
-    def entries(self, size: int = 4096) -> Iterator[tuple[list[str], list[str], list[dict[str, Any]], torch.Tensor]]:
+    def entries(self, size: int = 4096) -> Iterator[tuple[list[str], list[str], list[dict[str, object]], torch.Tensor]]:
         """Iterate over ids, texts, metadata and vectors (n, e) float32 of up to `size` rows at a time, for an index.
 
         A row without an id has its number for one.
@@ -270,7 +275,7 @@ class EncodedDataset(Sequence[EncodedRow]):
 
     # Blocks -----------------------------------------------------------------------------------------------------------
 
-    def block_rows(self) -> list[np.ndarray[Any, Any]]:
+    def block_rows(self) -> list[Array]:
         """Return the numbers of the rows that are read with each block: those whose first content lies in it.
 
         Rows without contents are read with the row before.
@@ -349,7 +354,7 @@ class EncodedDataset(Sequence[EncodedRow]):
             rows.append(EncodedRow.of(read, contents, names, text=text, prompt=prompt, id=name, metadata=about))
         return rows
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _opened, (self.address, self._numbers)
 
     def __repr__(self) -> str:

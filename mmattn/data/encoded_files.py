@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
@@ -33,6 +33,7 @@ from mmattn.storage.json_files import dump_json, making_sense, parse_json, valid
 from mmattn.storage.safetensors import check_values
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
 
 MANIFEST, WORK = "encoded.json", "encoding"
@@ -42,6 +43,8 @@ _ARROW = {"float16": "float16", "bfloat16": "int16", "float32": "float32", "int8
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MAX_JSON = 256 << 20
 
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Dtype = Literal["float16", "bfloat16", "float32", "int8"]
 Kind = Literal["pictures", "passages"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Description = TypeVar("Description", bound=BaseModel)
@@ -108,7 +111,7 @@ class Encoding(Strict):
     """Settings that all shards of a dataset share."""
 
     dim: int = Field(ge=1, le=1 << 24)
-    dtype: Literal["float16", "bfloat16", "float32", "int8"]
+    dtype: Dtype
     encoders: dict[Kind, EncoderInfo]
     saved_memories: bool
 
@@ -207,7 +210,7 @@ def read_rows_file(folder: FileFolder, name: str, schema: pa.Schema, sha256: str
     return table
 
 
-def lists_of(column: pa.ChunkedArray) -> tuple[Any, Any]:
+def lists_of(column: pa.ChunkedArray) -> tuple[Array, Array]:
     """Return where each list of a column begins, and the values of all."""
     import numpy as np
 
@@ -313,7 +316,7 @@ def _packed(contents: Sequence[Vectors], dim: int, dtype: str, schema: pa.Schema
     padded = [torch.nn.functional.pad(one.tokens.float(), (0, dim - one.tokens.shape[1])) for one in contents]
     tokens = torch.cat([torch.empty(0, dim), *padded])
     lengths = [len(one.tokens) for one in contents]
-    columns: dict[str, Any] = {}
+    columns = {}
     if dtype == "int8":
         codes, scales = quantize(tokens, 1, 127)
         stored = Vectors(codes, scales[:, 0].float())

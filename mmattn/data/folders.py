@@ -6,7 +6,6 @@ import codecs
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmattn.data.row import Row, make_row, text_of_label
 from mmattn.errors import AdapterFileError, ConfigError
@@ -186,7 +185,7 @@ def _classes(
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Every file, those in hidden folders and what macOS leaves behind aside."""
+    """Return every file but those in hidden folders and what macOS leaves behind."""
     paths = []
     for place, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
@@ -203,13 +202,7 @@ def _count(number: int, thing: str) -> str:
 
 
 class FileRows(list[Row]):
-    """Rows of a file or folder.
-
-    Args:
-        rows: in order.
-        summary: one line that describes them: "180 pictures in 12 class folders".
-        left_out: what could not be used, and why.
-    """
+    """Rows of a file or folder, with a `summary` in one line, and in `left_out` what could not be used, and why."""
 
     def __init__(self, rows: Iterable[Row], summary: str, left_out: Sequence[str] = ()) -> None:
         super().__init__(rows)
@@ -253,7 +246,7 @@ def read_lines(path: str | Path, host: str = "language", *, skip_broken: bool = 
     return FileRows(rows, f"{len(rows)} rows of {path.name}", [f"{path.name}, {problem}" for problem in left_out])
 
 
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(values: Mapping[str, object]) -> dict[str, object]:
     # The vision recipe writes the species down, too.
     return {_OTHER_NAMES.get(key, key): value for key, value in values.items() if key != "species"}
 

@@ -8,12 +8,18 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from mmattn.data.encoded_dataset import EncodedDataset, is_encoded
 from mmattn.data.folders import CAPTIONS, PICTURES, FileRows, read_folder, read_lines
 from mmattn.data.row import KEYS, Row, make_row, text_of_label
 from mmattn.errors import ConfigError, import_extra
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, IterableDataset
+
+Values = Mapping[str, Any]
+"""A row of a dataset, by its columns."""
 
 
 def read_rows(
@@ -107,7 +113,7 @@ def _is_lance(place: Path) -> bool:
     return (place / "_versions").is_dir()
 
 
-def _default_columns(dataset: Any, names: Sequence[str], host: str) -> dict[str, str]:
+def _default_columns(dataset: Dataset | IterableDataset, names: Sequence[str], host: str) -> dict[str, str]:
     """Return columns named as the keys of a row, or by the endings of a tar's files; without a text, a label."""
     if "__key__" in names:
         return _tar_columns(dataset.features or {}, host)
@@ -115,7 +121,7 @@ def _default_columns(dataset: Any, names: Sequence[str], host: str) -> dict[str,
     return chosen if "text" in names or "label" not in names else {**chosen, "label": "label"}
 
 
-def _tar_columns(features: Mapping[str, Any], host: str) -> dict[str, str]:
+def _tar_columns(features: Features, host: str) -> dict[str, str]:
     """Return the column of the pictures, and that of the texts or the keys of a .json."""
     image = next((name for name in features if f".{name}" in PICTURES), None)
     columns = {} if image is None else {"image": image}
@@ -125,8 +131,8 @@ def _tar_columns(features: Mapping[str, Any], host: str) -> dict[str, str]:
     return columns | {known[key]: f"json.{key}" for key in features.get("json") or () if key in known}
 
 
-def _undecoded(dataset: Any, columns: Mapping[str, str]) -> Any:
-    """The dataset with its pictures as they are stored: read here, one that is broken can be named and left out."""
+def _undecoded(dataset: Dataset | IterableDataset, columns: Mapping[str, str]) -> Dataset | IterableDataset:
+    """Return the dataset with its pictures as they are stored, so that one that is broken can be left out."""
     datasets = import_extra("datasets", "train")
     for name in columns.values():
         if isinstance((dataset.features or {}).get(name), datasets.Image):
@@ -151,7 +157,7 @@ def _refuse(path: str, **settings: object) -> None:
     raise ConfigError(f"{option} only applies to {kind}, which {path} is not: leave it out")
 
 
-def _dataset(path: str, tars: Sequence[Path], split: str, streaming: bool) -> Any:
+def _dataset(path: str, tars: Sequence[Path], split: str, streaming: bool) -> Dataset | IterableDataset:
     if not tars and not Path(path).is_dir() and not _is_hub_name(path):
         # Without this the hub is tried again and again where it cannot be reached.
         raise ConfigError(
@@ -224,7 +230,11 @@ class _Columns:
     kind: str
 
     def __init__(
-        self, dataset: Any, columns: Mapping[str, str], host: str = "language", template: str | None = None
+        self,
+        dataset: Dataset | IterableDataset,
+        columns: Mapping[str, str],
+        host: str = "language",
+        template: str | None = None,
     ) -> None:
         self.dataset, self.columns, self.host, self.template = dataset, dict(columns), host, template
         feature = (getattr(dataset, "features", None) or {}).get(self.columns.get("label", ""))
@@ -241,14 +251,14 @@ class _Columns:
         """One line that describes the rows."""
         return f"{self.kind} of a dataset ({', '.join(f'{key}={name}' for key, name in self.columns.items())})"
 
-    def _row(self, values: Mapping[str, Any], number: int) -> Row:
+    def _row(self, values: Values, number: int) -> Row:
         try:
             named = {ROW_KEY.get(key, key): self._value(key, name, values) for key, name in self.columns.items()}
             return make_row(named, self.host)
         except ConfigError as error:
             raise ConfigError(f"row {number} of the dataset: {error}") from error
 
-    def _value(self, key: str, name: str, values: Mapping[str, Any]) -> Any:
+    def _value(self, key: str, name: str, values: Values) -> Any:
         value = values[_column(name)]
         if name.startswith("json."):
             value = None if value is None else value.get(name.removeprefix("json."))
@@ -288,7 +298,13 @@ class DatasetRows(_Columns, Sequence[Row]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, number: Any) -> Any:
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> DatasetRows: ...
+
+    def __getitem__(self, number: int | slice) -> Row | DatasetRows:
         if isinstance(number, slice):
             return self.select(range(len(self))[number])
         return self._row(self.dataset[number], number)

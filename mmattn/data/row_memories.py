@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -167,7 +167,7 @@ class RowMemories:
         segments = torch.zeros(tokens.shape[:2], dtype=torch.long) if segments is None else segments
         return Memory(tokens, memory.mask, segments, memory.scores, check_finite=memory.finite_checked)
 
-    def _place(self, kind: str, part: Any) -> Path:
+    def _place(self, kind: str, part: object) -> Path:
         encoder = self.encoders[kind]
         if encoder is None:
             raise ConfigError(f"a row has {kind}, and there is no encoder for them: name one")
@@ -178,7 +178,7 @@ class RowMemories:
             name = content_sha256(kind, part)
         return self.folder / encoder.fingerprint[:24] / name[:2] / f"{name[:40]}.safetensors"
 
-    def _encode(self, kind: str, missing: dict[Path, Any], progress: bool, skip_broken: bool) -> None:
+    def _encode(self, kind: str, missing: dict[Path, object], progress: bool, skip_broken: bool) -> None:
         encoder = self.encoders[kind]
         if encoder is None:
             return

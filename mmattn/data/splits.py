@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import overload
 
 from mmattn.data.encoded_dataset import EncodedRow
 from mmattn.data.folders import SPLITS, split_folders
@@ -19,7 +19,7 @@ from mmattn.errors import ConfigError, check_float
 
 
 def held_out_split(path: str) -> str | None:
-    """The split of a folder, or of a saved dataset of Hugging Face, that is meant for measuring; None without one.
+    """Return the split of a folder or a saved dataset of Hugging Face that is meant for measuring; None without one.
 
     Args:
         path: as `read_rows` is given it.
@@ -37,7 +37,7 @@ def held_out_split(path: str) -> str | None:
 
 
 def split_rows(rows: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Sequence[Row]]:
-    """Rows to train on, and rows that are never trained on. The rows of one picture are all on one side.
+    """Return rows to train on, and rows that are never trained on. The rows of one picture are all on one side.
 
     Args:
         rows: what `read_rows` returned.
@@ -87,17 +87,8 @@ def _select(rows: Sequence[Row], numbers: Sequence[int]) -> Sequence[Row]:
     return [rows[number] for number in numbers] if select is None else select(numbers)
 
 
-_SHIFTS = 1000
-"""Shifts that are tried, at most."""
-
-
 class ShuffledMemories(Sequence[Row]):
-    """Rows, each with the memory of another one; see `shuffle_memories`.
-
-    Args:
-        rows: as many, which are read when they are asked for.
-        sources: for each row the number of the row whose memory it gets.
-    """
+    """Rows, each with the memory of row number `sources[n]`, read when they are asked for."""
 
     def __init__(self, rows: Sequence[Row], sources: Sequence[int]) -> None:
         self.rows, self.sources = rows, sources
@@ -105,7 +96,13 @@ class ShuffledMemories(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.sources)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         row, other = self.rows[index], self.rows[self.sources[index]]
@@ -128,27 +125,20 @@ def shuffle_memories(rows: Sequence[Row]) -> Sequence[Row]:
     >>> [row.passages for row in shuffle_memories([Row("a", passages=("x",)), Row("b"), Row("c", passages=("z",))])]
     [('z',), (), ('x',)]
     """
-    having, texts, memories = [], [], []
-    for number, row in enumerate(rows):
-        if row.has_memory:
-            having.append(number)
-            texts.append((row.prompt, row.text))
-            memories.append(_memory_key(row, number))
-    if len(having) < 2:
+    keys = [(n, (row.prompt, row.text), _memory_key(row, n)) for n, row in enumerate(rows) if row.has_memory]
+    if len(keys) < 2:
         return []
 
     def unchanged(shift: int) -> int:
         """Count the rows that would get back their own text or memory."""
-        return sum(
-            texts[place - shift] == texts[place] or memories[place - shift] == memories[place]
-            for place in range(len(having))
-        )
+        pairs = ((keys[place - shift], keys[place]) for place in range(len(keys)))
+        return sum(other[1] == own[1] or other[2] == own[2] for other, own in pairs)
 
-    shifts = range(1, min(len(having) - 1, _SHIFTS) + 1)
+    shifts = range(1, min(len(keys), 1001))  # a thousand are tried at most
     best = next((shift for shift in shifts if not unchanged(shift)), None) or min(shifts, key=unchanged)
     sources = list(range(len(rows)))
-    for place, number in enumerate(having):
-        sources[number] = having[(place + best) % len(having)]
+    for place, (number, *_) in enumerate(keys):
+        sources[number] = keys[(place + best) % len(keys)][0]
     return ShuffledMemories(rows, sources)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from mmattn.errors import ShapeError, TextError
 from mmattn.memory import Memory, SearchedMemory
 from mmattn.tokenization import tokenize
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 IGNORED = -100
 
@@ -36,26 +39,24 @@ class TextBatch:
     position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TextBatch:
-        """The same batch on another device; an index stays where it is.
+        """Return the batch on another device; an index stays where it is.
 
         Args:
             device: where it is needed.
             non_blocking: as of `Tensor.to`.
         """
-        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+        memory = self.memory
+        return TextBatch(
+            self.input_ids.to(device, non_blocking=non_blocking),
+            None if self.attention_mask is None else self.attention_mask.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+            memory.to(device, non_blocking=non_blocking) if isinstance(memory, Memory) else memory,
+            None if self.position_ids is None else self.position_ids.to(device, non_blocking=non_blocking),
+        )
 
-    def pin_memory(self) -> TextBatch:
-        """The same batch in page-locked memory."""
-        return self._map(lambda part: part.pin_memory())
-
-    def _map(self, move: Callable[[Any], Any]) -> TextBatch:
-        parts = (self.input_ids, self.attention_mask, self.labels, self.memory, self.position_ids)
-        moved = (part if part is None or isinstance(part, SearchedMemory) else move(part) for part in parts)
-        return TextBatch(*moved)  # type: ignore[arg-type]
-
-    def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
-        kwargs: dict[str, Any] = {"input_ids": self.input_ids}
+    def kwargs(self) -> dict[str, object]:
+        """Return keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
+        kwargs: dict[str, object] = {"input_ids": self.input_ids}
         if self.position_ids is None:
             kwargs["attention_mask"] = self.attention_mask
         else:  # with a cache, transformers would not keep documents apart
@@ -65,8 +66,8 @@ class TextBatch:
         return kwargs
 
 
-def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
-    """The ids of the tokens that begin and end a text; a tokenizer without the one uses the other for both.
+def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the ids of the tokens that begin and end a text; a tokenizer without the one uses the other for both.
 
     Raises:
         TextError: it has neither.
@@ -80,8 +81,10 @@ def bos_and_eos(tokenizer: Any) -> tuple[int, int]:
     return (end if begin is None else begin), (begin if end is None else end)
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
-    """Ids of each text between the begin and the end token; special tokens in a text are taken literally.
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None = None
+) -> list[list[int]]:
+    """Return ids of each text between the begin and the end token; special tokens in a text are taken literally.
 
     Args:
         tokenizer: of Hugging Face.
@@ -104,7 +107,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_length: int | None = 
     return [[begin, *row, end] for row in rows]
 
 
-def check_prompt(ids: Tensor, mask: Tensor, config: Any, new_tokens: int = 0) -> None:
+def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens: int = 0) -> None:
     """Refuse a prompt that a language model cannot read.
 
     Args:
@@ -178,7 +181,7 @@ def pack(
     unlearned: Sequence[int] | None = None,
     pad: int = 0,
 ) -> TextBatch:
-    """Documents in rows, with positions that begin anew in each; what is left of a row is a document without memory.
+    """Pack documents into rows, with positions that begin anew in each; the rest of a row is a document without memory.
 
     Args:
         documents: ids of each.
@@ -194,8 +197,8 @@ def pack(
     ([[5, 6, 7], [9, 4, 8]], [[0, 1, 2], [0, 1, 0]], [[-100, 6, 7], [-100, 4, -100]])
     """
     _check_rows(documents, memory)
-    counts = [1] * len(documents) if unlearned is None else unlearned
-    labels = [_labels(one, count) for one, count in zip(documents, counts, strict=True)]
+    counts = [1] * len(documents) if unlearned is None else [max(1, count) for count in unlearned]
+    labels = [[IGNORED] * count + list(ids[count:]) for ids, count in zip(documents, counts, strict=True)]
     longest = max(map(len, documents))
     packed: list[tuple[list[int], list[int], list[int]]] = []
     order: list[int] = []
@@ -209,11 +212,6 @@ def pack(
     return TextBatch(all_ids, None, targets, None if memory is None else _ordered(memory, order), all_positions)
 
 
-def _labels(ids: Sequence[int], unlearned: int) -> list[int]:
-    """Return the labels of a document whose first ids are only read."""
-    return [IGNORED if place < max(1, unlearned) else token for place, token in enumerate(ids)]
-
-
 def _check_rows(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None) -> None:
     if not rows or not all(len(row) for row in rows):
         raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
@@ -223,7 +221,7 @@ def _check_rows(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory |
 
 
 def _ordered(memory: Memory, order: Sequence[int]) -> Memory:
-    """The rows of a memory in this order; -1 is one without any slot."""
+    """Return the rows of a memory in this order; -1 is one without any slot."""
     chosen, present = memory[[max(0, row) for row in order]], torch.tensor(order, device=memory.device) >= 0
     mask = chosen.real_slots() & present[:, None]
     return Memory(chosen.tokens, mask, chosen.segments, chosen.scores, check_finite=chosen.finite_checked)

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from mmattn.data.collators import MemoryCollator, RowCollator
     from mmattn.data.encode import encode_rows
     from mmattn.data.encoded_dataset import EncodedDataset
-    from mmattn.data.folders import FileRows, read_folder, read_lines
+    from mmattn.data.folders import read_folder, read_lines
     from mmattn.data.readers import DatasetRows, StreamRows, read_rows
     from mmattn.data.row import Row, make_row, memory_kinds
     from mmattn.data.row_memories import MemorySource, RowMemories, augment_memory
     from mmattn.data.sampling import EncodedBatches, LengthGroupedSampler, PairSampler, RowBatches, derive_seed
-    from mmattn.data.splits import ShuffledMemories, held_out_split, shuffle_memories, split_rows
+    from mmattn.data.splits import held_out_split, shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.hosts.lora import add_lora, load_lora, matched_lora
     from mmattn.progress import tracked
@@ -46,7 +46,6 @@ __all__ = [
     "DryRunEnded",
     "EncodedBatches",
     "EncodedDataset",
-    "FileRows",
     "HiddenStateCache",
     "LengthGroupedSampler",
     "Loss",
@@ -60,7 +59,6 @@ __all__ = [
     "RowMemories",
     "RunFolder",
     "SavedRun",
-    "ShuffledMemories",
     "StreamRows",
     "TextBatch",
     "TrainingConfig",

@@ -25,6 +25,8 @@ from mmattn.errors import ConfigError, check_int
 BUCKET = 50
 """Batches whose rows are sorted by length together: enough for little padding, few enough to stay random."""
 BUFFER_BYTES = 256 << 20
+THREADS = 4
+"""Threads that read blocks of an encoded dataset."""
 _MOST_ROWS = 1 << 16
 """Rows that are mixed at a time at most, where their vectors are small."""
 
@@ -170,7 +172,6 @@ class EncodedBatches:
         seed: of the order.
         shuffle: False gives the rows in the order of their blocks.
         buffer_bytes: size of the window.
-        threads: number of threads that read blocks.
 
     Raises:
         ConfigError: no rows, or a size below 1.
@@ -184,18 +185,17 @@ class EncodedBatches:
         *,
         shuffle: bool = True,
         buffer_bytes: int = BUFFER_BYTES,
-        threads: int = 4,
     ) -> None:
         if not len(dataset):
             raise ConfigError(f"{dataset!r} has no rows to put into an order")
         self.dataset, self.batch_size, self.shuffle = dataset, check_int("batch_size", batch_size), shuffle
-        self.seed, self.threads = check_int("seed", seed, at_least=0), check_int("threads", threads)
+        self.seed = check_int("seed", seed, at_least=0)
         self._block_rows = dataset.block_rows()
         rows = min(check_int("buffer_bytes", buffer_bytes) / dataset.row_bytes, _MOST_ROWS)
         # Whole batches, so that each comes from one window; in order there is nothing to mix.
         self._window = max(1, round(rows / batch_size)) if shuffle else 1
         blocks = -(-self._window * batch_size * sum(len(one) > 0 for one in self._block_rows) // len(dataset))
-        self._ahead = max(blocks, 2 * threads)
+        self._ahead = max(blocks, 2 * THREADS)
 
     @property
     def fingerprint(self) -> str:
@@ -223,7 +223,7 @@ class EncodedBatches:
         first = bisect.bisect_right(ends, window * size)
         position = ends[first - 1] if first else 0  # in the epoch, of the first row of the next block
         waiting: list[EncodedRow] = []
-        with contextlib.closing(read_ahead(self._read, order[first:], self._ahead, self.threads)) as blocks:
+        with contextlib.closing(read_ahead(self._read, order[first:], self._ahead)) as blocks:
             for begin in range(window * size, len(self.dataset), size):
                 end = min(begin + size, len(self.dataset))
                 while position < end:
@@ -303,9 +303,9 @@ def batches_by_length(
     return batches
 
 
-def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int, threads: int) -> Generator[T, None, None]:
+def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int) -> Generator[T, None, None]:
     """Iterate over `read(key)` in the order of the keys; threads read up to `ahead`, until the iterator is closed."""
-    pool, pending = ThreadPoolExecutor(threads, thread_name_prefix="mmattn-read-ahead"), deque[Future[T]]()
+    pool, pending = ThreadPoolExecutor(THREADS, thread_name_prefix="mmattn-read-ahead"), deque[Future[T]]()
     try:
         for key in keys:
             pending.append(pool.submit(read, key))

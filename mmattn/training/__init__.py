@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
     from mmattn.training.distributed import end_training, make_accelerator, shard_host
     from mmattn.training.evaluation import mean_loss
-    from mmattn.training.hidden_states import HiddenStateCache, cached_hidden_states
+    from mmattn.training.hidden_states import cached_hidden_states
     from mmattn.training.loop import train
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
     from mmattn.training.metrics import DryRunEnded, MetricsLog, dry_run, memory_warning, read_metrics
@@ -46,7 +46,6 @@ __all__ = [
     "DryRunEnded",
     "EncodedBatches",
     "EncodedDataset",
-    "HiddenStateCache",
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",

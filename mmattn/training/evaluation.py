@@ -34,7 +34,7 @@ def mean_loss(
     *,
     collate: Collate | None = None,
 ) -> float:
-    """The mean of a loss over all targets of these rows, in evaluation mode; processes share the rows.
+    """Return the mean of a loss over all targets of these rows, in evaluation mode; processes share the rows.
 
     Args:
         model: is put into evaluation mode meanwhile.
@@ -46,9 +46,8 @@ def mean_loss(
         seed: of the loss's own noise, the same every time.
         collate: as in `train`.
     """
-    processes = Processes.of(model, accelerator)
-    size = max(1, batch_size // (gradient_accumulation_steps * processes.count))
-    return _mean(_batch_losses(model, loss, rows, size, processes, seed, collate))
+    steps = gradient_accumulation_steps
+    return evaluate(model, loss, rows, (), batch_size, accelerator, steps, seed, collate=collate)["eval_loss"]
 
 
 def evaluate(
@@ -63,7 +62,7 @@ def evaluate(
     *,
     collate: Collate | None = None,
 ) -> dict[str, float]:
-    """`mean_loss` of rows as "eval_loss", and beside it what `shuffled_rows` say of how much their memories are worth.
+    """Return `mean_loss` of rows as "eval_loss", and the loss of `shuffled_rows`.
 
     "eval_loss_shuffled" is the loss of the same rows with other rows' memories, and "memory_gain_stderr" the standard
     error of the difference of the two, from its spread between batches (paired, as in arXiv 2411.00640).

@@ -40,13 +40,7 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class HiddenStateCache:
-    """Hidden states of the lower layers of a language model on the disk; made by `cached_hidden_states`.
-
-    Attributes:
-        layers: number of the lower layers.
-        found: texts whose hidden states were in the cache.
-        computed: texts whose hidden states were not.
-    """
+    """Hidden states of the lower `layers` on the disk; counts the texts that were `found` there and `computed`."""
 
     def __init__(self, lower: LowerLayers, folder: Path, dtype: torch.dtype | None, batch_size: int) -> None:
         self.lower, self.folder, self.dtype, self.batch_size = lower, folder, dtype, batch_size

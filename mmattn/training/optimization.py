@@ -24,6 +24,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
+Forward = Callable[..., object]
 Groups = list[dict[str, Any]]
 """Parameter groups of a torch optimizer."""
 
@@ -101,16 +102,13 @@ def compiled_blocks(model: nn.Module, backend: str = "inductor") -> Iterator[Non
             )
     readers = [part for block in blocks for part in block.modules() if hasattr(type(part), "attend")]
     for reader in readers:
-        reader.__dict__["attend"] = torch.compiler.disable(reader.attend)
-    for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+        vars(reader)["attend"] = torch.compiler.disable(reader.attend)
     try:
-        yield
+        with _replaced(blocks, partial(torch.compile, dynamic=True, backend=backend)):
+            yield
     finally:
         for reader in readers:
-            del reader.__dict__["attend"]
-        for block in blocks:
-            del block.__dict__["forward"]
+            del vars(reader)["attend"]
 
 
 @contextlib.contextmanager
@@ -126,15 +124,23 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: the model has no adapters.
     """
-    blocks = trained_blocks("gradient_checkpointing", model)
-    compiled = [block.__dict__.get("forward") for block in blocks]
+    with _replaced(trained_blocks("gradient_checkpointing", model), lambda forward: partial(_checkpointed, forward)):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(
+    blocks: list[nn.Module], wrap: Callable[[Callable[..., object]], Callable[..., object]]
+) -> Iterator[None]:
+    """Inside this context the forward of each block is wrapped."""
+    before = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = partial(_checkpointed, block.forward)
+        block.forward = wrap(block.forward)
     try:
         yield
     finally:
-        for block, forward in zip(blocks, compiled, strict=True):
-            del block.__dict__["forward"]
+        for block, forward in zip(blocks, before, strict=True):
+            del block.forward
             if forward is not None:
                 block.forward = forward
 
@@ -149,7 +155,7 @@ def trained_blocks(setting: str, model: nn.Module) -> list[nn.Module]:
     return [block for adapter in adapters.values() for block in adapter.blocks.values()]
 
 
-def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+def _checkpointed(forward: Forward, *args: object, **kwargs: object) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

@@ -129,9 +129,7 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(
-    blocks: list[nn.Module], wrap: Callable[[Callable[..., object]], Callable[..., object]]
-) -> Iterator[None]:
+def _replaced(blocks: list[nn.Module], wrap: Callable[[Forward], Forward]) -> Iterator[None]:
     """Inside this context the forward of each block is wrapped."""
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:

@@ -140,19 +140,23 @@ def encode_rows(
     request = Request(
         rows, folder, encoders, infos, source, dim, dtype, append, strict, progress=progress and rank == 0, **sizes
     )
-    with _locked(folder) if rank == 0 else contextlib.nullcontext():
+    if rank:
+        plan = _plan_of_others(folder, rows_fingerprint(rows, source))
+        if plan is not None:
+            _Job(request, plan).run(rank, world, executor)
+            while not is_complete(folder, plan.fingerprint):
+                time.sleep(_PAUSE)
+        return EncodedDataset(folder)
+    with _locked(folder):
         try:
-            plan = begin(request) if rank == 0 else _plan_of_others(folder, rows_fingerprint(rows, source))
+            plan = begin(request)
         except BaseException:
-            if is_new and rank == 0:
+            if is_new:
                 shutil.rmtree(folder)
             raise
         if plan is not None:
             _Job(request, plan).run(rank, world, executor)
-            if rank == 0:
-                finish(plan, folder)
-            while not is_complete(folder, plan.fingerprint):
-                time.sleep(_PAUSE)
+            finish(plan, folder)
     return EncodedDataset(folder)
 
 

@@ -79,25 +79,19 @@ def retrieval_scores(
     rows = [[one for one in line if one is not None] for line in ((hits.ids or []) if isinstance(hits, Hits) else hits)]
     if len(rows) != len(relevant):
         raise ShapeError(f"hits of {len(rows)} queries were given, and relevant entries of {len(relevant)}")
-    for number, line in enumerate(rows):
-        if len(set(map(str, line))) < len(line):
-            raise ConfigError(f"the hits of query {number} contain an entry twice: {line[:10]}")
     library = import_extra("ir_measures", "metrics")
     try:
         measures = {library.parse_measure(name): name for name in metrics}
     except (ValueError, NameError, SyntaxError) as error:
         raise ConfigError(f"a metric of ir_measures is spelled R@10, nDCG@10, RR@10, AP, …; got {metrics}") from error
-    # Scores fall with the rank: ties would be broken by the ids.
-    run = {
-        str(number): {str(one): float(len(line) - place) for place, one in enumerate(line)}
-        for number, line in enumerate(rows)
-    }
-    grades = {
-        str(number): {str(one): int(grade) for one, grade in line.items()}
-        if isinstance(line, Mapping)
-        else {str(one): 1 for one in line}
-        for number, line in enumerate(relevant)
-    }
+    run, grades = {}, {}
+    for number, (line, right) in enumerate(zip(rows, relevant, strict=True)):
+        # Scores fall with the rank: ties would be broken by the ids.
+        run[str(number)] = {str(one): float(len(line) - place) for place, one in enumerate(line)}
+        if len(run[str(number)]) < len(line):
+            raise ConfigError(f"the hits of query {number} contain an entry twice: {line[:10]}")
+        graded = right if isinstance(right, Mapping) else dict.fromkeys(right, 1)
+        grades[str(number)] = {str(one): int(grade) for one, grade in graded.items()}
     sums = dict.fromkeys(metrics, 0.0)
     for metric in library.iter_calc(list(measures), grades, run):
         sums[measures[metric.measure]] += float(metric.value)

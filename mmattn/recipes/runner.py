@@ -177,9 +177,9 @@ def _raise_settings_error(error: ValidationError, model: type[BaseModel] | None 
     for issue in error.errors():
         key = ".".join(map(str, issue["loc"]))
         if issue["type"] == "extra_forbidden":
-            known = _known(model, issue["loc"][:-1])
-            there = f"; there are: {', '.join(sorted(known))}" if known else ""
-            lines.append(f"unknown key {key!r}{did_you_mean(str(issue['loc'][-1]), known)}{there}")
+            names = _known(model, issue["loc"][:-1])
+            choices = f"; there are: {', '.join(sorted(names))}" if names else ""
+            lines.append(f"unknown key {key!r}{did_you_mean(str(issue['loc'][-1]), names)}{choices}")
         elif issue["type"] == "missing":
             lines.append(f"{key!r} is missing")
         else:
@@ -231,14 +231,14 @@ def _yaml(text: str, where: str) -> object:
         pass
 
     def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                shown = repr(key.value) if isinstance(key.value, str) else "a list or a mapping"
-                refuse(f"{where}: a key must be text, got {shown} (line {key.start_mark.line + 1}); put it in quotes")
-            if key.value in seen:
+                text = repr(key.value) if isinstance(key.value, str) else "a list or a mapping"
+                refuse(f"{where}: a key must be text, got {text} (line {key.start_mark.line + 1}); put it in quotes")
+            if key.value in keys:
                 refuse(f"{where}: the key {key.value!r} stands there twice (line {key.start_mark.line + 1})")
-            seen.add(key.value)
+            keys.add(key.value)
         return loader.construct_mapping(node, deep=True)
 
     Loader.add_constructor("tag:yaml.org,2002:map", mapping)

@@ -156,14 +156,10 @@ def curves_of(runs: Runs, metrics: Sequence[str] = METRICS) -> Curves:
 
 def _settings(runs: Runs) -> str:
     """Return the shared settings that differ, and the names of those that some runs do not have."""
-    settings: dict[str, dict[str, dict[str, None]]] = {name: {} for name in runs}
-    for name, seeds in runs.items():
-        for run in seeds:
-            for key, value in run.settings.items():
-                settings[name].setdefault(key, {})[_NONE if value is None else str(value)] = None
+    settings = {name: _settings_of(seeds) for name, seeds in runs.items()}
     common = set.intersection(*(set(one) for one in settings.values()))
     keys = [key for key in next(iter(settings.values())) if key in common - {"out", "progress", "resume"}]
-    rows = [[key, *(", ".join(one[key]) for one in settings.values())] for key in keys]
+    rows = [[key, *(one[key] for one in settings.values())] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     lines = [f"{len(common)} settings in common, of which {len(rows)} differ."]
     for name, one in settings.items():
@@ -172,17 +168,30 @@ def _settings(runs: Runs) -> str:
     return "\n".join(lines) + (f"\n\n{markdown_table(['setting', *settings], rows)}" if rows else "")
 
 
+def _settings_of(seeds: Sequence[SavedRun]) -> dict[str, str]:
+    """Return each setting as text, with all its values where seeds differ in it."""
+    texts: dict[str, dict[str, None]] = {}
+    for run in seeds:
+        for key, value in run.settings.items():
+            texts.setdefault(key, {})[_NONE if value is None else str(value)] = None
+    return {key: ", ".join(values) for key, values in texts.items()}
+
+
+def _figures(runs: Runs) -> dict[str, dict[str, dict[str, list[object]]]]:
+    """Return by figure, row and run the numbers of all seeds."""
+    figures: dict[str, dict[str, dict[str, list[object]]]] = {}
+    for name, seeds in runs.items():
+        for row, values in (pair for run in seeds for pair in _by_name(run.rows).items()):
+            for figure, value in values.items():
+                if _numbers([value]):
+                    figures.setdefault(figure, {}).setdefault(row, {}).setdefault(name, []).append(value)
+    return figures
+
+
 def _tables(runs: Runs) -> list[str]:
     """Return a table for each figure that two runs have at least: a line for each row, a column for each run."""
-    figures: dict[str, dict[str, dict[str, list[object]]]] = {}  # by figure, row and run the values of all seeds
-    for name, seeds in runs.items():
-        for run in seeds:
-            for row, values in _by_name(run.rows).items():
-                for figure, value in values.items():
-                    if _numbers([value]):
-                        figures.setdefault(figure, {}).setdefault(row, {}).setdefault(name, []).append(value)
     parts, alone = [], dict[str, list[str]]()
-    for figure, rows in figures.items():
+    for figure, rows in _figures(runs).items():
         owners = [name for name in runs if any(name in row for row in rows.values())]
         if len(owners) == 1:
             alone.setdefault(owners[0], []).append(figure)

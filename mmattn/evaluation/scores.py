@@ -76,14 +76,10 @@ def retrieval_scores(
     >>> retrieval_scores([["a", "b"], ["c", "d"]], [["b"], ["x"]], ["R@2", "RR"])
     {'R@2': 0.5, 'RR': 0.25}
     """
-    rows = [[one for one in line if one is not None] for line in ((hits.ids or []) if isinstance(hits, Hits) else hits)]
+    ids = (hits.ids or []) if isinstance(hits, Hits) else hits
+    rows = [[one for one in line if one is not None] for line in ids]
     if len(rows) != len(relevant):
         raise ShapeError(f"hits of {len(rows)} queries were given, and relevant entries of {len(relevant)}")
-    library = import_extra("ir_measures", "metrics")
-    try:
-        measures = {library.parse_measure(name): name for name in metrics}
-    except (ValueError, NameError, SyntaxError) as error:
-        raise ConfigError(f"a metric of ir_measures is spelled R@10, nDCG@10, RR@10, AP, …; got {metrics}") from error
     run, grades = {}, {}
     for number, (line, right) in enumerate(zip(rows, relevant, strict=True)):
         # Scores fall with the rank: ties would be broken by the ids.
@@ -92,10 +88,23 @@ def retrieval_scores(
             raise ConfigError(f"the hits of query {number} contain an entry twice: {line[:10]}")
         graded = right if isinstance(right, Mapping) else dict.fromkeys(right, 1)
         grades[str(number)] = {str(one): int(grade) for one, grade in graded.items()}
+    sums = _sums(grades, run, metrics)
+    return {name: value / max(1, len(rows)) for name, value in sums.items()}
+
+
+def _sums(
+    grades: dict[str, dict[str, int]], run: dict[str, dict[str, float]], metrics: Sequence[str]
+) -> dict[str, float]:
+    """Return the sum over the queries of each metric."""
+    library = import_extra("ir_measures", "metrics")
+    try:
+        measures = {library.parse_measure(name): name for name in metrics}
+    except (ValueError, NameError, SyntaxError) as error:
+        raise ConfigError(f"a metric of ir_measures is spelled R@10, nDCG@10, RR@10, AP, …; got {metrics}") from error
     sums = dict.fromkeys(metrics, 0.0)
     for metric in library.iter_calc(list(measures), grades, run):
         sums[measures[metric.measure]] += float(metric.value)
-    return {name: value / max(1, len(rows)) for name, value in sums.items()}
+    return sums
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:

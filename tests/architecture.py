@@ -64,7 +64,7 @@ HOMES = {
     "qdrant_client": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
-    "fsspec": ("data.file_folders",),
+    "fsspec": ("storage.files",),
     "pyarrow": ("data", "retrieval"),
     "ray": ("data",),
     "sentence_transformers": ("encoders.multi_vector",),

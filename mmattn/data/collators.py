@@ -169,8 +169,7 @@ class MemoryCollator:
             if self.column not in row:
                 raise ConfigError(
                     f"the rows have no column {self.column!r} of memories, only {', '.join(row)}: name it with "
-                    "column=, and where a Trainer drops columns that it does not know, give it "
-                    "remove_unused_columns=False"
+                    "column=, and give a Trainer remove_unused_columns=False"
                 )
         batch = dict(self.collator([{key: row[key] for key in row if key != self.column} for row in rows]))
         memories = [row_memory(row[self.column]) for row in rows]

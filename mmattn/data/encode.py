@@ -49,12 +49,11 @@ from mmattn.data.encoded_files import (
     write_description,
     write_shard,
 )
-from mmattn.data.file_folders import FileFolder
 from mmattn.data.readers import StreamRows
 from mmattn.data.row import Row, RowEncoder, content_key, encode_parts, given_memory, parts_of, why_unreadable
 from mmattn.errors import ConfigError, ImageError, check_choice, check_int, import_extra
 from mmattn.progress import counted
-from mmattn.storage.files import lock_folder
+from mmattn.storage.files import FileFolder, lock_folder
 
 CONTENTS_PER_SHARD = 4096
 BLOCK_BYTES = 16 << 20

@@ -34,12 +34,12 @@ from mmattn.data.encoded_files import (
     write_description,
     write_rows,
 )
-from mmattn.data.file_folders import FileFolder
 from mmattn.data.folders import first_few
 from mmattn.data.readers import Rows
 from mmattn.data.row import Row, RowEncoder, content_key, given_memory, parts_of
 from mmattn.errors import ConfigError, import_extra
 from mmattn.progress import counted
+from mmattn.storage.files import FileFolder
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -30,10 +30,10 @@ from mmattn.data.encoded_files import (
     rows_schema,
     shard_name,
 )
-from mmattn.data.file_folders import FileFolder, is_address
 from mmattn.data.row import Row, given_memory
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, import_extra
 from mmattn.memory import Memory
+from mmattn.storage.files import FileFolder, is_address
 from mmattn.storage.json_files import making_sense, parse_json
 
 _RECENT = 16

@@ -23,11 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 from torch import Tensor
 
 from mmattn.core.quantization import quantize
-from mmattn.data.file_folders import FileFolder
 from mmattn.data.row import RowEncoder, encoders_fingerprint
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.files import replacing, write_text
+from mmattn.storage.files import FileFolder, replacing, write_text
 from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.storage.json_files import dump_json, making_sense, parse_json, validated
 from mmattn.storage.safetensors import check_values

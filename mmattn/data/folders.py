@@ -88,7 +88,7 @@ def _source_of_texts(folder: Path, pictures: Sequence[Path], template: str | Non
     if len(beside) < len(pictures) and any(file.parent != folder for file in pictures):
         raise ConfigError(
             f"{len(beside)} of the {len(pictures)} pictures in {folder} have a .txt beside them, and others lie in "
-            "folders without one: give each a .txt, or none, so that the folders are their classes"
+            "folders without one: give each a .txt, or none"
         )
     return ".txt"
 
@@ -153,28 +153,22 @@ def _classes(
     folder: Path, host: str, pictures: Sequence[Path], template: str | None, skip_broken: bool, other: str
 ) -> FileRows:
     loose = [file.name for file in pictures if file.parent == folder]
-    if len(loose) == len(pictures):
-        raise ConfigError(
-            f"{folder} holds {_count(len(pictures), 'picture')} and no texts for them; texts are given as a folder for "
-            "each class, `captions.jsonl`, `metadata.jsonl`, or a .txt of the same name beside each picture"
-        )
-    if loose:
-        raise ConfigError(
-            f"{folder} holds pictures beside its class folders ({', '.join(loose[:3])}): move each into the folder of "
-            "its class"
-        )
     deep = next((file for file in pictures if file.parent.parent != folder), None)
-    if deep is not None:
-        raise ConfigError(
-            f"{deep.relative_to(folder)} lies in a folder within a folder of {folder}, so its class is not clear: give "
-            "the folder that holds the class folders"
-        )
     classes, full = _subfolders(folder), {file.parent for file in pictures}
-    if len(full) < 2 and host == "language":
-        raise ConfigError(
-            f"{folder} holds one class folder ({pictures[0].parent.name}), so every picture would have the same text; "
-            "give the folder that holds the folders of all classes"
+    fault = None
+    if len(loose) == len(pictures):
+        fault = (
+            f"holds {_count(len(pictures), 'picture')} and no texts for them; texts are given as a folder for each "
+            "class, captions.jsonl, metadata.jsonl, or a .txt beside each"
         )
+    elif loose:
+        fault = f"holds pictures beside its class folders ({', '.join(loose[:3])}): move each into its class"
+    elif deep is not None:
+        fault = f"is not a folder of class folders: {deep.relative_to(folder)} lies in a folder within a folder"
+    elif len(full) < 2 and host == "language":
+        fault = f"holds one class folder ({pictures[0].parent.name}), so every picture would have the same text"
+    if fault is not None:
+        raise ConfigError(f"{folder} {fault}")
     problems = [f"{sub.name}: a class folder without pictures" for sub in classes if sub not in full]
     left_out = without_broken(folder, "class folders", problems, len(classes), skip_broken)
     rows = []

@@ -159,7 +159,6 @@ def _refuse(path: str, **settings: object) -> None:
 
 def _dataset(path: str, tars: Sequence[Path], split: str, streaming: bool) -> Dataset | IterableDataset:
     if not tars and not Path(path).is_dir() and not _is_hub_name(path):
-        # Without this the hub is tried again and again where it cannot be reached.
         raise ConfigError(
             f"there is no file or folder {path!r}, and a dataset on the hub is named organisation/name: give a .jsonl "
             "file, a folder of pictures with texts, or such a dataset"

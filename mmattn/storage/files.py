@@ -1,4 +1,4 @@
-"""Files: atomic writes, locks, and the kind of a foreign or damaged file for error messages.
+"""Files: atomic writes, locks, folders at addresses, and the kind of a damaged file for error messages.
 
 A write goes to a temporary file beside the target, which is fsync'ed and renamed over it, and the folder is fsync'ed:
 a killed process or a full disk leaves the old file or the new one. What a killed process leaves behind is removed by
@@ -17,9 +17,12 @@ import stat
 import time
 from collections.abc import Iterator
 from os import PathLike
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from mmattn.errors import AdapterFileError
+from mmattn.errors import AdapterFileError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import fcntl
@@ -238,3 +241,54 @@ def open_regular(path: Path) -> Iterator[tuple[IO[bytes], int]]:
         raise AdapterFileError(f"cannot read {str(path)!r}: it is {kind}")
     with open(handle, "rb") as file:
         yield file, os.fstat(handle).st_size
+
+
+# Folders at addresses -----------------------------------------------------------------------------------------------
+
+
+class FileFolder:
+    """The files of a folder on this machine or at an address of fsspec, listed in `sizes` when it is opened."""
+
+    def __init__(self, address: Path) -> None:
+        import fsspec
+
+        self.address = os.fspath(address)
+        try:
+            self._system, self._root = fsspec.core.url_to_fs(self.address)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{self.address!r} cannot be read by fsspec: {error}") from error
+        if not self._system.isdir(self._root):
+            raise AdapterFileError(f"there is no folder {self.address!r}")
+        self.is_local = isinstance(self._system, fsspec.get_filesystem_class("file"))
+        files = [one for one in self._system.ls(self._root, detail=True) if one["type"] == "file"]
+        self.sizes = {os.path.basename(one["name"]): one["size"] for one in files}
+
+    def path(self, name: str) -> str:
+        """Return the path or address of a file."""
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """Read bytes start to end of a file into a (end - start,) uint8 tensor; safe in several threads."""
+        import torch
+
+        path, end = self.path(name), self.sizes.get(name, 0) if end is None else end
+        try:
+            raw = bytearray(self._system.cat_file(path, start=start, end=end))
+        except FileNotFoundError as error:
+            raise AdapterFileError(f"cannot read {path!r}: there is no such file") from error
+        if len(raw) != end - start:
+            raise AdapterFileError(f"cannot read {path!r}: it ends before byte {end:,}, so it is truncated")
+        return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+    def mapped(self, name: str) -> Tensor:
+        """Map a local file to a (n,) uint8 tensor; writing to it does not change the file."""
+        import torch
+
+        path = self.path(name)
+        with open_regular(path) as (_, size):
+            return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+
+
+def is_address(path: Path) -> bool:
+    """Return True for an address with a scheme, which fsspec reads."""
+    return "://" in os.fspath(path)

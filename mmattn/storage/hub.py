@@ -85,8 +85,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     file = Path(path)
     if file.suffix.lower() != ".safetensors":
         raise AdapterFileError(
-            f"weights are read from .safetensors files, got {str(path)!r}: a pickle can run code. If you trust it, "
-            "convert it: safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
+            f"weights are read from .safetensors files, got {str(path)!r}: a pickle can run code. Convert it: "
+            "safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
         )
     if not file.is_file():
         raise AdapterFileError(f"there is no weights file {str(path)!r}")

@@ -135,11 +135,11 @@ class Found:
         print("FAULT", what, file=sys.stderr, flush=True)
 
 
-def compare_rows(found: Found, batch: Batch, want: Tensor, ask: Callable[[Any], Tensor], name: str) -> None:
+def compare_rows(found: Found, model: Any, batch: Batch, way: Callable[..., Tensor], name: str) -> None:
     """Ask with the spoilt rows: refused by name, or the others as they were."""
-    memory = mmattn.Memory.stack(batch.memories())
+    want = way(model, batch, mmattn.Memory.stack(batch.sound))
     try:
-        got = ask(memory)
+        got = way(model, batch, mmattn.Memory.stack(batch.memories()))
     except NonFiniteError as error:
         found.spoilt["refused"] += len(batch.spoilt)
         if not any(str(row) in str(error) for row in batch.spoilt):
@@ -158,48 +158,30 @@ def compare_rows(found: Found, batch: Batch, want: Tensor, ask: Callable[[Any], 
             found.fault(f"{name}: row {row} is answered with NaN")
 
 
-def as_rows(model: Any, batch: Batch, found: Found, name: str) -> None:
+@torch.no_grad()
+def as_rows(model: Any, batch: Batch, memory: Any) -> Tensor:
     """A batch of rows."""
-
-    def ask(memory: Any) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = model(batch.ids, memory=memory).logits
-        return logits
-
-    compare_rows(found, batch, ask(mmattn.Memory.stack(batch.sound)), ask, name)
+    return model(batch.ids, memory=memory).logits
 
 
-def as_trained(model: Any, batch: Batch, found: Found, name: str) -> None:
+def as_trained(model: Any, batch: Batch, memory: Any) -> Tensor:
     """A batch of rows in training."""
-
-    def ask(memory: Any) -> Tensor:
-        logits: Tensor = model(batch.ids, memory=memory).logits
-        assert logits.requires_grad
-        return logits.detach()
-
-    compare_rows(found, batch, ask(mmattn.Memory.stack(batch.sound)), ask, name)
+    logits: Tensor = model(batch.ids, memory=memory).logits
+    assert logits.requires_grad
+    return logits.detach()
 
 
-def as_documents(model: Any, batch: Batch, found: Found, name: str) -> None:
+@torch.no_grad()
+def as_documents(model: Any, batch: Batch, memory: Any) -> Tensor:
     """The same as documents of one packed row."""
     ids, positions = batch.ids.flatten()[None], torch.arange(LENGTH).repeat(len(batch.ids))[None]
-
-    def ask(memory: Any) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = model(ids, position_ids=positions, memory=memory).logits
-        return logits.view(len(batch.ids), LENGTH, -1)
-
-    compare_rows(found, batch, ask(mmattn.Memory.stack(batch.sound)), ask, name)
+    logits: Tensor = model(ids, position_ids=positions, memory=memory).logits
+    return logits.view(len(batch.ids), LENGTH, -1)
 
 
-def as_texts(model: Any, batch: Batch, found: Found, name: str) -> None:
+def as_texts(model: Any, batch: Batch, memory: Any) -> Tensor:
     """Texts that are generated."""
-
-    def ask(memory: Any) -> Tensor:
-        out: Tensor = model.generate(batch.ids, memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-        return out
-
-    compare_rows(found, batch, ask(mmattn.Memory.stack(batch.sound)), ask, name)
+    return model.generate(batch.ids, memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 
 def settings() -> dict[str, Any]:
@@ -303,7 +285,7 @@ def fuzz_one(kind: str, dtype: torch.dtype, batches: int, rng: random.Random, fo
                 assert running is not None
                 running.compare(batch, found, f"{name}, as requests")
             else:
-                ways[way](model, batch, found, f"{name}, {ways[way].__name__}")
+                compare_rows(found, model, batch, ways[way], f"{name}, {ways[way].__name__}")
     finally:
         if running is not None:
             running.stop()

@@ -14,7 +14,7 @@ import mmattn
 from mmattn import training
 from mmattn.data.encoded_files import shard_name
 from mmattn.data.row import Row
-from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.errors import AdapterFileError
 from tests.data.encoded_rows import Eye, captions, encode_captions, flip, flip_byte
 
 COLOURS = [1, 2, 1, 3, 4, 5, 6, 4, 7, 8, 1, 9, 10]
@@ -65,15 +65,6 @@ class TestRows:
         with pytest.raises(IndexError, match="rows 2 to 13 of an encoded dataset"):
             store.select([2, 13])
 
-    def test_texts_are_read_without_vectors(self, copied: Path) -> None:
-        for shard, one in enumerate(training.EncodedDataset(copied).manifest.shards):
-            for block in range(len(one.blocks)):
-                flip(copied, shard, block)
-        store = training.EncodedDataset(copied)
-        assert store.text_lengths() == [len(f"picture {n}" + " ü" * (n % 5)) for n in range(13)]
-        assert all(row.has_memory for row in store)
-        assert [row.contents for row in store].count((0,)) == 3
-
     def test_in_another_process(self, made: Path, truth: torch.Tensor) -> None:
         """A store and a row are pickled: what `spawn`, Ray and data loaders do."""
         store = training.EncodedDataset(made / "store").select([4, 9])
@@ -121,12 +112,6 @@ class TestAddresses:
         system.rm(f"/damaged/{shard_name(2)}")
         with pytest.raises(AdapterFileError, match="/damaged/vectors-000002.arrow' is missing"):
             training.EncodedDataset("memory://damaged")
-
-    def test_no_such_address(self) -> None:
-        with pytest.raises(ConfigError, match="'nosuch://a/b' cannot be read by fsspec"):
-            training.EncodedDataset("nosuch://a/b")
-        with pytest.raises(AdapterFileError, match="there is no folder 'memory://nowhere'"):
-            training.EncodedDataset("memory://nowhere")
 
 
 class TestDamage:

@@ -18,7 +18,6 @@ import safetensors.torch
 import torch
 
 from mmattn.errors import AdapterFileError, NonFiniteError
-from mmattn.storage.files import describe
 from mmattn.storage.json_files import read_json
 from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
 from tests.storage.tensor_files import META, example, same_bits
@@ -112,19 +111,6 @@ class TestBadFiles:
         }.items():
             with pytest.raises(AdapterFileError, match=words):
                 read(tmp_path / name)
-
-    def test_another_format(self, tmp_path: Path) -> None:
-        write_tensors(tmp_path / "a", example(), META)
-        with pytest.raises(AdapterFileError, match="'example'.*'other' was asked"):
-            read_tensors(tmp_path / "a", "other")
-
-    def test_describe(self, tmp_path: Path) -> None:
-        write_tensors(tmp_path / "a", example(), META)
-        assert describe(tmp_path / "a") == "a safetensors file"
-        for shift in range(3):  # some character lies across the end of what is read
-            (tmp_path / "c").write_text("a" * shift + "€" * 400, encoding="utf-8")
-            assert describe(tmp_path / "c") == "a text file"
-        assert "no such file" in describe(tmp_path / "b")
 
     def test_every_flipped_bit_of_the_header_and_64_of_the_values(self, tmp_path: Path) -> None:
         path = tmp_path / "a"

@@ -208,20 +208,6 @@ def test_settings_that_cannot_be(settings: dict[str, float], said: str) -> None:
         training.TrainingConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shares"),
-    [
-        ("cosine", [0.5, 1, 1, 0.7525, 0.2575, 0.01]),
-        ("linear", [0.5, 1, 1, 0.67, 0.34, 0.01]),
-        ("constant", [0.5] + [1] * 5),
-    ],
-)
-def test_the_rate_follows_its_schedule(tmp_path: Path, schedule: str, shares: list[float]) -> None:
-    small_run.run(tmp_path, max_steps=6, lr_scheduler_type=schedule, eval_steps=0)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2 * share for share in shares])
-
-
 def test_half_precision_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixed_precision=fp16"):
         training.make_accelerator(device="cpu", mixed_precision="fp16")
@@ -264,23 +250,6 @@ class TestAnyBatches:
     def layer(self) -> torch.nn.Linear:
         torch.manual_seed(0)
         return torch.nn.Linear(3, 1)
-
-    def test_a_step_is_one_of_torch(self) -> None:
-        """The loop, beside the same written out: AdamW on the gradient of the mean, clipped."""
-        ours, theirs = self.layer(), self.layer()
-        drawn = [[step, 2 * step + 1, 30 - step] for step in range(13)]
-        self.train(ours, drawn, num_train_epochs=1, weight_decay=0.1, warmup_steps=3)
-        optimizer = torch.optim.AdamW(training.parameter_groups(theirs, 0.3, weight_decay=0.1), betas=(0.9, 0.98))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: training.learning_rate_factor(n, 13, 3))
-        for rows in drawn:
-            total, targets = self.loss_of(theirs)(rows, [])
-            optimizer.zero_grad()
-            (total / targets).backward()
-            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-        assert_close(ours.weight, theirs.weight)
-        assert_close(ours.bias, theirs.bias)
 
     def test_a_data_loader_resumed_within_an_epoch(self, tmp_path: Path) -> None:
         def loader() -> object:

@@ -99,14 +99,11 @@ def future(trial: Trial) -> Verdict:
 
 
 def rows(trial: Trial) -> Verdict:
-    """Check that another memory in some rows leaves the output of the others unchanged.
-
-    Rows are changed by the binary digits of their numbers: every two rows differ in one.
-    """
+    """Check that another memory in some rows leaves the output of the others unchanged."""
     b = trial.memory.batch
     if b < 2:
         return None, "not checked: give a batch of two rows or more"
-    number, leaks = torch.arange(b), {}
+    number, leaks = torch.arange(b), {}  # every two numbers differ in a binary digit
     for digit in range((b - 1).bit_length()):
         odd = (number >> digit & 1).bool()
         for changed in (odd, ~odd):

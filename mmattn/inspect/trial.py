@@ -206,10 +206,7 @@ def _tapped(
 
 
 def shuffled(memory: RowMemory, where: Tensor | None = None) -> RowMemory:
-    """Return another memory of the same statistics: the channels of every vector in another order, or the rows.
-
-    A vector that another order leaves as it is, such as one number, changes its sign, and one of zeros becomes ones.
-    """
+    """Return another memory of the same statistics: the channels of every vector in another order, or the rows."""
     if not isinstance(memory, Memory):
         row = torch.arange(memory.batch)
         other = memory[row.roll(-1) if where is None else torch.where(where.cpu(), row.roll(-1), row)]
@@ -217,7 +214,7 @@ def shuffled(memory: RowMemory, where: Tensor | None = None) -> RowMemory:
         return replace(other, ids=None) if isinstance(other, AugmentedPrompt) else other
     order = torch.randperm(memory.dim, generator=torch.Generator().manual_seed(0)).to(memory.device)
     tokens = memory.tokens[..., order]
-    alike = (tokens == memory.tokens).all(-1, keepdim=True)
+    alike = (tokens == memory.tokens).all(-1, keepdim=True)  # such as one number, or zeros
     tokens = torch.where(alike, torch.where(tokens == 0, 1, -tokens), tokens)
     if where is not None:
         where = where.to(memory.device)

@@ -93,11 +93,7 @@ def make_inputs(
     documents: Sequence[dict[str, JsonValue]] | None = None,
     vectors: Sequence[Sequence[float]] | None = None,
 ) -> tuple[str, Memory]:
-    """Return prompt and memory (one row) of a request, for an image-to-text or a question-answering pipeline.
-
-    `text` is the question or the begin of the caption, `pictures` are data URLs, `documents` replace the index, and
-    `vectors` (m, e) are the memory itself. Input that this pipeline does not read raises an error.
-    """
+    """Return prompt and memory (one row) of a request; documents replace the index, vectors (m, e) are the memory."""
     sources = {"a picture": pictures, "documents": documents, "memory": vectors}
     named = [name for name, source in sources.items() if source]
     if len(named) > 1:

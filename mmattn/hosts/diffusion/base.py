@@ -329,10 +329,8 @@ class AdaptedDenoiser(TextThroughCore):
         return source.step(TextState(rows or 0, math.prod(grid or (1,)), layer=only, timestep=times))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:
-        """Return the layers that ran, or were replaced, and that memory did not reach.
-
-        Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
-        """
+        """Return the layers that ran, or were replaced, and that memory did not reach."""
+        # Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
         ran, lost = step.details.get("ran", ()), super().lost_layers(step)
         parts = set(self.host.modules()) if lost else set()
         return [layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts]

@@ -59,10 +59,7 @@ class HostCall:
         return all(equal(other.kwargs.get(name), value) for name, value in self.kwargs.items())
 
     def continues(self, before: HostCall) -> bool:
-        """Return whether two calls are of one timestep of one run: equal time and noise, and a shared object.
-
-        Another run may have the same time and noise, and equal embeddings.
-        """
+        """Return whether two calls are of one timestep of one run: equal time and noise, and a shared object."""
         sample, earlier = self.sample, before.sample
         if not equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
             return False
@@ -104,10 +101,7 @@ class DenoisingCall(Call):
         return None if self.text_mask is None else self.text_mask.to(text.device)
 
     def number_of_text(self, text: Tensor, mask: Tensor | None) -> int:
-        """Return the index in `texts` of the text of a layer, the same at every step.
-
-        Transformers project their text anew at every step (`caption_projection`), to the same values.
-        """
+        """Return the index in `texts` of the text of a layer, which some hosts project anew at every step."""
         for number, (other, other_mask) in enumerate(self.texts):
             if equal(other, text) and equal(other_mask, mask):
                 return number
@@ -164,11 +158,7 @@ class Denoiser(Protocol):
 
 
 def added_heads(model: Denoiser, index: int, attn: nn.Module, x: Tensor, q: Tensor) -> Tensor | None:
-    """Return the adapters' sum for the heads (rows, l, h · k) of attention layer `index`; None for nothing.
-
-    Heads for the block around the layer wait for `after_block`. `x` are the inputs of the layer, `q` (rows, h, l, k)
-    its queries.
-    """
+    """Return the adapters' heads (rows, l, h · k) for a layer's inputs x and queries q (rows, h, l, k), or None."""
     step = _step(model)
     actions = model.actions_of_attention(q, index) if step is None else step.actions.get((index, "inside"), ())
     total = None

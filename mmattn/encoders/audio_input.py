@@ -114,17 +114,6 @@ def _resampled(
             yield torch.from_numpy(change.resample_chunk(torch.zeros(0).numpy(), last=True))
 
 
-def load_sounds(sounds: list[object], sampling_rate: int, *, first: int = 0, **options: Any) -> list[Tensor]:
-    """Return waveforms of several sounds by `load_audio`; errors name the sound, counted from `first`."""
-    waves = []
-    for number, sound in enumerate(sounds, start=first):
-        try:
-            waves.append(load_audio(sound, sampling_rate, **options))
-        except AudioError as error:
-            raise AudioError(f"sound {number}: {error}") from error
-    return waves
-
-
 def sound_list(sounds: object) -> list[object]:
     """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
     return as_list(sounds, "sound", AudioError, batch_dims=3, single=(Mapping,))

@@ -7,7 +7,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,15 @@ from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.tokenization import check_text
 
+#: Origin of a slot, as JSON values.
+Source = dict[str, object]
+
 
 class FrozenEncoder(nn.Module, ABC):
     """A frozen network, always in evaluation mode, identified by a fingerprint of its settings and weights.
 
     Args:
-        model: the network, whose parameters stop requiring gradients.
+        model: the network, whose parameters stop requiring gradients; None for an encoder without weights.
         settings: further content of the fingerprint, as JSON values.
         device: where the network runs, by default the CPU.
 
@@ -36,12 +38,15 @@ class FrozenEncoder(nn.Module, ABC):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         settings: Mapping[str, object] | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False).to(device or "cpu")
+        # For the device and dtype of encoders without weights.
+        self.register_buffer("_place", torch.zeros(0), persistent=False)
+        self.model = (nn.Module() if model is None else model).requires_grad_(False)
+        self.to(device or "cpu")
         self.settings = dict(settings or {})
         self._hashed: tuple[object, str] | None = None
         self.eval()
@@ -77,7 +82,6 @@ class FrozenEncoder(nn.Module, ABC):
         return self._hashed[1]
 
     def _any_tensor(self) -> Tensor:
-        # Encoders without weights have a buffer.
         return next(chain(self.parameters(), self.buffers()))
 
     def _described(self) -> dict[str, object]:
@@ -86,12 +90,12 @@ class FrozenEncoder(nn.Module, ABC):
     def _weights(self) -> dict[str, Tensor]:
         return self.model.state_dict()
 
-    def _padded(self, rows: Sequence[Tensor], sources: Sequence[list[Any]]) -> Memory:
+    def _padded(self, rows: Sequence[Tensor], sources: Sequence[list[Source]]) -> Memory:
         """Return rows (m, e) of different lengths with their sources as one padded memory."""
         if not rows:
             return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
         memory = Memory.pad(rows)
-        padded = [row + [None] * (memory.length - len(row)) for row in sources]
+        padded = [[*row, *[None] * (memory.length - len(row))] for row in sources]
         return Memory(memory.tokens, memory.mask, sources=padded)
 
 
@@ -221,7 +225,7 @@ class ImageEncoder(FrozenEncoder):
             return tokens.mean(1, keepdim=True), (1, 1)
         return tokens.contiguous(), grid
 
-    def _origin(self, image: int) -> list[dict[str, object]]:
+    def _origin(self, image: int) -> list[Source]:
         if self.pooled:
             return [{"image": image}]
         if self.grid is None:

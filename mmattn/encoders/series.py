@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import FrozenEncoder
+from mmattn.encoders.base import FrozenEncoder, Source
 from mmattn.encoders.media_files import as_list
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
-from mmattn.progress import batches
+from mmattn.progress import tracked
 
 _NORMALIZATIONS = ("series", "running")
 #: Share of the mean that is added to deviations, so that noise of constant series stays small.
@@ -67,14 +66,13 @@ class SeriesEncoder(FrozenEncoder):
             "encoder": "series", "patch_length": patch_length, "channels": channels, "normalization": normalization,
             "position_features": position_features,
         }  # fmt: skip
-        super().__init__(_Positions(position_features // 2), settings, device)
+        super().__init__(None, settings, device)
         self.dim = 2 * channels * (patch_length + 1) + position_features
 
     def forward(
         self,
         series: object,
         *,
-        batch_size: int = 32,
         progress: bool = False,
     ) -> Memory:
         """Return the memory (b, m, e) of b series, the shorter ones padded; `encode` is the same.
@@ -84,24 +82,20 @@ class SeriesEncoder(FrozenEncoder):
         Args:
             series: an array or tensor (b, length, channels), or a list of those (length, channels) or, of one channel,
                 (length,); NaN where nothing was observed.
-            batch_size: series that are read before the progress is shown.
             progress: show the progress on stderr.
 
         Raises:
             ShapeError: a series of other channels, or empty; the message says which one.
             NonFiniteError: infinity in a series.
-            ConfigError: `batch_size` is no positive int.
         """
-        check_int("batch_size", batch_size)
         items = as_list(series, "series", ShapeError, batch_dims=3)
         rows, masks, sources = [], [], []
-        for begin in batches(len(items), batch_size, "encoding", progress):
-            for number in range(begin, min(begin + batch_size, len(items))):
-                values = self._checked(items[number], f"series {number}")
-                tokens, observed = self._tokens(values, _Past(self.channels))
-                rows.append(tokens)
-                masks.append(observed)
-                sources.append(self._origins(number, 0, len(values)))
+        for number in tracked(len(items), "encoding", progress):
+            values = self._checked(items[number], f"series {number}")
+            tokens, observed = self._tokens(values, _Past(self.channels))
+            rows.append(tokens)
+            masks.append(observed)
+            sources.append(self._origins(number, 0, len(values)))
         memory = self._padded(rows, sources)
         if not rows:
             return memory
@@ -190,34 +184,23 @@ class SeriesEncoder(FrozenEncoder):
             observed.to(mean).flatten(1),
             mean.asinh(),
             deviation.asinh(),
-            self.model(torch.arange(first, first + len(patches))).to(mean),
+            self._positions(torch.arange(first, first + len(patches))),
         ]
         return torch.cat(parts, 1).to(self.device, self.dtype), observed.flatten(1).any(1)
 
-    def _origins(self, series: int, start: int, stop: int) -> list[Any]:
+    def _positions(self, numbers: Tensor) -> Tensor:
+        """Return sines and cosines (n, position_features) of the numbers of patches (n,), in float64."""
+        count = self.position_features // 2
+        frequencies = 1.0 / 10000.0 ** (torch.arange(count, dtype=torch.float64) / max(count, 1))
+        angles = numbers.double()[:, None] * frequencies
+        return torch.cat([angles.sin(), angles.cos()], 1)
+
+    def _origins(self, series: int, start: int, stop: int) -> list[Source]:
         starts = range(start, stop, self.patch_length)
         return [{"series": series, "start": first, "end": min(first + self.patch_length, stop)} for first in starts]
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, patch_length={self.patch_length}, channels={self.channels}"
-
-
-class _Positions(nn.Module):
-    """Compute sines and cosines of the numbers of patches."""
-
-    place: Tensor
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-        # For device and dtype of the tokens.
-        self.register_buffer("place", torch.zeros(0), persistent=False)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Return (n, 2 × count) for numbers (n,), in float64."""
-        frequencies = 1.0 / 10000.0 ** (torch.arange(self.count, dtype=torch.float64) / max(self.count, 1))
-        angles = numbers.double()[:, None] * frequencies
-        return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 class _Past:

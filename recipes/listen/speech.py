@@ -99,6 +99,8 @@ class Speech:
             for one, level, seed in zip(utterances, snr, seeds, strict=True)
         ]
         energies = self.ear([torch.from_numpy(mixed) for mixed, _, _ in clips]).tokens.transpose(1, 2)
+        deviation, mean = torch.std_mean(energies, 2, correction=0, keepdim=True)
+        energies = (energies - mean) / (deviation + 1e-5)
         sensed, spoken = self.sense(utterances, [(alone, places) for _, alone, places in clips])
         return Clips(energies.to(self.device), spoken, sensed)
 

@@ -43,9 +43,7 @@ class Listening(Lesson):
         settings = config.recogniser
         rate, step = config.voices.sampling_rate, 2 * settings.hop
         options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
-        ear = LogMelEncoder(
-            settings.bands, window=settings.window, hop=settings.hop, normalization="mean_std", **options
-        )
+        ear = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
         sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
         self.speech, held_out = (
             Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, accelerator.device)

@@ -67,7 +67,7 @@ def test_a_row_is_the_same_alone_and_beside_others(encoder: AudioEncoder) -> Non
     """Invariant 101."""
     waves = [chirp(0.31), chirp(1.7), chirp(0.31) * 0.5, chirp(0.1)]
     numbers = np.random.get_state()[1].copy()  # type: ignore[union-attr]
-    memory = encoder(waves, batch_size=3)
+    memory = encoder(waves)
     assert (np.random.get_state()[1] == numbers).all()  # type: ignore[union-attr]
     assert memory.sources is not None and memory.mask is not None
     for number, wave in enumerate(waves):
@@ -150,7 +150,7 @@ def test_a_head_is_left_out() -> None:
 def test_what_cannot_be() -> None:
     model, extractor = tiny_audio("wav2vec2")
     ear = AudioEncoder(model, extractor)
-    with pytest.raises(AudioError, match=r"sound 1 has 40 samples at 16000 Hz, too short for one state of Wav2Vec2"):
+    with pytest.raises(AudioError, match=r"sound 1: 40 samples at 16000 Hz are too short for one state of Wav2Vec2"):
         ear([torch.zeros(4000), torch.zeros(40)])
     with pytest.raises(ConfigError, match="Wav2Vec2Model is a model: give its feature_extractor"):
         AudioEncoder(model)

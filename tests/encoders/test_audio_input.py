@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import math
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 import soundfile
 import torch
 
-import mmattn.encoders.audio_input
 from mmattn.encoders import LogMelEncoder, load_audio, stream_audio
 from mmattn.errors import AudioError, ConfigError, MissingExtraError
 from tests.tiny_audio import chirp
@@ -24,11 +22,6 @@ def written(samples: Any, rate: int = 16000, kind: str = "WAV", subtype: str | N
     file = io.BytesIO()
     soundfile.write(file, np.asarray(samples), rate, format=kind, subtype=subtype)
     return file.getvalue()
-
-
-def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.encoders.audio_input, extraglobs={"torch": torch})
-    assert (result.attempted, result.failed) == (1, 0)
 
 
 @pytest.mark.parametrize(

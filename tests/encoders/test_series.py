@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import numpy as np
@@ -11,14 +10,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-import mmattn.encoders.series
 from mmattn.encoders import SeriesEncoder
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError
-
-
-def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.encoders.series, extraglobs={"torch": torch})
-    assert (result.attempted, result.failed) == (5, 0)
 
 
 def with_gaps(length: int, channels: int, share: float = 0.2) -> Tensor:
@@ -59,7 +52,7 @@ def test_equals_the_slow_definition(normalization: str) -> None:
     series[1][5:10], series[1][10] = math.nan, 97.0
     series[0][:, 1] = math.nan
     encoder = SeriesEncoder(5, 3, normalization=normalization, position_features=6)
-    memory = encoder(series, batch_size=2)
+    memory = encoder(series)
     assert encoder.dim == memory.dim == 2 * 5 * 3 + 2 * 3 + 6
     assert memory.mask is not None
     for row, one in enumerate(series):

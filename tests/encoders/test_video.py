@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import math
 import struct
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 import mmattn
-import mmattn.encoders.video
 from mmattn.encoders import ImageEncoder, ImageProcessor, VideoEncoder, stream_frames
 from mmattn.errors import ConfigError, MissingExtraError, VideoError
 
@@ -65,11 +63,6 @@ class TinyEye(ImageEncoder):
 def eye() -> TinyEye:
     torch.manual_seed(3)
     return TinyEye()
-
-
-def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.encoders.video, extraglobs={"torch": torch})
-    assert (result.attempted, result.failed) == (5, 0)
 
 
 @pytest.mark.parametrize(

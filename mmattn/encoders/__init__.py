@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.registry import load_image_encoder, load_text_encoder, register_encoder
     from mmattn.encoders.series import SeriesEncoder
-    from mmattn.encoders.style import StyleEncoder, StyleNetwork, away_from_paper
+    from mmattn.encoders.style import StyleEncoder, StyleNetwork
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.encoders.video import Frame, VideoEncoder, stream_frames
@@ -37,7 +37,6 @@ __all__ = [
     "TextEncoder",
     "TorchvisionEncoder",
     "VideoEncoder",
-    "away_from_paper",
     "load_audio",
     "load_image",
     "load_image_encoder",

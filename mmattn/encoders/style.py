@@ -1,25 +1,28 @@
-"""A small encoder of style: of handwriting the stroke, slant and width, of other pictures their light and colour."""
+"""A small encoder of style: of handwriting the stroke, slant and width."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.encoders.base import ImageEncoder
-from mmattn.encoders.images import MAX_PIXELS, ImageProcessor, each_image
+from mmattn.encoders.images import MAX_PIXELS, each_image
 from mmattn.encoders.registry import register_encoder
 from mmattn.errors import ConfigError, ImageError, check_int
 from mmattn.storage.files import replacing
 from mmattn.storage.hub import read_weights
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import making_sense
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 WIDTH = 64
 LARGEST = 32  # pixels of a side; larger pictures are scaled down
@@ -60,20 +63,23 @@ class InkProcessor:
     """Extract the ink of pictures of one character, in any colours, filling a square of `size` pixels."""
 
     size: int
+    ink: bool = True
 
     def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor:
         """Return ink (b, 1, size, size), 1 on paper of -1; arguments as for `ImageProcessor`."""
         rows = each_image(self._ink, images, first, max_pixels)
         return torch.cat(rows) if rows else torch.zeros(0, 1, self.size, self.size)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the settings as JSON values."""
-        return {"size": self.size, "ink": True}
+        return asdict(self)
 
-    def _ink(self, image: Any) -> Tensor:
+    def _ink(self, image: Image) -> Tensor:
         picture = image.convert("L")
         grey = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(picture.height, picture.width)
-        ink = away_from_paper(grey.float() / 255)
+        # Paper is the median of the edge.
+        paper = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).float().median()
+        ink = (grey - paper).abs() / 255
         if ink.max() < 0.1:
             raise ImageError("it shows nothing: its brightness hardly changes; give dark ink on light paper")
         ink = ink / ink.max()
@@ -94,15 +100,14 @@ class StyleEncoder(ImageEncoder):
     Args:
         network: trained.
         size: pixels of a side, as it was trained.
-        ink: it was trained on ink on paper of any colours, not on whole pictures.
         device: where it runs, by default the CPU.
     """
 
     model: StyleNetwork
 
-    def __init__(self, network: StyleNetwork, size: int, ink: bool, device: str | torch.device | None = None) -> None:
-        processor: Any = InkProcessor(size) if ink else ImageProcessor(size)
-        super().__init__(network, processor, device=device)
+    def __init__(self, network: StyleNetwork, size: int, device: str | torch.device | None = None) -> None:
+        super().__init__(network, InkProcessor(size), device=device)
+        self.size = size
 
     @property
     def channels(self) -> int:
@@ -132,13 +137,11 @@ class StyleEncoder(ImageEncoder):
         state = {name: value.float() for name, value in read_weights(path).items()}
         with making_sense(path, "StyleEncoder, as its save writes them"):
             with safe_open(path, "pt") as file:
-                settings = validated(
-                    "its settings", dict[str, int | bool], json.loads(file.metadata()["style_encoder"])
-                )
+                size = json.loads(file.metadata()["style_encoder"])["size"]
             network = StyleNetwork(state["body.0.weight"].shape[1], len(state["head.bias"]))
             network.load_state_dict(state)
-            encoder = cls(network, check_int("size", settings["size"], at_most=4096), bool(settings["ink"]))
-        return encoder.to(device or "cpu")
+            encoder = cls(network, check_int("size", size, at_most=4096), device)
+        return encoder
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the encoder to a safetensors file.
@@ -152,10 +155,8 @@ class StyleEncoder(ImageEncoder):
         from safetensors.torch import save
 
         state = {name: value.contiguous().cpu() for name, value in self.model.state_dict().items()}
-        ink = isinstance(self.image_processor, InkProcessor)
-        size = self.image_processor.size if ink else self.image_processor.size[0]  # type: ignore[index]
         with replacing(Path(path)) as file:
-            file.write(save(state, {"style_encoder": json.dumps({"size": size, "ink": ink})}))
+            file.write(save(state, {"style_encoder": json.dumps({"size": self.size})}))
 
     def features(self, pixels: Tensor) -> Tensor:
         """Return patches (b, 64, 4, 4) of pixels (b, c, height, width), grey if network or pixels have one channel.
@@ -169,13 +170,3 @@ class StyleEncoder(ImageEncoder):
 
     def _example_pixels(self) -> Tensor:
         return torch.zeros(1, self.channels, LARGEST, LARGEST)
-
-
-def away_from_paper(grey: Tensor) -> Tensor:
-    """Return the difference of each point (…, h, w) from the paper, the median of the edge.
-
-    Args:
-        grey: brightness from 0 to 1.
-    """
-    edge = torch.cat([grey[..., 0, :], grey[..., -1, :], grey[..., 0], grey[..., -1]], -1).flatten().median()
-    return (grey - edge).abs()

@@ -96,7 +96,7 @@ def train_encoder(data: Pictures, config: Config) -> StyleEncoder:
         network, loss, config.style.encoder_steps, label="style encoder", progress=config.progress, **optim
     ):
         pass
-    return StyleEncoder(network, data.pictures.shape[-1], ink=True)
+    return StyleEncoder(network, data.pictures.shape[-1])
 
 
 def train(

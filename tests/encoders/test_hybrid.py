@@ -108,7 +108,7 @@ def test_a_file_gives_the_same_encoder(encoder: HybridEncoder, tmp_path: Path) -
 
 
 def test_other_files_and_settings_are_refused(encoder: HybridEncoder, folder: Path, tmp_path: Path) -> None:
-    StyleEncoder(StyleNetwork(1, 64), 16, True).save(tmp_path / "style.safetensors")
+    StyleEncoder(StyleNetwork(1, 64), 16).save(tmp_path / "style.safetensors")
     save_file({"down": torch.zeros(3, 2), "up": torch.zeros(2, 3)}, tmp_path / "plain.safetensors")
     for name in ("style", "plain", "nothing"):
         with pytest.raises(AdapterFileError, match=f"{name}.safetensors"):

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.cross_attention import CrossAttention, SelfAttention
+    from mmattn.encoders.base import register_encoder
     from mmattn.encoders.images import load_image
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
-    from mmattn.encoders.registry import register_encoder
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.hosts.attach import attach
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.registry import register_host
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory, MemoryStream, SharedMemory
-    from mmattn.pipelines.loading import pipeline
+    from mmattn.pipelines.base import pipeline
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.stores.base import register_store
 

@@ -51,7 +51,7 @@ HOMES = {
     "tensorboard": ("training",),
     "torchao": ("pipelines.build",),
     "bitsandbytes": ("pipelines.build",),
-    "diffusers": ("hosts.diffusion", "pipelines.diffusion_host"),
+    "diffusers": ("hosts.diffusion", "pipelines.text_to_image"),
     "huggingface_hub": ("hosts.interop.hub",),
     "open_clip": ("encoders.openclip",),
     "torchvision": ("encoders.torchvision",),

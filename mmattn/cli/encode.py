@@ -50,7 +50,7 @@ def encode(
     Each picture and passage is encoded once, whatever the number of rows that show it. Killed at any moment, the same
     command goes on. Several processes share the work: torchrun --nproc-per-node 2 -m mmattn encode SOURCE -o FOLDER.
     """
-    from mmattn.encoders.registry import load_image_encoder, load_text_encoder
+    from mmattn.encoders.base import load_image_encoder, load_text_encoder
     from mmattn.errors import ConfigError
     from mmattn.recipes import resolve_asset
     from mmattn.storage.hub import without_progress_bars

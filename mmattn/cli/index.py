@@ -50,7 +50,7 @@ def build_index(
 
     import torch
 
-    from mmattn.encoders.registry import load_text_encoder
+    from mmattn.encoders.base import load_text_encoder
     from mmattn.errors import ConfigError
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.corpus import embed_corpus
@@ -204,7 +204,7 @@ def search_index(
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
-    from mmattn.encoders.registry import load_text_encoder
+    from mmattn.encoders.base import load_text_encoder
     from mmattn.errors import check_float, check_int
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.index import Index

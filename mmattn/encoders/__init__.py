@@ -9,12 +9,11 @@ from mmattn.lazy import lazy_exports
 if TYPE_CHECKING:
     from mmattn.encoders.audio import AudioEncoder, LogMelEncoder
     from mmattn.encoders.audio_input import load_audio, stream_audio
-    from mmattn.encoders.base import ImageEncoder
+    from mmattn.encoders.base import ImageEncoder, load_image_encoder, load_text_encoder, register_encoder
     from mmattn.encoders.hybrid import HybridEncoder
     from mmattn.encoders.images import ImageProcessor, load_image
     from mmattn.encoders.multi_vector import MultiVectorEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
-    from mmattn.encoders.registry import load_image_encoder, load_text_encoder, register_encoder
     from mmattn.encoders.series import SeriesEncoder
     from mmattn.encoders.style import StyleEncoder, StyleNetwork
     from mmattn.encoders.text import TextEncoder

@@ -190,13 +190,11 @@ class AudioEncoder(SoundEncoder):
                 f"{len(samples)} samples at {self.sampling_rate} Hz are too short for one state of "
                 f"{type(self.model).__name__}; give a longer sound"
             )
-        bands = states.shape[1]
-        times = [
-            {"start": round(begin, 4), "end": round(begin + step / self.sampling_rate, 4)}
-            | ({} if bands == 1 else {"band": band})
-            for begin in ((start + number * step) / self.sampling_rate for number in range(len(states)))
-            for band in range(bands)
-        ]
+        bands, times = states.shape[1], list[Source]()
+        for number in range(len(states)):
+            begin = (start + number * step) / self.sampling_rate
+            time: Source = {"start": round(begin, 4), "end": round(begin + step / self.sampling_rate, 4)}
+            times += [time] if bands == 1 else [{**time, "band": band} for band in range(bands)]
         return states.flatten(0, 1), times
 
     @torch.no_grad()

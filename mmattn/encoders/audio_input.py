@@ -11,13 +11,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
 
 from mmattn.encoders.media_files import as_list, is_array, open_binary
 from mmattn.errors import AudioError, check_float, check_int, import_extra
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
 
 SAMPLING_RATE = 16_000
 """Samples in a second that models of speech expect."""
@@ -160,8 +163,8 @@ def _of_array(source: object) -> tuple[str, Tensor]:
     return name, (samples if samples.dim() == 2 else samples[None]).float().T
 
 
-def _sound_file(file: BinaryIO, name: str) -> Any:
-    """Return the `soundfile.SoundFile` of a file that is whole as far as its header says."""
+def _sound_file(file: BinaryIO, name: str) -> SoundFile:
+    """Return the `SoundFile` of a file that is whole as far as its header says."""
     soundfile = import_extra("soundfile", "audio")
     if file.read(4) == b"OggS" and not _ends(file):
         raise AudioError(f"{name} is cut short: the last page of its Ogg stream is missing; fetch or copy it anew")
@@ -190,7 +193,7 @@ def _ends(file: BinaryIO) -> bool:
     return len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
 
 
-def _file_pieces(sound: Any, name: str, length: int) -> Iterator[Tensor]:
+def _file_pieces(sound: SoundFile, name: str, length: int) -> Iterator[Tensor]:
     read = 0
     while True:
         try:

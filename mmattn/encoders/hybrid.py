@@ -6,18 +6,20 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import TextEncoderBase
-from mmattn.encoders.registry import register_encoder
+from mmattn.encoders.base import TextEncoderBase, register_encoder
 from mmattn.encoders.text import MINILM, TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import HashingVectorizer
 
 _FORMAT = "mmattn-hybrid-encoder"
 #: Lengths of the n-grams.
@@ -57,6 +59,7 @@ class HybridEncoder(TextEncoderBase):
     (True, 640)
     """
 
+    model: TextEncoder
     query_projection: tuple[Tensor, Tensor] | None
 
     def __init__(
@@ -76,11 +79,6 @@ class HybridEncoder(TextEncoderBase):
         self.dim = dense.dim + self.ngrams
         self.query_projection = None
 
-    @property
-    def dense(self) -> TextEncoder:
-        """The text encoder."""
-        return self.model  # type: ignore[return-value]
-
     @classmethod
     def from_name(
         cls, name: str, device: str | torch.device | None = None, pooling: str | None = None
@@ -89,7 +87,7 @@ class HybridEncoder(TextEncoderBase):
         return cls.load(name, device)
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
-        dense = self.dense.encode(texts, batch_size=batch_size, progress=progress)
+        dense = self.model.encode(texts, batch_size=batch_size, progress=progress)
         counts = self._spelling(texts).to(dense.tokens)
         both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts], 1), dim=1)
         return Memory(both[:, None], sources=dense.sources)
@@ -185,7 +183,7 @@ class HybridEncoder(TextEncoderBase):
         return super().fingerprint
 
     @cached_property
-    def _hashing(self) -> Any:
+    def _hashing(self) -> HashingVectorizer:
         text = import_extra("sklearn.feature_extraction.text", "data")
         return text.HashingVectorizer(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams, dtype="float32")
 
@@ -195,7 +193,7 @@ class HybridEncoder(TextEncoderBase):
         return torch.from_numpy(self._hashing.transform(texts).toarray())
 
     def _described(self) -> dict[str, object]:
-        return {**self.settings, "dense": self.dense.fingerprint}
+        return {**self.settings, "dense": self.model.fingerprint}
 
     def _weights(self) -> dict[str, Tensor]:
         return {} if self.query_projection is None else dict(zip(("down", "up"), self.query_projection, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from mmattn.encoders.media_files import as_list, is_array, open_binary
 from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from PIL.Image import Image
 
 MAX_PIXELS = 89_478_485
@@ -80,6 +81,14 @@ def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     return files
 
 
+class PixelProcessor(Protocol):
+    """From images to the pixels of a network, with settings for its fingerprint."""
+
+    def __call__(self, images: Iterable[object], *, first: int = 0, max_pixels: int = MAX_PIXELS) -> Tensor: ...
+
+    def as_dict(self) -> dict[str, object]: ...
+
+
 @dataclass(frozen=True)
 class ImageProcessor:
     """Resize, crop and normalise images to the pixels that a network was trained on.
@@ -135,7 +144,7 @@ class ImageProcessor:
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.mean, self.std))
         return (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the settings as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
@@ -251,7 +260,7 @@ def _rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _grey(array: Any, transparency: object) -> Image:
+def _grey(array: ndarray, transparency: object) -> Image:
     """Return grey levels of 16 bits, ints or floats as RGB."""
     numpy, pil = import_extra("numpy", "vision"), import_extra("PIL.Image", "vision")
     values = array.astype(numpy.float64)
@@ -268,7 +277,7 @@ def _grey(array: Any, transparency: object) -> Image:
     return grey
 
 
-def _levels(source: Any, name: str) -> Any:
+def _levels(source: Tensor | ndarray, name: str) -> ndarray:
     """Return a tensor or array as an array (h, w) or (h, w, c) of 8 bits."""
     numpy = import_extra("numpy", "vision")
     if isinstance(source, Tensor):
@@ -296,7 +305,7 @@ def _levels(source: Any, name: str) -> Any:
     return numpy.ascontiguousarray(array.astype(numpy.uint8))
 
 
-def _channels_last(array: Any, name: str, is_tensor: bool) -> Any:
+def _channels_last(array: ndarray, name: str, is_tensor: bool) -> ndarray:
     """Return an array (h, w), (h, w, 3) or (h, w, 4)."""
     if array.ndim == 3:
         first, last = (array.shape[axis] in (1, 3, 4) for axis in (0, 2))

@@ -6,11 +6,14 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 from torch import Tensor
 
 from mmattn.errors import MmattnError
+
+if TYPE_CHECKING:
+    from numpy import ndarray
 
 _ADDRESSES = ("http://", "https://", "data:", "s3://", "gs://", "rtsp://", "rtmp://")
 
@@ -55,7 +58,7 @@ def _not_empty(file: BinaryIO, name: str, kind: str, error: type[MmattnError]) -
     return file
 
 
-def is_array(source: object) -> TypeGuard[Any]:
+def is_array(source: object) -> TypeGuard[Tensor | ndarray]:
     """Tell tensors and numpy arrays from other objects."""
     return isinstance(source, Tensor) or hasattr(source, "__array_interface__")
 

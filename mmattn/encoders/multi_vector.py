@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from mmattn.memory import Memory
 from mmattn.storage.hub import without_progress_bars
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import check_text, refuse_empty
+
+if TYPE_CHECKING:
+    from sentence_transformers import MultiVectorEncoder as MultiVectorModel
 
 #: Head of the pretraining: it never runs, and may be random.
 _UNUSED = "pooler"
@@ -47,6 +50,8 @@ class MultiVectorEncoder(TextEncoderBase):
         MissingExtraError: sentence-transformers 6 or later is not installed.
     """
 
+    model: MultiVectorModel
+
     def __init__(
         self, name: str | os.PathLike[str], *, device: str | torch.device | None = None, **options: Any
     ) -> None:
@@ -71,12 +76,12 @@ class MultiVectorEncoder(TextEncoderBase):
         self.dim = self._encode(model.encode_document, ["a"]).dim
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
-        return self._encode(self.model.encode_document, texts, batch_size, progress)  # type: ignore[arg-type]
+        return self._encode(self.model.encode_document, texts, batch_size, progress)
 
     def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
         """Return the memory (b, l, e) of b queries. Arguments and errors as for `encode`."""
         check_int("batch_size", batch_size)
-        return self._encode(self.model.encode_query, check_text(texts), batch_size, progress)  # type: ignore[arg-type]
+        return self._encode(self.model.encode_query, check_text(texts), batch_size, progress)
 
     def _encode(
         self, encode: Callable[..., list[Tensor]], texts: list[str], batch_size: int = 32, progress: bool = False
@@ -93,9 +98,11 @@ class MultiVectorEncoder(TextEncoderBase):
         return f"dim={self.dim}"
 
 
-def _described(model: Any) -> dict[str, object]:
+def _described(model: MultiVectorModel) -> dict[str, object]:
     """Return the settings that the vectors depend on, besides the weights."""
-    modules: list[Any] = [[type(module).__name__, getattr(module, "get_config_dict", dict)()] for module in model]
+    modules: list[list[object]] = [
+        [type(module).__name__, getattr(module, "get_config_dict", dict)()] for module in model
+    ]
     vocabulary = json.dumps(sorted(model.tokenizer.get_vocab().items()))
     return {
         "encoder": "multi-vector",

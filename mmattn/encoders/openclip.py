@@ -9,24 +9,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmattn.encoders.base import ImageEncoder, TextEncoderBase
+from mmattn.encoders.base import ImageEncoder, TextEncoderBase, register_encoder
 from mmattn.encoders.images import ImageProcessor
-from mmattn.encoders.registry import register_encoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import ClipTokenizer, refuse_empty
 
+if TYPE_CHECKING:
+    from open_clip import CLIP
+
 #: The arguments of `ImageProcessor` by the keys of open_clip's preprocess_cfg.
 _PREPROCESSING = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
 _PREPROCESSING |= {"resize_mode": "resize", "fill_color": "fill"}
 _SCHEMAS = ("hf-hub:", "local-dir:")
+
+
+class _ClipConfig(TypedDict, total=False):
+    """The parts of a model's config that shape its embeddings."""
+
+    embed_dim: int
+    vision_cfg: object
+    text_cfg: object
+    quick_gelu: bool
 
 
 @register_encoder("openclip")
@@ -54,6 +65,8 @@ class OpenCLIPEncoder(ImageEncoder):
         MissingExtraError: open_clip is not installed.
     """
 
+    model: CLIP
+
     def __init__(
         self,
         name: str = "ViT-B-32",
@@ -67,12 +80,7 @@ class OpenCLIPEncoder(ImageEncoder):
         image_processor = ImageProcessor(
             **{ours: prepared[key] for key, ours in _PREPROCESSING.items() if key in prepared}
         )
-        if not hasattr(model.visual, "forward_intermediates") and not pooled:
-            raise ConfigError(
-                f"the picture tower {type(model.visual).__name__} of {self.name} gives no patch tokens; use "
-                "pooled=True, or a ViT, ResNet or timm tower"
-            )
-        settings = {"encoder": "openclip", "config": _described(config, "vision_cfg")}
+        settings = {"encoder": "openclip", "config": _described(config, config["vision_cfg"], "vision_cfg")}
         super().__init__(model, image_processor, pooled=pooled, settings=settings, device=device)
 
     @classmethod
@@ -89,7 +97,7 @@ class OpenCLIPEncoder(ImageEncoder):
         Raises:
             ConfigError: the image tower gives no patch tokens.
         """
-        visual: Any = self.model.visual
+        visual = self.model.visual
         if self.pooled:
             embedding = visual(pixels)
             pooled: Tensor = embedding[0] if isinstance(embedding, tuple) else embedding
@@ -102,7 +110,8 @@ class OpenCLIPEncoder(ImageEncoder):
             )
         except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
             raise ConfigError(
-                f"the picture tower of {self.name} gives no patch tokens ({error}); use pooled=True"
+                f"the picture tower {type(visual).__name__} of {self.name} gives no patch tokens ({error}); use "
+                "pooled=True, or a ViT, ResNet or timm tower"
             ) from error
         patches: Tensor = outputs["image_intermediates"][-1]
         return patches
@@ -113,7 +122,7 @@ class OpenCLIPEncoder(ImageEncoder):
         return _tokenizer(self.name)
 
     def _weights(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = self.model.visual.state_dict()  # type: ignore[union-attr]
+        weights: dict[str, Tensor] = self.model.visual.state_dict()
         return weights
 
 
@@ -141,6 +150,8 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         MissingExtraError: open_clip is not installed.
     """
 
+    model: CLIP
+
     def __init__(
         self,
         name: str = "ViT-B-32",
@@ -152,11 +163,12 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         name, model, config = _load(name, pretrained)
         del model.visual
         self.normalize = normalize
-        settings = {"encoder": "openclip text", "config": _described(config, "text_cfg"), "normalize": normalize}
+        described = _described(config, config["text_cfg"], "text_cfg")
+        settings = {"encoder": "openclip text", "config": described, "normalize": normalize}
         super().__init__(model, settings, device)
         self.tokenizer = _tokenizer(name)
         self.max_length = self.tokenizer.context_length
-        self.dim: int = config["embed_dim"]
+        self.dim = config["embed_dim"]
 
     @classmethod
     def from_name(
@@ -169,11 +181,10 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         refuse_empty([len(text.strip()) for text in texts])
         ids = self.tokenizer(texts)
         rows = [torch.zeros(0, self.dim, dtype=self.dtype, device=self.device)]
-        clip: Any = self.model
         with torch.no_grad():
             for start in batches(len(texts), batch_size, "encoding", progress):
                 batch = ids[start : start + batch_size].to(self.device)
-                rows.append(clip.encode_text(batch, normalize=self.normalize))
+                rows.append(self.model.encode_text(batch, normalize=self.normalize))
         return Memory(torch.cat(rows)[:, None], sources=[[{"text": number}] for number in range(len(texts))])
 
     def _weights(self) -> dict[str, Tensor]:
@@ -185,11 +196,11 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         return f"dim={self.dim}, normalize={self.normalize}, max_length={self.max_length}"
 
 
-def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, nn.Module, dict[str, Any]]:
+def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CLIP, _ClipConfig]:
     """Return the name without a tag, the model of open_clip with its weights, and its config."""
     open_clip = import_extra("open_clip", "vision")
     name, weights = _split(name, None if pretrained is None else os.fspath(pretrained))
-    options: dict[str, Any] = {"require_pretrained": True}
+    options: dict[str, object] = {"require_pretrained": True}
     if not name.startswith(_SCHEMAS):
         if name not in open_clip.list_models():
             near = difflib.get_close_matches(name, open_clip.list_models(), 3) or open_clip.list_models()[:5]
@@ -200,8 +211,8 @@ def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, nn
     try:
         with _quiet_logging():
             # The towers' own released weights are no part of this model.
-            model: nn.Module = open_clip.create_model(name, pretrained_text=False, **options)
-            config: dict[str, Any] = open_clip.get_model_config(name)
+            model: CLIP = open_clip.create_model(name, pretrained_text=False, **options)
+            config: _ClipConfig = open_clip.get_model_config(name)
         for key, tensor in model.state_dict().items() if weights or name.startswith(_SCHEMAS) else ():
             check_values(key, tensor)
     except Exception as error:  # whatever open_clip, torch and safetensors find wrong with files and configs
@@ -209,7 +220,7 @@ def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, nn
             f"open_clip cannot load {name}{f':{weights}' if weights else ''} ({error}); without a network, give "
             "local-dir: or the path of a file"
         ) from error
-    config["quick_gelu"] = config.get("quick_gelu") or options.get("force_quick_gelu")
+    config["quick_gelu"] = bool(config.get("quick_gelu") or options.get("force_quick_gelu"))
     return name, model, config
 
 
@@ -236,10 +247,9 @@ def _quiet_logging() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _described(config: dict[str, Any], tower: str) -> dict[str, Any]:
+def _described(config: _ClipConfig, tower: object, name: str) -> dict[str, object]:
     """Return the part of a config in the fingerprint of a tower, "vision_cfg" or "text_cfg"."""
-    described = {"embed_dim": config["embed_dim"], tower: config[tower]}
-    return described | {"quick_gelu": bool(config.get("quick_gelu"))}
+    return {"embed_dim": config["embed_dim"], name: tower, "quick_gelu": config["quick_gelu"]}
 
 
 def _tokenizer(name: str) -> ClipTokenizer:

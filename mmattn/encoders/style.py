@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.encoders.base import ImageEncoder
+from mmattn.encoders.base import ImageEncoder, register_encoder
 from mmattn.encoders.images import MAX_PIXELS, each_image
-from mmattn.encoders.registry import register_encoder
 from mmattn.errors import ConfigError, ImageError, check_int
 from mmattn.storage.files import replacing
 from mmattn.storage.hub import read_weights

@@ -6,13 +6,11 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import TextEncoderBase
-from mmattn.encoders.registry import register_encoder
+from mmattn.encoders.base import Source, TextEncoderBase, register_encoder
 from mmattn.errors import AdapterFileError, ConfigError, check_choice, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
@@ -153,7 +151,7 @@ class TextEncoder(TextEncoderBase):
         return f"dim={self.dim}, pooling={self.pooling!r}, normalize={self.normalize}, max_length={self.max_length}"
 
 
-def token_sources(lengths: list[int]) -> list[list[Any]]:
+def token_sources(lengths: list[int]) -> list[list[Source]]:
     """Return the sources of texts with one slot for each token."""
     return [[{"text": text, "token": token} for token in range(length)] for text, length in enumerate(lengths)]
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import ImageEncoder
+from mmattn.encoders.base import ImageEncoder, register_encoder
 from mmattn.encoders.images import ImageProcessor
-from mmattn.encoders.registry import register_encoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.storage.hub import is_weights_path, read_weights, refuse_keys
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
 
 # Last layer before the pooling, by the names torchvision gives it; Swin's `permute` puts channels first again.
 _LAST = [
@@ -35,11 +38,11 @@ _HEADS = ("classifier", "fc", "head", "heads", "AuxLogits", "aux1", "aux2")
 class _Reached(Exception):
     """Carries a layer's output out of a forward pass whose rest is not needed."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: object) -> None:
         self.output = output
 
 
-def _leave(layer: nn.Module, inputs: Any, output: Any) -> None:
+def _leave(layer: nn.Module, inputs: object, output: object) -> None:
     raise _Reached(output)
 
 
@@ -89,8 +92,8 @@ class TorchvisionEncoder(ImageEncoder):
         if name not in names:
             near = difflib.get_close_matches(str(name), names, 3) or names
             raise ConfigError(f"torchvision has no classification network {name!r}; did you mean {', '.join(near)}?")
-        default: dict[str, Any]
-        released, default = None, {"size": 224, "mean": 0.5, "std": 0.5}
+        usual: tuple[int, float | Sequence[float], float | Sequence[float]] = (224, 0.5, 0.5)
+        released = None
         if weights is not None and not is_weights_path(weights):
             choices = models.get_model_weights(name).__members__
             if weights not in choices:
@@ -99,11 +102,11 @@ class TorchvisionEncoder(ImageEncoder):
                 )
             released = choices[weights]
             transforms = released.transforms()
-            default = {"size": transforms.crop_size[0], "mean": transforms.mean, "std": transforms.std}
-        settings = {"size": size, "mean": mean, "std": std}
-        default |= {key: value for key, value in settings.items() if value is not None}
-        image_processor = ImageProcessor(**default, interpolation="bilinear")
-        model = _built(models, name, released, image_processor.size[0])  # type: ignore[index]
+            usual = (transforms.crop_size[0], transforms.mean, transforms.std)
+        size = usual[0] if size is None else size
+        mean, std = usual[1] if mean is None else mean, usual[2] if std is None else std
+        image_processor = ImageProcessor(size, mean, std, interpolation="bilinear")
+        model = _built(models, name, released, size)
         if weights is not None and released is None:
             _load(model, weights, name)
         self.layer = _default_layer(model) if layer is None else layer
@@ -161,8 +164,8 @@ class TorchvisionEncoder(ImageEncoder):
         return {name: tensor for name, tensor in self.model.state_dict().items() if not _is_head(name)}
 
 
-def _built(models: Any, name: str, released: Any, size: int) -> nn.Module:
-    options: dict[str, Any] = {}
+def _built(models: ModuleType, name: str, released: WeightsEnum | None, size: int) -> nn.Module:
+    options: dict[str, object] = {}
     if released is None and name in ("googlenet", "inception_v3"):
         options = {"init_weights": False}
     elif name.startswith("vit_"):

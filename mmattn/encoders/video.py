@@ -7,7 +7,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from fractions import Fraction
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from mmattn.encoders.media_files import as_list, is_array, open_binary
 from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
+
+if TYPE_CHECKING:
+    from av import VideoFrame, VideoStream
+    from av.container import InputContainer
+    from numpy import ndarray
 
 #: Missing length from which a video counts as cut short: as a share, and in seconds.
 _SLACK = (0.1, 0.5)
@@ -36,7 +42,7 @@ class VideoEncoder(FrozenEncoder):
 
     Attributes:
         dim: width e of the memory: that of the encoder of images.
-        images: the encoder of the frames.
+        model: the encoder of the frames.
 
     Raises:
         ConfigError: a setting outside what is allowed.
@@ -48,6 +54,8 @@ class VideoEncoder(FrozenEncoder):
     (Memory(b=1, m=3, e=512, float32, segments, sources), [[0, 1, 2]], {'video': 0, 'frame': 1, 'time': 0.5})
     """
 
+    model: ImageEncoder
+
     def __init__(self, images: ImageEncoder, *, fps: float | None = 1.0, max_frames: int = 1000) -> None:
         if not isinstance(images, ImageEncoder):
             raise ConfigError(f"images must be an encoder of images, got {type(images).__name__}")
@@ -55,11 +63,6 @@ class VideoEncoder(FrozenEncoder):
         self.max_frames = check_int("max_frames", max_frames)
         super().__init__(images, {"encoder": "video", "fps": self.fps}, images.device)
         self.dim = images.dim
-
-    @property
-    def images(self) -> ImageEncoder:
-        """The encoder of the frames."""
-        return self.model  # type: ignore[return-value]
 
     def forward(
         self, videos: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
@@ -142,12 +145,12 @@ class VideoEncoder(FrozenEncoder):
         while chunk := list(itertools.islice(frames, batch_size)):
             parts.append(self._encoded(chunk, number, batch_size * len(parts)))
         memory = Memory.cat(parts)
-        segments = torch.arange(memory.length, device=memory.device)[None] // self.images.length
+        segments = torch.arange(memory.length, device=memory.device)[None] // self.model.length
         return Memory(memory.tokens, segments=segments, sources=memory.sources)
 
     def _encoded(self, frames: list[Frame], video: int, first: int) -> Memory:
         """Encode frames, numbered from `first`, as one row (1, n × m, e)."""
-        memory = self.images([frame.image for frame in frames], batch_size=len(frames))
+        memory = self.model([frame.image for frame in frames], batch_size=len(frames))
         assert memory.sources is not None
         sources = [
             {"video": video, "frame": first + i, "time": frame.time} | {k: v for k, v in source.items() if k != "image"}
@@ -157,10 +160,10 @@ class VideoEncoder(FrozenEncoder):
         return Memory(memory.tokens.flatten(0, 1)[None], sources=[sources])
 
     def _described(self) -> dict[str, object]:
-        return {**self.settings, "images": self.images._described()}
+        return {**self.settings, "images": self.model._described()}
 
     def _weights(self) -> dict[str, Tensor]:
-        return self.images._weights()
+        return self.model._weights()
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, fps={self.fps}"
@@ -176,7 +179,7 @@ class Frame:
     """
 
     time: float
-    image: Any
+    image: object
 
 
 def stream_frames(source: object, *, fps: float | None = None, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
@@ -246,7 +249,7 @@ def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
             raise VideoError(f"{name} has no frames")
 
 
-def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float, Any]]:
+def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float, object]]:
     """Yield the time and the pixels of each frame."""
     av = import_extra("av", "video")
     errors = (av.error.FFmpegError, OSError, ValueError, LookupError)
@@ -286,7 +289,7 @@ def _decoded(file: BinaryIO, name: str, max_pixels: int) -> Iterator[tuple[float
         raise VideoError(f"{name} is cut short: {seconds:.2f} of {duration:.2f} s; fetch or copy it anew")
 
 
-def _duration(container: Any, stream: Any, time_base: int) -> float:
+def _duration(container: InputContainer, stream: VideoStream, time_base: int) -> float:
     """Return the seconds that the header states; 0 where it states none."""
     if stream.duration is not None and stream.time_base is not None:
         return float(stream.duration * stream.time_base)
@@ -297,7 +300,7 @@ def _duration(container: Any, stream: Any, time_base: int) -> float:
     return float(container.duration / time_base - (late or 0) * (stream.time_base or 0))
 
 
-def _square(frame: Any, aspect: Any, max_pixels: int) -> Any:
+def _square(frame: VideoFrame, aspect: Fraction | None, max_pixels: int) -> VideoFrame:
     """Return the frame with square pixels; `aspect` is the width of a pixel divided by its height."""
     width = round(frame.width * aspect) if aspect else frame.width
     if width == frame.width or not 0 < width * frame.height <= max_pixels:
@@ -305,7 +308,7 @@ def _square(frame: Any, aspect: Any, max_pixels: int) -> Any:
     return frame.reformat(width=width)
 
 
-def _upright(frame: Any) -> Any:
+def _upright(frame: VideoFrame) -> ndarray:
     numpy = import_extra("numpy", "video")
     if any(component.is_alpha for component in frame.format.components):
         rgba = frame.to_ndarray(format="rgba").astype(numpy.uint16)

@@ -16,8 +16,8 @@ from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
 from mmattn.hosts.base import AdaptedModel
 from mmattn.memory import Memory
+from mmattn.pipelines.base import pipeline
 from mmattn.pipelines.generation import generate_rows
-from mmattn.pipelines.loading import pipeline
 from mmattn.progress import counted
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.encoders.registry import load_image_encoder
+    from mmattn.encoders.base import load_image_encoder
+    from mmattn.pipelines.base import pipeline
     from mmattn.pipelines.build import default_device, load_host, load_language_model, quantization_config
     from mmattn.pipelines.config import (
         EncoderReference,
@@ -20,15 +21,26 @@ if TYPE_CHECKING:
         PipelineConfig,
         tokenizer_fingerprint,
     )
-    from mmattn.pipelines.diffusion_host import DiffusionHost, PromptEncoder, load_diffusion_host, noise_schedule
     from mmattn.pipelines.generation import generate_texts
     from mmattn.pipelines.image_to_text import ImageToTextPipeline
-    from mmattn.pipelines.index_pipeline import build_index, load_text_encoder, read_entries
-    from mmattn.pipelines.loading import pipeline
     from mmattn.pipelines.passage_answering import PassageAnsweringPipeline, save_passages
-    from mmattn.pipelines.question_answering import Answer, QuestionAnsweringPipeline, Source
+    from mmattn.pipelines.question_answering import (
+        Answer,
+        QuestionAnsweringPipeline,
+        Source,
+        build_index,
+        load_text_encoder,
+        read_entries,
+    )
     from mmattn.pipelines.text_generation import TextGenerationPipeline, read_passages, searchable
-    from mmattn.pipelines.text_to_image import TextToImagePipeline, as_image
+    from mmattn.pipelines.text_to_image import (
+        DiffusionHost,
+        PromptEncoder,
+        TextToImagePipeline,
+        as_image,
+        load_diffusion_host,
+        noise_schedule,
+    )
 
 __all__ = [
     "Answer",

@@ -1,26 +1,43 @@
-"""Base classes of the pipelines: an adapted model with the settings of its folder, and an encoder."""
+"""`mmattn.pipeline`, which loads all that an adapter's folder names, and the base classes of the pipelines."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmattn.encoders.base import ImageEncoder
-from mmattn.encoders.registry import load_image_encoder
-from mmattn.errors import ConfigError
+from mmattn.adapters.serialization import CONFIG
+from mmattn.encoders.base import ImageEncoder, load_image_encoder
+from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.interop.hub import FURTHER, upload
+from mmattn.hosts.interop.hub import FURTHER, local_folder, upload
 from mmattn.hosts.loading import load
-from mmattn.pipelines.build import check_encoder, load_host, resolve, saved_fingerprint
+from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
+from mmattn.recipes.assets import asset_path
+from mmattn.storage.hub import without_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mmattn.retrieval.index import Index
+
+    #: An index, its folder or its address.
+    IndexSource = Index | str | PathLike[str]
+
+#: Module and class of each task, imported when an adapter has it.
+_TASKS = {
+    "image-to-text": ("mmattn.pipelines.image_to_text", "ImageToTextPipeline"),
+    "question-answering": ("mmattn.pipelines.question_answering", "QuestionAnsweringPipeline"),
+    "passage-answering": ("mmattn.pipelines.passage_answering", "PassageAnsweringPipeline"),
+    "text-generation": ("mmattn.pipelines.text_generation", "TextGenerationPipeline"),
+    "text-to-image": ("mmattn.pipelines.text_to_image", "TextToImagePipeline"),
+}
 
 
 class Pipeline:
@@ -31,12 +48,22 @@ class Pipeline:
         model: the adapted model.
         tokenizer: of its host.
         folder: of the adapter.
+        index: for answers from an index.
     """
 
     def __init__(
-        self, config: PipelineConfig, model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+        self,
+        config: PipelineConfig,
+        model: AdaptedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        index: IndexSource | None = None,
     ) -> None:
         self.config, self.model, self.tokenizer, self.folder = config, model, tokenizer, folder
+        self._set_up(index)
+
+    def _set_up(self, index: IndexSource | None) -> None:
+        """Load what the task needs beside host and adapter."""
 
     @classmethod
     def load(
@@ -45,7 +72,7 @@ class Pipeline:
         folder: Path,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        index: Index | str | PathLike[str] | None = None,
+        index: IndexSource | None = None,
     ) -> Pipeline:
         """Load the models that `config` names, and the adapter.
 
@@ -53,8 +80,7 @@ class Pipeline:
             AdapterFileError: a model is missing or has changed since the training.
         """
         host, tokenizer = load_host(config.host, folder, device, dtype)
-        options = {} if index is None else {"index": index}
-        return cls(config, load(host, folder).eval(), tokenizer, folder, **options)
+        return cls(config, load(host, folder).eval(), tokenizer, folder, index)
 
     @property
     def device(self) -> torch.device:
@@ -101,9 +127,55 @@ class ImagePipeline(Pipeline):
         AdapterFileError: the encoder has changed since the training.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def _set_up(self, index: IndexSource | None) -> None:
         reference = self.config.encoder
         name = resolve(reference.name, self.folder)
         self.encoder: ImageEncoder = load_image_encoder(name, self.device, pooled=reference.pooled)
         check_encoder(self.encoder, reference.name, self.folder, saved_fingerprint(self.folder))
+
+
+def pipeline(
+    folder: str | PathLike[str],
+    *,
+    index: IndexSource | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> Any:
+    """Load an adapter with the host, the tokenizer and the encoder that its folder names.
+
+    Args:
+        folder: of the adapter, "assets/…" of the installation, or "org/name" on the Hugging Face hub.
+        index: for answers from an index: the index, its folder or its address (see `Index.open`); it can also be
+            given to each call.
+        device: of all models; the accelerator of this machine by default, or the CPU.
+        dtype: of the host's weights, float32 by default.
+        revision: branch, tag or commit of a repository on the hub.
+
+    Returns:
+        An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a passage adapter a `PassageAnsweringPipeline`),
+        `TextGenerationPipeline` or `TextToImagePipeline`.
+
+    Raises:
+        AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.
+        ConfigError: an index for a pipeline that reads none.
+    """
+    name = os.fspath(folder)
+    place = Path(asset_path(name) if name.startswith("assets/") else local_folder(folder, revision))
+    if not place.is_dir():
+        raise AdapterFileError(f"there is no adapter folder {name!r}: name the folder that save_adapter wrote")
+    if not (place / CONFIG).is_file():
+        files = ", ".join(sorted(path.name for path in place.iterdir())[:5]) or "nothing"
+        raise AdapterFileError(f"{name!r} has no {CONFIG}, so it is not an adapter's folder; it has {files}")
+    config = PipelineConfig.load(place)
+    if index is not None and config.memory is None:
+        raise ConfigError(
+            f"index={index!r} is for adapters that answer from an index; the one in {name!r} attends to pictures: "
+            "leave it out"
+        )
+    module, cls = _TASKS[config.task]
+    kind: type[Pipeline] = getattr(importlib.import_module(module), cls)
+    with without_progress_bars(), warnings.catch_warnings():
+        if dtype is not None:  # in another dtype the weights have another fingerprint
+            warnings.filterwarnings("ignore", message="the weights of this .* are not those")
+        return kind.load(config, place, torch.device(device or default_device()), dtype, index)

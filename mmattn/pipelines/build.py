@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mmattn.adapters.serialization import CONFIG
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
+from mmattn.hosts.context import Arguments
 from mmattn.pipelines.config import ModelReference, tokenizer_fingerprint
 from mmattn.recipes.assets import asset_path, resolve_asset
 from mmattn.storage.hub import load_pretrained
@@ -19,6 +20,7 @@ from mmattn.storage.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
 def default_device() -> torch.device:
@@ -35,7 +37,9 @@ def resolve(name: str, folder: Path) -> str:
     return str(beside) if not os.path.isabs(name) and beside.exists() else name
 
 
-def load_language_model(name: str, device: str | torch.device = "auto") -> tuple[Any, Any]:
+def load_language_model(
+    name: str, device: str | torch.device = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in float32, in evaluation mode, and its tokenizer.
 
     Args:
@@ -65,7 +69,7 @@ def load_host(
         AdapterFileError: nothing to load under this name, or the tokenizer is not that of the training.
         ConfigError: a dtype for a quantised model.
     """
-    options: dict[str, Any] = {"dtype": dtype or torch.float32}
+    options: Arguments = {"dtype": dtype or torch.float32}
     if reference.revision is not None:
         options["revision"] = reference.revision
     if reference.quantization is not None:
@@ -95,7 +99,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, reference: ModelReferenc
         )
 
 
-def quantization_config(kind: str) -> Any:
+def quantization_config(kind: str) -> QuantizationConfigMixin:
     """Return the settings of transformers for weights in 8 or 4 bit.
 
     Args:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mmattn.adapters.serialization import replace_card
+from mmattn.adapters.serialization import CONFIG, replace_card
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.json_files import read_json, write_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FILE = "pipeline_config.json"
 
+#: Arguments of `generate` and of a training, as JSON values.
+Settings = dict[str, bool | int | float | str | None]
 Task = Literal["image-to-text", "question-answering", "passage-answering", "text-generation", "text-to-image"]
 
 
@@ -41,7 +46,7 @@ class ModelReference(_Strict):
     tokenizer_fingerprint: str | None = None
 
     @classmethod
-    def of(cls, name: str, tokenizer: Any, **fields: Any) -> ModelReference:
+    def of(cls, name: str, tokenizer: PreTrainedTokenizerBase, **fields: object) -> ModelReference:
         """Return the reference of a model that was loaded under a name; a folder becomes an absolute path.
 
         Args:
@@ -49,7 +54,8 @@ class ModelReference(_Strict):
             tokenizer: of transformers, as it was loaded.
             **fields: the other fields.
         """
-        return cls(name=absolute(name), tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), **fields)
+        named = {"name": absolute(name), "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
+        return cls.model_validate(named | fields)
 
 
 class EncoderReference(_Strict):
@@ -67,18 +73,16 @@ class EncoderReference(_Strict):
     pooled: bool = False
 
     @classmethod
-    def of(cls, name: str, **fields: Any) -> EncoderReference:
+    def of(cls, name: str, **fields: object) -> EncoderReference:
         """Return the reference of an encoder that was loaded under a name; files and folders become absolute paths.
 
         Args:
             name: as it was loaded.
             **fields: the other fields.
         """
-        kind, colon, rest = name.partition(":")
-        if kind == "torchvision":
-            network, second, weights = rest.partition(":")
-            return cls(name=f"{kind}{colon}{network}{second}{absolute(weights) if weights else ''}", **fields)
-        return cls(name=absolute(name), **fields)
+        before, colon, weights = name.rpartition(":")
+        path = f"{before}:{absolute(weights)}" if name.startswith("torchvision:") else absolute(name)
+        return cls.model_validate({"name": path, **fields})
 
 
 class MemoryConfig(_Strict):
@@ -129,9 +133,9 @@ class PipelineConfig(_Strict):
     memory: MemoryConfig | None = None
     prompt: str = ""
     refusal: str | None = None
-    generation: dict[str, bool | int | float | str | None] = {}
+    generation: Settings = {}
     trained_on: str = ""
-    training: dict[str, bool | int | float | str | None] = {}
+    training: Settings = {}
     results: str = ""
 
     @model_validator(mode="after")
@@ -158,10 +162,8 @@ class PipelineConfig(_Strict):
             OSError: the disk is full, or the folder is not writable.
         """
         folder = Path(folder)
-        if not (folder / "adapter_config.json").is_file():
-            raise AdapterFileError(
-                f"{folder} has no adapter_config.json, so there is no adapter to describe: call save_adapter first"
-            )
+        if not (folder / CONFIG).is_file():
+            raise AdapterFileError(f"{folder} has no {CONFIG}, so no adapter to describe: call save_adapter first")
         write_json(folder / FILE, self.model_dump(mode="json"))
         replace_card(folder, self.card)
 
@@ -221,7 +223,7 @@ def absolute(name: str) -> str:
     return name if name.startswith("assets/") or not os.path.exists(name) else os.path.abspath(name)
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sha256 of the vocabulary and the special tokens of a tokenizer.
 
     Args:

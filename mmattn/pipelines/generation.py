@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import TextError
 from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.context import Arguments, Keywords
 from mmattn.memory import Memory, SearchedMemory
 from mmattn.tokenization import tokenize
 
@@ -45,7 +46,7 @@ def generate_texts(
     memory: Memory | SearchedMemory | None = None,
     *,
     batch_size: int = 64,
-    options: Mapping[str, Any],
+    options: Keywords,
 ) -> list[str]:
     """Generate a text after each prompt, greedily unless the options say otherwise.
 
@@ -79,7 +80,7 @@ def generate_rows(
     rows: Sequence[Sequence[int]],
     memory: Memory | SearchedMemory | None,
     *,
-    options: Mapping[str, Any],
+    options: Keywords,
 ) -> list[str]:
     """Return the text generated after the prompt ids of each row of one batch."""
     ids, mask = left_padded(tokenizer, rows, next(model.parameters()).device)
@@ -90,27 +91,25 @@ def generate_rows(
 
 
 def stream_text(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, memory: Memory, *, options: Mapping[str, Any]
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, memory: Memory, *, options: Keywords
 ) -> Iterator[str]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
     return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), "memory": memory})
 
 
-def stream_generate(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> Iterator[str]:
+def stream_generate(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords) -> Iterator[str]:
     """Yield the text of `model.generate(**options)` for one row piece by piece; beams raise TextError."""
     if options.get("num_beams", 1) != 1:
         raise TextError(f"num_beams={options['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-    streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     errors: list[BaseException] = []
     stopped = False
 
     class Stopped(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
             return torch.full((len(input_ids),), stopped, device=input_ids.device)
 
     def write() -> None:
@@ -135,8 +134,8 @@ def stream_generate(
 
 
 def arguments(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, options: Mapping[str, Any]
-) -> dict[str, Any]:
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, options: Keywords
+) -> Arguments:
     """Return the arguments of `generate` for prompts (b, l) with their mask, checked; `options` override defaults."""
     _, end = bos_and_eos(tokenizer)
     merged = {"do_sample": False, "eos_token_id": end, "pad_token_id": _pad(tokenizer), **options}

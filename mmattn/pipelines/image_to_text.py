@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from mmattn.encoders.images import image_list, load_image, picture_files
+from mmattn.encoders.images import ImageProcessor, image_list, load_image, picture_files
 from mmattn.errors import ImageError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
 from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mmattn.inspect.trace import Trace
 
 
 class ImageToTextPipeline(ImagePipeline):
     """Captions of images."""
 
-    def __call__(self, images: Any, *, batch_size: int = 64, progress: bool = False, **options: Any) -> Any:
+    def __call__(
+        self, images: object, *, batch_size: int = 64, progress: bool = False, **options: object
+    ) -> str | list[str]:
         """Return the caption of an image, or a list of captions for a list of images.
 
         Args:
@@ -34,9 +38,10 @@ class ImageToTextPipeline(ImagePipeline):
         Raises:
             ImageError: an image cannot be read.
         """
-        folder = isinstance(images, (str, os.PathLike)) and os.path.isdir(images)
-        pictures: list[Any] = picture_files([images]) if folder else image_list(images)
-        one = not folder and len(pictures) == 1 and not isinstance(images, (list, tuple))
+        if isinstance(images, (str, os.PathLike)) and os.path.isdir(images):
+            images = picture_files([images])
+        pictures = image_list(images)
+        one = len(pictures) == 1 and not isinstance(images, (list, tuple))
         memory = self._memory(pictures, progress)
         texts = generate_texts(
             self.model,
@@ -48,17 +53,17 @@ class ImageToTextPipeline(ImagePipeline):
         )
         return texts[0] if one else texts
 
-    def stream(self, image: Any, **options: Any) -> Iterator[str]:
+    def stream(self, image: object, **options: object) -> Iterator[str]:
         """Yield the caption of an image piece by piece. Options and errors as for a call."""
         prompt, memory = self.inputs(image)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
-    def inputs(self, image: Any) -> tuple[str, Memory]:
+    def inputs(self, image: object) -> tuple[str, Memory]:
         """Return the prompt, and the memory (1, m, e) of an image."""
         return self.config.prompt, self._memory([image], False)
 
     @torch.no_grad()
-    def trace(self, image: Any) -> Trace:
+    def trace(self, image: object) -> Trace:
         """Return the caption of an image, as the title, and the patches that each of its words attended to.
 
         The trace has the image as the encoder reads it, on which the patches lie.
@@ -90,13 +95,14 @@ class ImageToTextPipeline(ImagePipeline):
             picture=self._preprocessed(image),
         )
 
-    def _memory(self, images: list[Any], progress: bool) -> Memory:
+    def _memory(self, images: list[object], progress: bool) -> Memory:
         memory: Memory = self.encoder(images, progress=progress)
         return memory.to(torch.float32)
 
-    def _preprocessed(self, image: Any) -> Any:
+    def _preprocessed(self, image: object) -> Image:
         """Return an image as the encoder reads it: small, and of a long one the middle."""
         processor = self.encoder.image_processor
+        assert isinstance(processor, ImageProcessor)
         (pixels,) = processor([image])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (processor.mean, processor.std))
         return load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())

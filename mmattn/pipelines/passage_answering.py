@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmattn.errors import ConfigError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.trace import Trace
 from mmattn.kv_store.passages import PassageCache, PassageSelection
-from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
+from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig, Settings
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
-from mmattn.retrieval.index import Index
+
+if TYPE_CHECKING:
+    from mmattn.pipelines.base import IndexSource
 
 #: Keys and values of passages that were read beforehand, in the folder of the adapter.
 FILE = "passages.safetensors"
@@ -38,21 +40,21 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
         passages: a `PassageCache`.
     """
 
-    def __init__(self, *args: Any, index: Index | str | PathLike[str] | None = None) -> None:
-        super().__init__(*args, index=index)
+    def _set_up(self, index: IndexSource | None) -> None:
+        super()._set_up(index)
         file = self.folder / FILE
         if file.is_file():
             self.passages = PassageCache.load(self.model, file, self.tokenizer, mapped=True)
         else:
             self.passages = PassageCache(self.model, self.tokenizer)
 
-    def trace(self, question: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
+    def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Raise ConfigError: passages are K/V of every layer, and a trace leaves out slots of a memory."""
         raise ConfigError(
             "passages have no trace: use mmattn.inspect.record(pipe.model), or the weights of the sources"
         )
 
-    def _memory(self, questions: list[str], index: Index | str | PathLike[str] | None) -> _PassageHits:
+    def _memory(self, questions: list[str], index: IndexSource | None) -> _PassageHits:
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(list(questions), top_k=self.config.memory.top_k)
         numbers: list[list[int]] = []
@@ -87,7 +89,7 @@ def save_passages(
     *,
     top_k: int = 4,
     prompt: str = "{question}",
-    generation: dict[str, Any] | None = None,
+    generation: Settings | None = None,
 ) -> PipelineConfig:
     """Save a passage adapter as a pipeline, with passages that were read beforehand.
 

@@ -1,24 +1,41 @@
-"""Questions to answers: a retriever, a language model, and an adapter that attends to the hits."""
+"""Questions to answers from the entries of an index, and indexes built of JSON lines with the fields of an adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import codecs
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mmattn.data.text_batches import bos_and_eos
-from mmattn.errors import TextError
+from mmattn.encoders import base as encoders
+from mmattn.encoders.base import TextEncoderBase
+from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.inspect.attribution import attribute
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
+from mmattn.pipelines.base import Pipeline
+from mmattn.pipelines.build import check_encoder, resolve, saved_fingerprint
+from mmattn.pipelines.config import PipelineConfig
 from mmattn.pipelines.generation import generate_texts, stream_text
-from mmattn.pipelines.index_pipeline import IndexPipeline, build_index
+from mmattn.retrieval.entries import Id
 from mmattn.retrieval.index import Index
+from mmattn.storage.files import open_regular
+from mmattn.storage.json_files import MAX_JSON, parse_json
 from mmattn.tokenization import check_text
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from mmattn.pipelines.base import IndexSource
+
+_FORMAT = "an index for an adapter is made of JSON objects, one on each line"
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class Source:
         weight: its share of the attention.
     """
 
-    id: Any
+    id: Id | None
     text: str | None
     score: float
     weight: float
@@ -54,6 +71,43 @@ class Answer:
     refused: bool = False
 
 
+class IndexPipeline(Pipeline):
+    """A pipeline that answers from an index: that of the pipeline, or one given at each call.
+
+    Attributes:
+        encoder: of the texts of the index.
+
+    Raises:
+        AdapterFileError: the encoder has changed since the training.
+        ConfigError: the entries of the index have no encoded tokens, which the adapter reads.
+    """
+
+    def _set_up(self, index: IndexSource | None) -> None:
+        self.encoder = load_text_encoder(self.config, self.folder, saved_fingerprint(self.folder), self.device)
+        self.index = None if index is None else self._load_index(index)
+
+    def _load_index(self, index: IndexSource) -> Index:
+        loaded = index if isinstance(index, Index) else Index.open(index, encoder=self.encoder)
+        assert self.config.memory is not None
+        if self.config.memory.fields and len(loaded) and not loaded.has_tokens:
+            fields = " and ".join(self.config.memory.fields)
+            raise ConfigError(
+                f"the entries of {index} have no encoded tokens. Build one of JSON lines with {fields}: "
+                f"mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
+            )
+        return loaded
+
+    def _chosen_index(self, index: IndexSource | None) -> Index:
+        """Return the index of a call, or that of the pipeline."""
+        chosen = self.index if index is None else self._load_index(index)
+        if chosen is None:
+            raise ConfigError(
+                f"the adapter in {str(self.folder)!r} reads an index, and there is none: give index=, such as the one "
+                f"of its run, or one made by: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
+            )
+        return chosen
+
+
 class QuestionAnsweringPipeline(IndexPipeline):
     """Answers from the entries of an index."""
 
@@ -61,10 +115,10 @@ class QuestionAnsweringPipeline(IndexPipeline):
         self,
         questions: str | Sequence[str],
         *,
-        index: Index | str | PathLike[str] | None = None,
+        index: IndexSource | None = None,
         batch_size: int = 32,
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> Answer | list[Answer]:
         """Return the `Answer` to a question, or a list of them for a list of questions.
 
         Args:
@@ -83,14 +137,12 @@ class QuestionAnsweringPipeline(IndexPipeline):
             answers += self._answer(texts[start : start + batch_size], index, options)
         return answers[0] if isinstance(questions, str) else answers
 
-    def stream(
-        self, question: str, *, index: Index | str | PathLike[str] | None = None, **options: Any
-    ) -> Iterator[str]:
+    def stream(self, question: str, *, index: IndexSource | None = None, **options: object) -> Iterator[str]:
         """Yield the answer to a question piece by piece. Arguments and errors as for a call."""
         prompt, memory = self.inputs(question, index)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
-    def trace(self, question: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
+    def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Return the entries that each word of the answer attended to, and its probability without them."""
         prompt, memory = self.inputs(question, index)
         (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
@@ -100,19 +152,17 @@ class QuestionAnsweringPipeline(IndexPipeline):
         words = [self.tokenizer.decode([token]) for token in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(prompt_ids), title=f"{prompt} {text}")
 
-    def make_index(self, rows: Sequence[Mapping[str, Any]]) -> Index:
+    def make_index(self, rows: Sequence[Mapping[str, object]]) -> Index:
         """Build an index of JSON objects with the fields that the adapter reads, as `build_index` does."""
         return build_index(rows, self.config, self.encoder)
 
-    def inputs(self, question: str, index: Index | str | PathLike[str] | None = None) -> tuple[str, Any]:
+    def inputs(self, question: str, index: IndexSource | None = None) -> tuple[str, Any]:
         """Return the prompt of a question, and the memory (one row) of its hits."""
         (prompt,) = self._prompts(_check_questions(question))
         return prompt, self._memory([question], index)
 
     @torch.no_grad()
-    def _answer(
-        self, questions: list[str], index: Index | str | PathLike[str] | None, options: dict[str, Any]
-    ) -> list[Answer]:
+    def _answer(self, questions: list[str], index: IndexSource | None, options: Mapping[str, object]) -> list[Answer]:
         memory = self._memory(questions, index)
         with record(self.model) as recorded:
             texts = generate_texts(
@@ -121,7 +171,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
                 self._prompts(questions),
                 memory,
                 batch_size=len(questions),
-                options=self.config.generation | options,
+                options={**self.config.generation, **options},
             )
         # The first call of `generate` reads the prompts; its last token predicts the first word, once for each beam.
         weights = recorded.mean()[0][:, -1]
@@ -145,7 +195,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
     def _prompts(self, questions: list[str]) -> list[str]:
         return [self.config.prompt.replace("{question}", question.strip()) for question in questions]
 
-    def _memory(self, questions: list[str], index: Index | str | PathLike[str] | None) -> Any:
+    def _memory(self, questions: list[str], index: IndexSource | None) -> Any:
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(questions, top_k=self.config.memory.top_k)
         memory: Memory = hits.memory(tokens=self.config.memory.fields is not None)
@@ -159,3 +209,100 @@ def _check_questions(questions: str | Sequence[str]) -> list[str]:
             name = f"question {number}" if len(texts) > 1 else "the question"
             raise TextError(f"{name} is empty: ask something")
     return texts
+
+
+def load_text_encoder(
+    config: PipelineConfig, folder: Path, fingerprint: str | None, device: torch.device | str | None = None
+) -> TextEncoderBase:
+    """Load the encoder of the texts of an index; a `fingerprint` other than that of its training raises."""
+    reference = config.encoder
+    encoder = encoders.load_text_encoder(resolve(reference.name, folder), reference.pooling, device)
+    check_encoder(encoder, reference.name, folder, fingerprint)
+    return encoder
+
+
+def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Read the JSON objects of a file, one on each line; blank lines are left out.
+
+    Args:
+        path: of the file, in UTF-8.
+
+    Raises:
+        TextError: a line that is no JSON object, or no line at all.
+        AdapterFileError: no such file.
+    """
+    rows: list[dict[str, Any]] = []
+    with open_regular(path) as (file, _):
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(f"line {number} of {str(path)!r}", line.removeprefix(codecs.BOM_UTF8), MAX_JSON)
+            except AdapterFileError as error:
+                raise TextError(f"{error}; {_FORMAT}") from error
+            if not isinstance(row, dict):
+                raise TextError(f"line {number} of {str(path)!r} must be a JSON object, got {row!r:.60}")
+            rows.append(row)
+    if not rows:
+        raise TextError(f"{str(path)!r} has no entries; {_FORMAT}")
+    return rows
+
+
+def build_index(
+    rows: Iterable[Mapping[str, object]],
+    config: PipelineConfig,
+    encoder: TextEncoderBase,
+    *,
+    store: str | None = None,
+    progress: bool = False,
+) -> Index:
+    """Build an index for an adapter: searched by the first field, with the vectors of all fields as one token.
+
+    For an adapter whose host reads the texts ("passage-answering"), it is an index of the field "text".
+
+    Args:
+        rows: JSON objects with the fields that the adapter reads, and optionally "id" and "text".
+        config: settings in the folder of the adapter.
+        encoder: of the texts.
+        store: as in `Index.build`.
+        progress: show a bar.
+
+    Raises:
+        ConfigError: the adapter reads no fields.
+        TextError: a row without one of them.
+    """
+    entries: list[Any] = list(rows)
+    ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
+    if config.task == "passage-answering":
+        return Index.build(_texts_of(entries, "text"), encoder=encoder, ids=ids, store=store)
+    if config.memory is None or config.memory.fields is None:
+        raise ConfigError(
+            f"an adapter for {config.task} reads no entries made of fields: build an index without --for, or use that "
+            "of its run"
+        )
+    fields = config.memory.fields
+    columns = [_texts_of(entries, field) for field in fields]
+    vectors = [_encode_unique(encoder, texts, progress) for texts in columns]
+    template = config.memory.text or ": ".join(f"{{{field}}}" for field in fields)
+    texts = [row.get("text") or template.format_map(row) for row in entries]
+    tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
+    return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
+
+
+def _texts_of(entries: Sequence[Mapping[str, object]], field: str) -> list[str]:
+    """Return the text of a field of each entry."""
+    texts = []
+    for number, row in enumerate(entries):
+        text = row.get(field)
+        if not isinstance(text, str) or not text.strip():
+            raise TextError(f"entry {number} has no {field}, which this adapter reads; got {dict(row)!r:.120}")
+        texts.append(text)
+    return texts
+
+
+def _encode_unique(encoder: TextEncoderBase, texts: list[str], progress: bool) -> Tensor:
+    """Return vectors (n, e) of n texts; equal texts are encoded once."""
+    unique = list(dict.fromkeys(texts))
+    number = {text: row for row, text in enumerate(unique)}
+    vectors = encoder.encode(unique, batch_size=128, progress=progress).tokens[:, 0]
+    return vectors[[number[text] for text in texts]].cpu()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,24 +16,25 @@ from mmattn.memory import Memory
 from mmattn.pipelines.build import load_host
 from mmattn.pipelines.config import ModelReference
 from mmattn.pipelines.generation import stream_generate
-from mmattn.pipelines.index_pipeline import IndexPipeline
-from mmattn.pipelines.question_answering import Answer, Source
+from mmattn.pipelines.question_answering import Answer, IndexPipeline, Source
 from mmattn.retrieval.index import Index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from mmattn.pipelines.base import IndexSource
+
 
 class TextGenerationPipeline(IndexPipeline):
     """Continuations of texts by a chunked adapter (RETRO, arXiv 2112.04426), with passages from an index."""
 
-    def __init__(self, *args: Any, index: Index | str | PathLike[str] | None = None) -> None:
-        super().__init__(*args, index=index)
+    def _set_up(self, index: IndexSource | None) -> None:
+        super()._set_up(index)
         # The unadapted language model, without LoRA, reads the passages.
         reference = ModelReference(name=self.config.host.name, revision=self.config.host.revision)
         self._reader = load_host(reference, self.folder, self.device, None)[0]
 
-    def __call__(self, text: str, *, index: Index | str | PathLike[str] | None = None, **options: Any) -> Answer:
+    def __call__(self, text: str, *, index: IndexSource | None = None, **options: object) -> Answer:
         """Return the continuation of a text, and the passages it attended to.
 
         Args:
@@ -49,11 +49,11 @@ class TextGenerationPipeline(IndexPipeline):
         """
         return _Continuation(self, _checked(text), self._chosen_index(index), options).answer()
 
-    def stream(self, text: str, *, index: Index | str | PathLike[str] | None = None, **options: Any) -> Iterator[str]:
+    def stream(self, text: str, *, index: IndexSource | None = None, **options: object) -> Iterator[str]:
         """Yield the continuation of a text piece by piece, as for a call; beams raise TextError."""
         return _Continuation(self, _checked(text), self._chosen_index(index), options).stream()
 
-    def trace(self, text: str, *, index: Index | str | PathLike[str] | None = None) -> Trace:
+    def trace(self, text: str, *, index: IndexSource | None = None) -> Trace:
         """Return the passages that each word of the continuation attended to, of those for the chunk before."""
         return _Continuation(self, _checked(text), self._chosen_index(index), {}).trace()
 
@@ -61,10 +61,9 @@ class TextGenerationPipeline(IndexPipeline):
 class _Continuation:
     """One text with the passages found for its chunks."""
 
-    def __init__(self, pipe: TextGenerationPipeline, text: str, index: Index, options: dict[str, Any]) -> None:
+    def __init__(self, pipe: TextGenerationPipeline, text: str, index: Index, options: Mapping[str, object]) -> None:
         self.pipe, self.model, self.tokenizer, self.index, self.text = pipe, pipe.model, pipe.tokenizer, index, text
-        adapter: Any = pipe.model.adapters["default"]
-        self.size: int = adapter.config.chunk_size
+        self.size: int = pipe.model.adapter("default").config.chunk_size
         #: For each chunk the passage of each slot.
         self.passages: dict[tuple[int, ...], list[str]] = {}
         ids = self.tokenizer(text)["input_ids"]

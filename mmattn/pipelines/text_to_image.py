@@ -1,24 +1,262 @@
-"""Prompts to images: a UNet or transformer, and an adapter that attends to an example."""
+"""Prompts to images: the frozen models, and a pipeline with an adapter that attends to an example."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmattn.encoders.images import image_list, load_image
-from mmattn.errors import ConfigError, check_float, check_int
-from mmattn.hosts.base import AdaptedModel
+from mmattn.errors import ConfigError, TextError, check_float, check_int, import_extra
+from mmattn.hosts.diffusion.base import AdaptedDenoiser
+from mmattn.hosts.diffusion.guidance import Guidance
 from mmattn.hosts.loading import load
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
 from mmattn.pipelines.build import check_tokenizer, resolve
 from mmattn.pipelines.config import PipelineConfig
-from mmattn.pipelines.diffusion_host import DiffusionHost, load_diffusion_host
+from mmattn.progress import tracked
 from mmattn.tokenization import check_text
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, ModelMixin
+    from PIL.Image import Image
+    from transformers import CLIPTextModel, PreTrainedTokenizerBase
+
+    from mmattn.hosts.diffusion.scale import AdapterScale
+    from mmattn.pipelines.base import IndexSource
+
+
+class PromptEncoder(nn.Module):
+    """Encodes prompts to the hidden states that the host's own attention reads.
+
+    Args:
+        tokenizer: of the text encoder.
+        encoder: `CLIPTextModel` of transformers.
+        attends_to_padding: the host was trained to attend to padding, and "no prompt" is the empty prompt, as in
+            Stable Diffusion. Otherwise a row without a prompt has no state at all.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, encoder: CLIPTextModel, attends_to_padding: bool = False
+    ) -> None:
+        super().__init__()
+        self.tokenizer, self.encoder, self.attends_to_padding = tokenizer, encoder, attends_to_padding
+
+    def forward(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """Return hidden states (b, m, e) and their mask (b, m).
+
+        Args:
+            prompts: None for no prompt.
+
+        Raises:
+            TextError: a word that the text encoder was not trained on.
+        """
+        states, mask = self._encode(prompts)
+        if self.attends_to_padding:
+            return states, torch.ones_like(mask)
+        return states, mask & torch.tensor([text is not None for text in prompts], device=mask.device)[:, None]
+
+    def pooled(self, prompts: Sequence[str | None]) -> Tensor:
+        """Return the state (b, e) at the end of each prompt, an input of diffusers' transformers."""
+        states, mask = self._encode(prompts)
+        # Not `pooler_output`: a `CLIPTextModel` whose eos_token_id is 2 takes the token of the highest number.
+        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+
+    def _encode(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """Return hidden states (b, m, e), and the mask (b, m) that hides padding."""
+        texts = [text or "" for text in prompts]
+        unknown = self.unknown(texts)
+        if unknown is not None:
+            vocabulary = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
+            raise TextError(f"{unknown!r} has words this model never saw; it knows: {', '.join(vocabulary)}")
+        padding = "max_length" if self.attends_to_padding else True
+        inputs = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(self.encoder.device)
+        mask = None if self.attends_to_padding else inputs["attention_mask"]
+        states: Tensor = self.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
+        return states, inputs["attention_mask"].bool()
+
+    def unknown(self, texts: Iterable[str]) -> str | None:
+        """Return the first text with a word that the text encoder was not trained on."""
+        unknown = self.tokenizer.unk_token_id
+        # A vocabulary of pieces spells any word; one of whole words does not.
+        if unknown is None or self.tokenizer.unk_token == self.tokenizer.eos_token:
+            return None
+        return next((text for text in texts if unknown in self.tokenizer(text)["input_ids"]), None)
+
+    def null(self) -> Tensor | None:
+        """Return states (1, m, e) of no prompt, or None if the host then reads nothing."""
+        return self([None])[0] if self.attends_to_padding else None
+
+    def tokens(self, prompt: str) -> list[str]:
+        """Return the tokens of a prompt, one for each state."""
+        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(self.tokenizer(prompt, truncation=True)["input_ids"])
+        return tokens
+
+
+class DiffusionHost(nn.Module):
+    """The models of text-to-image, frozen or not.
+
+    Args:
+        unet: `UNet2DConditionModel` or `SD3Transformer2DModel` of diffusers.
+        prompts: the text encoder.
+        schedule: `DDPMScheduler` of the noise that it was trained with.
+        vae: between images and latents; None if the UNet works on pixels.
+    """
+
+    def __init__(
+        self, unet: ModelMixin, prompts: PromptEncoder, schedule: DDPMScheduler, vae: AutoencoderKL | None = None
+    ) -> None:
+        super().__init__()
+        self.unet, self.prompts, self.schedule, self.vae = unet, prompts, schedule, vae
+
+    @property
+    def size(self) -> int:
+        """Return the pixels of a side of an image."""
+        scale = 1 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
+        return int(self.unet.config.sample_size * scale)
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of an image: 1, of ink on paper, or 3."""
+        return int((self.unet if self.vae is None else self.vae).config.in_channels)
+
+    def inputs(self, prompts: Sequence[str | None]) -> dict[str, Tensor]:
+        """Return further inputs of the host by name: for a transformer the pooled states of the prompts."""
+        takes_pooled = "pooled_projection_dim" in self.unet.config
+        return {"pooled_projections": self.prompts.pooled(prompts)} if takes_pooled else {}
+
+    @torch.no_grad()
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Return the inputs of the UNet for images (b, c, size, size) from -1 to 1: with a VAE its mean latents."""
+        pictures = pictures.to(self.unet.device)
+        if self.vae is None:
+            return pictures
+        latents: Tensor = self.vae.encode(pictures).latent_dist.mode() * self.vae.config.scaling_factor
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images (b, c, size, size) from -1 to 1."""
+        if self.vae is not None:
+            latents = self.vae.decode(latents / self.vae.config.scaling_factor).sample
+        return latents.clamp(-1, 1)
+
+    def sampler(self, num_inference_steps: int) -> DDIMScheduler:
+        """Return a `DDIMScheduler` of diffusers over the schedule; pixels are clipped to their range."""
+        from diffusers import DDIMScheduler
+
+        settings = {"timestep_spacing": "trailing", "clip_sample": self.vae is None}
+        scheduler = DDIMScheduler.from_config(self.schedule.config, **settings)
+        scheduler.set_timesteps(num_inference_steps)
+        return scheduler
+
+    @torch.no_grad()
+    def generate(
+        self,
+        model: AdaptedDenoiser,
+        prompts: Sequence[str],
+        *,
+        num_inference_steps: int = 30,
+        guidance_scale: float = 1.0,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        adapter_scale: AdapterScale = 1.0,
+        progress: bool = False,
+    ) -> Tensor:
+        """Generate images (b, c, size, size) from -1 to 1, on the CPU, by DDIM (arXiv 2010.02502).
+
+        Args:
+            model: the adapted host.
+            prompts: b of them.
+            num_inference_steps: denoising steps.
+            guidance_scale: of classifier-free guidance (arXiv 2207.12598), as in diffusers; 1 is none.
+            generator: of the noise, on the CPU.
+            memory: of b rows.
+            adapter_scale: strength of the memory.
+            progress: show a bar.
+
+        Raises:
+            TextError: a word that the text encoder was not trained on.
+        """
+        scheduler, settings = self.sampler(num_inference_steps), self.unet.config
+        (states, mask), null = self.prompts(list(prompts)), self.prompts.null()
+        inputs, null_inputs = self.inputs(list(prompts)), self.inputs([None] * len(states))
+        memory = None if memory is None else memory.to(states.device, states.dtype)
+        side = settings.sample_size
+        noise = torch.randn(len(states), settings.in_channels, side, side, generator=generator)
+        latents = noise.to(states.device, states.dtype)
+        guided = Guidance(guidance_scale).run(
+            model, states, text_mask=mask if model.through_core else None, null_text=null, memory=memory,
+            adapter_scale=adapter_scale, inputs=inputs, null_inputs=null_inputs,
+        )  # fmt: skip
+        # Guidance overshoots: the noise must be that of the clipped picture, or the next step starts from neither.
+        clipped = {"use_clipped_model_output": True} if scheduler.config.clip_sample else {}
+        with guided as predict:
+            for index in tracked(len(scheduler.timesteps), "drawing", progress):
+                time = scheduler.timesteps[index]
+                latents = scheduler.step(predict(latents, time), time, latents, **clipped).prev_sample
+        return self.decode(latents).float().cpu()
+
+
+def load_diffusion_host(
+    name: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> DiffusionHost:
+    """Load the models of a folder, frozen and in evaluation mode.
+
+    Args:
+        name: a run of the recipe diffusion (a UNet in "unet" or a transformer in "transformer", tokenizer and text
+            encoder in "text", trained on `noise_schedule`), or Stable Diffusion 1 or 2: a folder in diffusers' layout
+            or a name on the hub.
+        device: of all models.
+        dtype: of the weights, float32 by default.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ConfigError: neither, or a UNet that needs more than text.
+        MissingExtraError: diffusers is not installed.
+    """
+    diffusers = import_extra("diffusers", "diffusion")
+    from transformers import CLIPTextModel, PreTrainedTokenizerFast
+
+    folder, dtype = Path(name), dtype or torch.float32
+    if (folder / "text").is_dir():
+        joint = (folder / "transformer").is_dir()
+        kind = diffusers.SD3Transformer2DModel if joint else diffusers.UNet2DConditionModel
+        model = kind.from_pretrained(folder / ("transformer" if joint else "unet"), torch_dtype=dtype)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "text")
+        encoder = CLIPTextModel.from_pretrained(folder / "text", dtype=dtype)
+        # Like Stable Diffusion 3, it is trained to attend to padding.
+        host = DiffusionHost(model, PromptEncoder(tokenizer, encoder, joint), noise_schedule())
+    else:
+        more = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        try:
+            pipe = diffusers.StableDiffusionPipeline.from_pretrained(str(name), revision=revision, **more).to(dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{str(name)!r} is no run of the recipe diffusion and no Stable Diffusion of diffusers: {error}"
+            ) from error
+        if pipe.unet.config.addition_embed_type is not None:
+            raise ConfigError(
+                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}): use SD 1 or 2"
+            )
+        schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
+        host = DiffusionHost(pipe.unet, PromptEncoder(pipe.tokenizer, pipe.text_encoder, True), schedule, pipe.vae)
+    return host.eval().requires_grad_(False).to(device)
+
+
+def noise_schedule() -> DDPMScheduler:
+    """Return a `DDPMScheduler` of a thousand steps of a squared cosine, for v-prediction (arXiv 2202.00512)."""
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler(1000, beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
 
 
 class TextToImagePipeline(ImagePipeline):
@@ -37,7 +275,9 @@ class TextToImagePipeline(ImagePipeline):
         AdapterFileError: the encoder has changed since the training.
     """
 
-    def __init__(self, config: PipelineConfig, model: AdaptedModel, host: DiffusionHost, folder: Path) -> None:
+    model: AdaptedDenoiser
+
+    def __init__(self, config: PipelineConfig, model: AdaptedDenoiser, host: DiffusionHost, folder: Path) -> None:
         # Only the core hides the padding of the text, as in training.
         model = model if host.prompts.attends_to_padding else model.use_core()
         super().__init__(config, model, host.prompts.tokenizer, folder)
@@ -50,25 +290,27 @@ class TextToImagePipeline(ImagePipeline):
         folder: Path,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        index: Any = None,
+        index: IndexSource | None = None,
     ) -> TextToImagePipeline:
         """Load the models that `config` names, and the adapter. Arguments and errors as for `Pipeline`."""
         name = resolve(config.host.name, folder)
         host = load_diffusion_host(name, device=device, dtype=dtype, revision=config.host.revision)
         check_tokenizer(host.prompts.tokenizer, config.host, folder)
-        return cls(config, load(host.unet, folder).eval(), host, folder)
+        model = load(host.unet, folder).eval()
+        assert isinstance(model, AdaptedDenoiser)
+        return cls(config, model, host, folder)
 
     def __call__(
         self,
         prompts: str | Sequence[str],
-        images: Any = None,
+        images: object = None,
         *,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         adapter_scale: float = 1.0,
         generator: torch.Generator | None = None,
         progress: bool = False,
-    ) -> Any:
+    ) -> Image | list[Image]:
         """Return an image of Pillow, in the size that the UNet was trained on, or a list for a list of prompts.
 
         Args:
@@ -102,7 +344,7 @@ class TextToImagePipeline(ImagePipeline):
         pictures = [as_image(picture) for picture in pixels]
         return pictures[0] if isinstance(prompts, str) else pictures
 
-    def _memory(self, images: Any, count: int) -> Memory:
+    def _memory(self, images: object, count: int) -> Memory:
         examples = image_list(images)
         if len(examples) not in (1, count):
             raise ConfigError(f"{len(examples)} examples for {count} prompts: give one, or one for each prompt")
@@ -110,7 +352,7 @@ class TextToImagePipeline(ImagePipeline):
         return memory.expand(count) if len(examples) == 1 else memory
 
 
-def as_image(pixels: Tensor) -> Any:
+def as_image(pixels: Tensor) -> Image:
     """Convert pixels (c, height, width) from -1 to 1 to an image of Pillow.
 
     Args:

@@ -55,7 +55,7 @@ def main() -> None:
     test_questions = embed(plain, [fact.question for fact in entries.facts[:held_out]], args.cache)[rows]
     titles = torch.cat([entries.titles, known.titles[learned:]])
     print("| vectors | right entry first | refused |\n|---|---|---|")
-    for name, width in (("all-MiniLM-L6-v2", plain.dense.dim), ("and n-grams of letters", plain.dim)):
+    for name, width in (("all-MiniLM-L6-v2", plain.model.dim), ("and n-grams of letters", plain.dim)):
         part = torch.arange(plain.dim) < width
         for fitted in (False, True):
             encoder = HybridEncoder()

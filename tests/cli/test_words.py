@@ -11,7 +11,7 @@ import torch
 import typer
 
 from mmattn.cli.app import app
-from mmattn.encoders.registry import load_image_encoder, load_text_encoder
+from mmattn.encoders.base import load_image_encoder, load_text_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.hosts import attach_check
 from mmattn.inspect.diagnosis import diagnose

@@ -71,7 +71,7 @@ def test_queries_are_mapped_to_the_entries_they_were_fitted_to(encoder: HybridEn
     encoder.fit_queries(asked, titles, ridge=1e-6)
     assert encoder.fingerprint == once
     with torch.no_grad():
-        next(encoder.dense.parameters()).mul_(1.5)
+        next(encoder.model.parameters()).mul_(1.5)
     assert encoder.fingerprint != once, "so are other weights of the text encoder"
 
 

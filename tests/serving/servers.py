@@ -15,7 +15,7 @@ import torch
 
 import mmattn
 from mmattn import pipelines
-from mmattn.pipelines.index_pipeline import build_index
+from mmattn.pipelines.question_answering import build_index
 from mmattn.recipes import asset_path, find_recipe, load_recipe
 from mmattn.serving import Engine, Limits, make_app
 from tests import tiny

@@ -94,7 +94,7 @@ def test_max_tokens(client: Any) -> None:
 
 def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
     """They take the place of the index; each request has its own."""
-    from mmattn.pipelines.index_pipeline import build_index
+    from mmattn.pipelines.question_answering import build_index
 
     documents = [{"title": FACTS[2]["title"], "value": FACTS[5]["value"]}, FACTS[6]]
     own = pipe(QUESTIONS[2], index=build_index(documents, pipe.config, pipe.encoder)).text

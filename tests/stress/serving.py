@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mmattn.pipelines.index_pipeline import build_index
+from mmattn.pipelines.question_answering import build_index
 from tests.serving.clients import Asked, Client, ask_all
 from tests.serving.servers import FACTS, QUESTIONS, answering_pipe, serving
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmattn.testing import adapter_answers, adapter_calls, adapter_life, hosts, store_changes, store_searches
+from mmattn.adapters.protocols import AdapterConfig
+from mmattn.testing import adapter_answers, adapter_calls, adapter_life, hosts, stores
 from mmattn.testing.case import Case, Check, MakeHost, MakeMemory, checks_of, promise, run_checks, stir
 from mmattn.testing.hosts import HostCase
-from mmattn.testing.store_searches import MakeStore
+from mmattn.testing.stores import MakeStore
 
 __all__ = [
     "Case",
@@ -49,7 +50,7 @@ def adapter_checks() -> list[Check]:
 
 
 def check_adapter(
-    adapter: Any, make_host: MakeHost, make_memory: MakeMemory | None = None, rows: int = 3, **options: Any
+    adapter: AdapterConfig, make_host: MakeHost, make_memory: MakeMemory | None = None, rows: int = 3, **options: Any
 ) -> dict[str, str]:
     """Run every check of an adapter on a kind of host.
 
@@ -75,7 +76,7 @@ def host_checks() -> list[Check]:
     return checks_of(hosts)
 
 
-def check_host(make_host: MakeHost, *adapters: Any, rows: int = 3, **options: Any) -> dict[str, str]:
+def check_host(make_host: MakeHost, *adapters: AdapterConfig, rows: int = 3, **options: Any) -> dict[str, str]:
     """Run every check of a kind of host.
 
     Args:
@@ -96,7 +97,7 @@ def check_host(make_host: MakeHost, *adapters: Any, rows: int = 3, **options: An
 
 def store_checks() -> list[Check]:
     """Return every check of a vector store: a function of `make(dim, metric)`, which makes an empty one."""
-    return checks_of(store_searches, store_changes)
+    return checks_of(stores)
 
 
 def check_store(make: MakeStore) -> None:

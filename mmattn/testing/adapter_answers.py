@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import SkipTest
 
 import torch
@@ -13,7 +12,7 @@ from mmattn.inspect.diagnosis import doctor
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trial import cut, emptied, padded
 from mmattn.memory import Memory
-from mmattn.testing.case import Case, close, differ, each_tensor, refuses, rows_of, same
+from mmattn.testing.case import Case, Rows, close, differ, each_tensor, memory_rows, refuses, rows_of, same
 
 
 def check_starts_as_nothing(case: Case) -> None:
@@ -76,7 +75,7 @@ def check_rows_keep_to_themselves(case: Case) -> None:
     answer = case.ask(model, memory)
     for row in range(case.rows):
         rows = slice(row, row + 1)
-        alone = memory[rows] if hasattr(memory, "__getitem__") else memory
+        alone = memory_rows(memory, rows)
         close(case.ask(model, alone, rows_of(case.batch, rows, case.rows)), answer[rows], f"row {row} alone")
     if isinstance(memory, Memory):
         moved = torch.cat([memory.tokens[:1], -memory.tokens[1:]])
@@ -124,7 +123,7 @@ def check_bad_memories_are_refused(case: Case) -> None:
     broken = case.slots()
     broken.tokens.masked_fill_(broken.real_slots()[..., None], torch.nan)
 
-    def enter(entered: Any) -> None:
+    def enter(entered: Memory) -> None:
         with case.condition(model, entered):
             pass
 
@@ -138,7 +137,7 @@ def check_bad_memories_are_refused(case: Case) -> None:
 def check_doctor(case: Case) -> None:
     """The doctor finds a trained adapter well, a fresh one silent, and leaves the model as it was."""
     model, memory = case.trained(), case.memory()
-    if not hasattr(memory, "__getitem__"):
+    if not isinstance(memory, Rows):
         raise SkipTest(f"its memory is a {type(memory).__name__}, which no other can stand for")
     answer = case.ask(model, memory)
     report = doctor(model, {**case.batch, "memory": memory})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from typing import Any
 from unittest import SkipTest
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import FORWARD
 from mmattn.memory import Memory
-from mmattn.testing.case import Case, close, each_tensor, refuses, rows_of, same
+from mmattn.testing.case import Case, close, each_tensor, memory_rows, refuses, rows_of, same
 
 
 def check_blocks_nest(case: Case) -> None:
@@ -63,7 +62,7 @@ def check_threads(case: Case) -> None:
     model, memories = case.trained(), [case.memory(seed) for seed in range(3)]
     answers = [case.ask(model, memory) for memory in memories]
     # All blocks are open when the first thread asks.
-    together, outcomes = threading.Barrier(len(memories), timeout=60), dict[int, list[Any]]()
+    together, outcomes = threading.Barrier(len(memories), timeout=60), dict[int, list[Tensor | Exception]]()
 
     def work(number: int) -> None:
         try:
@@ -149,7 +148,7 @@ def check_errors_inside_change_nothing(case: Case) -> None:
     model, memory = case.trained(), case.memory()
     answer = case.ask(model, memory)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("in a layer")
 
     hook = model.layer(model.adapter(case.name).layers[-1]).register_forward_hook(fail)
@@ -164,7 +163,7 @@ def check_words_are_not_dropped(case: Case) -> None:
     """Misspelt keywords, unknown names and what belongs to a memory that is not given are refused, not ignored."""
     model, memory = case.trained(), case.memory()
     refuses((TypeError, MmattnError), lambda: model(**case.batch, memori=memory), "memori=")
-    refuses(TypeError, lambda: model.condition(memory, adapter_scal=0.5).__enter__(), "condition(adapter_scal=)")
+    refuses(TypeError, lambda: case.condition(model, memory, adapter_scal=0.5).__enter__(), "condition(adapter_scal=)")
     refuses(ConditionError, lambda: case.ask(model, adapter_scale=0.5), "adapter_scale= without memory=")
     refuses(MmattnError, lambda: case.ask(model, memory, adapter_scale=float("nan")), "a scale of NaN")
     refuses(AttachError, lambda: case.ask(model, {"nobody": memory}), "a memory for an adapter that is not there")
@@ -178,25 +177,26 @@ def check_words_are_not_dropped(case: Case) -> None:
 def check_generation(case: Case) -> None:
     """Generated tokens are those of forwards of the whole text, and beams of a batch are those of each row alone."""
     model, memory = case.trained(), case.memory()
-    if not hasattr(type(model), "generate"):
+    generate = getattr(type(model), "generate", None)
+    if generate is None:
         raise SkipTest("this kind of host does not generate")
     if set(case.batch) - {"input_ids"} != set(case.beside_memory):
         raise SkipTest("it is called with more than ids")
     ids, beside = case.batch["input_ids"], case.beside_memory
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with torch.no_grad():
-        greedy = model.generate(ids, memory=memory, **beside, **options)
+        greedy = generate(model, ids, memory=memory, **beside, **options)
         # What belongs to the memory may follow the length of the text.
         for end in range(ids.shape[1], ids.shape[1] + 1 if beside else greedy.shape[1]):
             expected = case.ask(model, memory, {"input_ids": greedy[:, :end], **beside})[:, -1].argmax(-1)
             assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
-        beams = model.generate(ids, memory=memory, num_beams=3, **beside, **options)
+        beams = generate(model, ids, memory=memory, num_beams=3, **beside, **options)
         with case.condition(model, memory):
-            assert torch.equal(model.host.generate(ids, **options), greedy), "generate of the host itself, in a block"
-            assert torch.equal(model.host.generate(ids, num_beams=3, **options), beams), "beams of the host, in a block"
+            bare = getattr(model.host, "generate", generate)
+            assert torch.equal(bare(ids, **options), greedy), "generate of the host itself, in a block"
+            assert torch.equal(bare(ids, num_beams=3, **options), beams), "beams of the host, in a block"
         for row in range(case.rows):
             rows = slice(row, row + 1)
-            alone = memory[rows] if hasattr(memory, "__getitem__") else memory
             one = rows_of({**options, **beside, "ids": ids}, rows, case.rows)
-            tokens = model.generate(one.pop("ids"), memory=alone, num_beams=3, **one)
+            tokens = generate(model, one.pop("ids"), memory=memory_rows(memory, rows), num_beams=3, **one)
             assert torch.equal(tokens, beams[rows]), f"beams of row {row} alone: {tokens} is not {beams[rows]}"

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from unittest import SkipTest
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from mmattn.adapters.protocols import AdapterConfig
 from mmattn.hosts.attach import attach
+from mmattn.hosts.base import AdaptedModel
 from mmattn.memory import Memory
 
+#: A function of a `Case`, a `HostCase` or a function that makes a store.
 Check = Callable[[Any], None]
 MakeHost = Callable[[], nn.Module]
-MakeMemory = Callable[[torch.Generator, int], Any]
+MakeMemory = Callable[[torch.Generator, int], object]
+#: Keyword arguments of a host.
+Batch = Mapping[str, Any]
 # By dtype, how far apart two ways to the same answer may be, as a share of the largest number in it.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -35,37 +42,41 @@ class Case:
     name = "default"
 
     def __init__(
-        self, adapter: Any, make_host: MakeHost, make_memory: MakeMemory | None = None, rows: int = 3, **options: Any
+        self,
+        adapter: AdapterConfig,
+        make_host: MakeHost,
+        make_memory: MakeMemory | None = None,
+        rows: int = 3,
+        **options: Any,
     ) -> None:
         self.adapter, self.make_host, self.rows, self.options = adapter, make_host, rows, options
         self.make_memory: MakeMemory = adapter.example_memory if make_memory is None else make_memory
 
-    def fresh(self) -> Any:
+    def fresh(self) -> AdaptedModel:
         """Return a new host with a new adapter."""
         return attach(self.make_host(), self.adapter, self.name, **self.options)
 
-    def trained(self) -> Any:
+    def trained(self) -> AdaptedModel:
         """Return a new host with an adapter whose weights are as if it had been trained."""
         model = self.fresh()
         stir(model.adapter(self.name))
         return model
 
     @cached_property
-    def batch(self) -> dict[str, Any]:
+    def batch(self) -> Batch:
         """Keyword arguments of the host."""
         return self.another_batch(0)
 
-    def another_batch(self, seed: int) -> dict[str, Any]:
+    def another_batch(self, seed: int) -> Batch:
         """Return a random batch."""
-        batch: dict[str, Any] = self.fresh().example_batch(seeded(seed), self.adapter, self.rows)
-        return batch
+        return self.fresh().example_batch(seeded(seed), self.adapter, self.rows)
 
     @cached_property
     def host(self) -> Tensor:
         """The answer of a host that never had an adapter."""
         return self.ask(self.make_host())
 
-    def memory(self, seed: int = 0) -> Any:
+    def memory(self, seed: int = 0) -> object:
         """Return a memory for every row, a new object each time."""
         return self.make_memory(seeded(100 + seed), self.rows)
 
@@ -77,21 +88,21 @@ class Case:
         return memory
 
     @cached_property
-    def beside_memory(self) -> dict[str, Any]:
+    def beside_memory(self) -> Batch:
         """The part of the batch that belongs to the memory, and is given with it."""
         words = type(self.fresh()).memory_keywords
         return {name: value for name, value in self.batch.items() if name in words}
 
-    def condition(self, model: Any, memory: Any) -> Any:
+    def condition(self, model: AdaptedModel, memory: object, **more: Any) -> AbstractContextManager[object]:
         """Return a condition block of this memory, with what belongs to it."""
-        return model.condition(memory, **({} if memory is None else self.beside_memory))
+        return model.condition(memory, **({} if memory is None else self.beside_memory), **more)
 
-    def ask(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
+    def ask(self, model: nn.Module, memory: object = None, batch: Batch | None = None, **more: object) -> Tensor:
         """Return the answer of a model without gradients."""
         with torch.no_grad():
             return self.call(model, memory, batch, **more)
 
-    def call(self, model: nn.Module, memory: Any = None, batch: Mapping[str, Any] | None = None, **more: Any) -> Tensor:
+    def call(self, model: nn.Module, memory: object = None, batch: Batch | None = None, **more: object) -> Tensor:
         """Return the answer of a model: the first thing it returns."""
         arguments = dict(self.batch if batch is None else batch)
         if memory is None:
@@ -137,28 +148,48 @@ def answer_of(output: Any) -> Tensor:
     return answer
 
 
-def rows_of(batch: Any, index: Any, rows: int) -> Any:
+@runtime_checkable
+class Rows(Protocol):
+    """A memory of which some rows can be taken."""
+
+    def __getitem__(self, rows: slice) -> object: ...
+
+
+def memory_rows(memory: object, rows: slice) -> object:
+    """Return some rows of a memory, or the whole where it has none."""
+    return memory[rows] if isinstance(memory, Rows) else memory
+
+
+def rows_of(batch: Batch, index: slice, rows: int) -> dict[str, Any]:
     """Return some rows of everything in a batch that has a row for each of b."""
-    if isinstance(batch, Mapping):
-        return {name: rows_of(value, index, rows) for name, value in batch.items()}
-    by_row = isinstance(batch, Tensor) and batch.dim() > 0 and batch.shape[0] == rows
-    return batch[index] if by_row else batch
+    taken: dict[str, Any] = tree_map(lambda value: value[index] if _has_rows(value, rows) else value, dict(batch))
+    return taken
 
 
-def mixed(changed: Any, batch: Any, where: Tensor) -> Any:
+def mixed(changed: Batch, batch: Batch, where: Tensor) -> Batch:
     """Return a batch with some rows (b,) of another one."""
-    if isinstance(batch, Mapping):
-        return {name: mixed(changed[name], value, where) for name, value in batch.items()}
-    if not isinstance(batch, Tensor) or batch.dim() == 0 or batch.shape[0] != len(where):
-        return batch
-    return torch.where(where.view(-1, *[1] * (batch.dim() - 1)).to(batch.device), changed, batch)
+
+    def choose(one: object, other: object) -> object:
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not _has_rows(other, len(where)):
+            return other
+        return torch.where(where.view(-1, *[1] * (other.dim() - 1)).to(other.device), one, other)
+
+    taken: Batch = tree_map(choose, changed, batch)
+    return taken
 
 
-def cast(batch: Any, dtype: torch.dtype) -> Any:
+def _has_rows(value: object, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     """Return a batch whose floating point tensors have another dtype."""
-    if isinstance(batch, Mapping):
-        return {name: cast(value, dtype) for name, value in batch.items()}
-    return batch.to(dtype) if isinstance(batch, Tensor) and batch.is_floating_point() else batch
+
+    def to_dtype(value: object) -> object:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    taken: Batch = tree_map(to_dtype, batch)
+    return taken
 
 
 def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
@@ -200,7 +231,7 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).abs().max() / size) if want.numel() else 0.0
 
 
-def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Callable[[], Any], what: str) -> None:
+def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Callable[[], object], what: str) -> None:
     """Assert that a call raises an error of this kind, with a message."""
     names = kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
     try:
@@ -213,9 +244,9 @@ def refuses(kind: type[BaseException] | tuple[type[BaseException], ...], ask: Ca
         raise AssertionError(f"{what}: {names} was to be raised, and nothing was")
 
 
-def traces(host: nn.Module) -> dict[str, Any]:
+def traces(host: nn.Module) -> dict[str, object]:
     """Return the classes, attributes, hooks, modes, names of weights and requires_grad of a model."""
-    state: dict[str, Any] = {"state_dict": sorted(host.state_dict())}
+    state: dict[str, object] = {"state_dict": sorted(host.state_dict())}
     for name, module in host.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if "hooks" in key and value}
         state[f"module {name}"] = type(module).__name__, module.training, sorted(vars(module)), hooks
@@ -223,7 +254,7 @@ def traces(host: nn.Module) -> dict[str, Any]:
     return state
 
 
-def no_trace(host: nn.Module, before: Mapping[str, Any], what: str) -> None:
+def no_trace(host: nn.Module, before: Mapping[str, object], what: str) -> None:
     """Assert that a model is as it was when `traces` was called."""
     after = traces(host)
     left = [key for key in {**before, **after} if before.get(key) != after.get(key)]
@@ -248,7 +279,7 @@ def promise(check: Check) -> str:
     return (check.__doc__ or "").strip().partition("\n")[0]
 
 
-def run_checks(checks: Iterable[Check], case: Any) -> dict[str, str]:
+def run_checks(checks: Iterable[Check], case: Case) -> dict[str, str]:
     """Run every check on a case; return those that do not apply, with the reason.
 
     Raises an AssertionError that names each check that failed, its promise and what happened instead.

@@ -49,14 +49,14 @@ def test_ours(store: str, check: Callable[[Any], None]) -> None:
 
 def test_a_collection_in_a_folder(tmp_path: Path) -> None:
     count = iter(range(10**6))
-    some = ("check_new", "check_filter_values", "check_entries", "check_order", "check_numbers", "check_updates")
+    some = ("check_new", "check_filter_values", "check_entries", "check_order", "check_updates")
     for check in [check for check in store_checks() if check.__name__ in some]:
         check(lambda dim, metric: QdrantStore(dim, metric, location=tmp_path / f"{next(count)}"))
 
 
 def test_every_check_says_in_one_sentence_what_it_promises() -> None:
     checks = store_checks()
-    assert len(checks) == len({check.__name__ for check in checks}) > 20
+    assert len(checks) == len({check.__name__ for check in checks}) > 12
     for check in checks:
         assert check.__doc__ and check.__doc__.endswith(".") and len(check.__doc__) <= 120 and "\n" not in check.__doc__
 
@@ -128,7 +128,7 @@ FAULTS = {
     "moves what is updated": "check_order",
     "never deletes": "check_order",
     "gets in the order asked": "check_entries",
-    "ignores filters": "check_empty|check_near_ties|check_filters",
+    "ignores filters": "check_near_ties|check_filters",
     "reads 1 as '1'": "check_filter_values",
     "compares in float32": "check_near_ties",
     "finds twice": "check_best",

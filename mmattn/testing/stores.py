@@ -1,18 +1,26 @@
-"""Checks of stores: what a search finds, with filters and without."""
+"""Checks of stores: what a search finds, and entries added, updated, deleted, saved and loaded."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError
+from mmattn.memory import Memory
 from mmattn.retrieval.entries import Entries, Filter
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import METRICS, score
 from mmattn.retrieval.stores.base import Candidates, VectorStore, find_store
+from mmattn.testing.case import refuses
 
 MakeStore = Callable[[int, str], VectorStore]
 
@@ -74,7 +82,7 @@ def same(a: Index, b: Index, metric: str) -> None:
 
 
 def check_new(make: MakeStore) -> None:
-    """A new store is empty and registered, has the width and metric it was made with, and gives `about` back."""
+    """A new store is empty and registered, has the width and metric it was made with, gives `about` back, is closed."""
     for metric in METRICS:
         store = make(WIDTH, metric)
         assert (store.dim, store.metric, len(store), store.ids) == (WIDTH, metric, 0, ())
@@ -83,21 +91,21 @@ def check_new(make: MakeStore) -> None:
         assert store.about == {"encoder": "abc", "next_id": 3}
         assert find_store(store.kind) is type(store), f"{type(store).__name__} is not registered as {store.kind!r}"
         assert 0 < store.recall <= 1
-
-
-def check_empty(make: MakeStore) -> None:
-    """An empty store finds nothing, and a store asked nothing answers nothing."""
-    index = filled(make, "ip", torch.empty(0, WIDTH))
-    assert not index.search(normal(2), 5).mask.any()
-    assert not index.search(normal(2), 5, filter={"a": 1}).mask.any()
-    assert len(filled(make, "ip", normal(7)).search(torch.empty(0, WIDTH), 3)) == 0
+        index = Index(store)
+        assert not index.search(normal(2), 5).mask.any() and not index.search(normal(2), 5, filter={"a": 1}).mask.any()
+        index.add(normal(7))
+        assert len(index.search(torch.empty(0, WIDTH), 3)) == 0
+        store.close()
+        store.close()
 
 
 def check_best(make: MakeStore) -> None:
     """A search finds the best k of its metric, on average the share of them that the store declares."""
     for metric in METRICS:
         vectors, queries = normal(1201), normal(7, seed=1)
-        found = ids_of(filled(make, metric, vectors), queries, 10)
+        index = filled(make, metric, vectors)
+        found = ids_of(index, queries, 10)
+        assert found[2:3] == ids_of(index, queries[2:3], 10), f"{metric}: a query finds something else alone"
         best = best_of(vectors, queries, metric, 10)
         share = sum(len(set(a) & set(b)) for a, b in zip(found, best, strict=True)) / (7 * 10)
         assert share >= make(WIDTH, metric).recall, f"{metric}: found {share:.3f} of the best"
@@ -116,15 +124,16 @@ def check_near_ties(make: MakeStore) -> None:
 
 
 def check_scores(make: MakeStore) -> None:
-    """Scores are those of the full vectors in float64, the best first, and equal ones in the order of adding."""
+    """Each entry is found once, with its score in float64, the best first, and equal ones in the order of adding."""
     for metric in METRICS:
         vectors, queries = normal(5)[torch.arange(45) % 5], normal(3, seed=1)
-        hits = filled(make, metric, vectors).search(queries, 45)
+        hits = filled(make, metric, vectors).search(queries, 51)
         assert hits.ids is not None and hits.vectors is not None
         for query, names, scores in zip(queries, hits.ids, hits.scores, strict=True):
-            rows = [name for name in names if name is not None]
+            rows: list[Any] = [name for name in names if name is not None]
+            assert sorted(rows) == list(range(45)) and names[45:] == [None] * 6, f"{metric}: {names}"
             true = score(query[None], vectors[rows][None], metric)[0]
-            assert torch.equal(scores[: len(rows)], true), f"{metric}: scores {scores.tolist()}, true {true.tolist()}"
+            assert torch.equal(scores[:45], true), f"{metric}: scores {scores.tolist()}, true {true.tolist()}"
             assert rows == sorted(rows, key=lambda row: (-float(true[rows.index(row)]), row)), metric
 
 
@@ -139,19 +148,6 @@ def check_lengths(make: MakeStore) -> None:
             assert hits.scores[hits.mask].isfinite().all(), metric
             if make(WIDTH, metric).recall == 1:
                 assert hits.ids == best_of(vectors, query, metric, 29), metric
-
-
-def check_more_than_there_is(make: MakeStore) -> None:
-    """Asked for more than it has, a store finds each entry once."""
-    for metric in METRICS:
-        (names,) = ids_of(filled(make, metric, normal(5)), normal(1, seed=1), 11)
-        assert sorted(names[:5]) == [0, 1, 2, 3, 4] and names[5:] == [None] * 6, f"{metric}: {names}"
-
-
-def check_batches(make: MakeStore) -> None:
-    """A query finds in a batch what it finds alone."""
-    index, queries = filled(make, "cosine", normal(97)), normal(5, seed=1)
-    assert ids_of(index, queries, 7) == [ids_of(index, query[None], 7)[0] for query in queries]
 
 
 def check_filters(make: MakeStore) -> None:
@@ -189,17 +185,16 @@ def check_filter_values(make: MakeStore) -> None:
 
 
 def check_filter_spellings(make: MakeStore) -> None:
-    """A filter is compared as JSON: a tuple is a list, a number as a key its text; what JSON lacks is refused."""
+    """A filter is compared as JSON: a tuple is a list, a number as a key its text; or it is a function, or refused."""
     index = filled(make, "ip", normal(2), [{"a": [1, 2], "b": {"2": 3}, "3": "c"}, {"a": (2, 1)}])
     spelt: list[Any] = [{"a": (1, 2)}, {"b": {2: 3}}, {3: "c"}, {"a": [1.0, True + 1]}]
     for wanted in spelt:
         assert ids_of(index, normal(1, seed=1), 2, wanted) == [[0, None]], wanted
-    for refused in ({"a": {1, 2}}, {"a": float("nan")}, {"a": object()}, {"b": {2: 3, "2": 3}}):
-        try:
-            index.search(normal(1, seed=1), 1, filter=refused)
-        except ConfigError:
-            continue
-        raise AssertionError(f"the filter {refused} was not refused")
+    spoilt: tuple[Filter, ...] = ({"a": {1, 2}}, {"a": float("nan")}, {"a": object()}, {"b": {2: 3, "2": 3}})
+    for refused in spoilt:
+        refuses(ConfigError, partial(index.search, normal(1, seed=1), 1, filter=refused), f"the filter {refused}")
+    with suppress(ConfigError):
+        assert ids_of(index, normal(1, seed=1), 2, lambda entry: "b" in entry) == [[0, None]], "a function"
 
 
 def check_metadata_is_handed_out_as_a_copy(make: MakeStore) -> None:
@@ -218,11 +213,139 @@ def check_metadata_is_handed_out_as_a_copy(make: MakeStore) -> None:
     assert [one["d"]["n"] for one in again.metadata[0]] == again.ids[0], again.metadata
 
 
-def check_filter_functions(make: MakeStore) -> None:
-    """A function of the metadata filters as it says, or is refused by ConfigError."""
-    index = filled(make, "ip", normal(31), list(range(31)))
+def check_entries(make: MakeStore) -> None:
+    """Ids, texts, metadata and vectors come back as they were given."""
+    metadata: list[Any] = [{"n": [1, {"ü": None}]}, None, [], "text", -(1 << 62), 1e-300, False]
+    texts = ["one\nline", None, "", "ü🌷", "nul \0", "'; DROP TABLE entries; --", " "]
+    ids: list[str | int] = ["a", "1", 1, -5, "ü🌷", "", 1 << 62]
+    vectors = normal(7) * 10.0 ** torch.arange(-9, 12, 3)[:, None]
+    index = filled(make, "cosine", vectors, metadata, ids=ids, texts=texts)
+    assert index.ids == tuple(ids) and len(index) == 7 and 1 in index and "1" in index and 2 not in index
+    for row, name in enumerate(ids):
+        entry = index[name]
+        given = (name, texts[row], metadata[row])
+        assert entry[:3] == given and type(entry.metadata) is type(given[2]), f"gave {given}, got {entry[:3]}"
+        assert torch.equal(entry.vector, vectors[row]), f"the vector of {name!r} was changed"
+    some = index.store.get(["ü🌷", "nobody", "a", 1, "a"])
+    assert some.ids == ("a", 1, "ü🌷"), f"get is of the known ids, each once, in the order of adding; got {some.ids}"
+    assert len(index.store.get([])) == 0
+
+
+def check_order(make: MakeStore) -> None:
+    """Ids are in the order of adding, one that is added again last; numbers that name entries are not given twice."""
+    index = filled(make, "ip", normal(5), ids=["a", "b", "c", "d", "e"])
+    index.delete(["b", "e"])
+    index.update(["d", "a"], normal(2, seed=1))
+    index.add(normal(3, seed=2), ids=["e", "f", "b"])
+    assert index.ids == ("a", "c", "d", "e", "f", "b"), index.ids
+    index.update(index.ids, torch.ones(6, WIDTH))
+    assert ids_of(index, torch.ones(1, WIDTH), 6) == [list(index.ids)], "equal scores are in the order of adding"
+    numbered = filled(make, "ip", normal(3))
+    numbered.delete([2])
+    assert numbered.add(normal(2)) == (3, 4)
+    numbered.delete(numbered.ids)
+    assert len(numbered) == 0 and numbered.add(normal(1)) == (5,) and numbered.ids == (5,)
+
+
+def check_updates(make: MakeStore) -> None:
+    """An update replaces what is given, a deletion removes it: old vectors find the entry no more."""
+    eye = torch.eye(WIDTH)
+    index = filled(make, "cosine", eye[:5], [{"n": row} for row in range(5)], texts=list("abcde"))
+    index.update([1, 3], eye[[7, 8]], metadata=[{"n": 10}, {"n": 30}])
+    assert ids_of(index, eye[[7, 8]], 1) == [[1], [3]] and ids_of(index, eye[[1]], 5)[0] == [0, 1, 2, 3, 4]
+    assert index[1][:3] == (1, "b", {"n": 10}) and index[0][:3] == (0, "a", {"n": 0})
+    assert ids_of(index, eye[[7]], 2, {"n": 10}) == [[1, None]] and ids_of(index, eye[[7]], 1, {"n": 1}) == [[None]]
+    index.update([1], texts=["z"])
+    assert index[1][:3] == (1, "z", {"n": 10}) and torch.equal(index[1].vector, eye[7])
+    index.delete([0, 4])
+    assert 0 not in index and sorted(ids_of(index, eye[[0]], 3)[0]) == [1, 2, 3]
+
+
+def check_tokens(make: MakeStore) -> None:
+    """Encoded tokens come back with their entries where the store says that it holds them, or else are refused."""
+    tokens = Memory.pad([normal(length)[:, :7] for length in (2, 1, 3)])
+    if not make(WIDTH, "ip").holds_tokens:
+        return refuses(ConfigError, lambda: filled(make, "ip", normal(3), tokens=tokens), "tokens for this store")
+    index = filled(make, "ip", normal(3), tokens=tokens)
+    index.update([1], normal(1, seed=1), tokens=Memory(torch.ones(1, 5, 7)))
+    lengths = [len(part) for name in index.ids if (part := index[name].tokens) is not None]
+    assert lengths == [2, 5, 3] and index.search(normal(1), 2).memory(tokens=True).dim == 7
+
+
+def check_candidates_stay(make: MakeStore) -> None:
+    """Candidates stay as they were, whatever happens to the store or to the tensors that were added."""
+    store, vectors = make(WIDTH, "ip"), normal(7)
+    given = vectors.clone()
+    index = Index(store)
+    index.add(given, metadata=[{"n": row} for row in range(7)])
+    given.zero_()
+    found = candidates_of(store, normal(2, seed=1), 7, None)
+    ids, metadata = found.entries.ids, found.entries.metadata
+    index.update([0, 1], torch.ones(2, WIDTH), metadata=[None, None])
+    index.delete([2, 3])
+    assert (found.entries.ids, found.entries.metadata) == (ids, metadata)
+    assert torch.equal(found.entries.vectors, vectors[list(ids)])
+
+
+def check_saved(make: MakeStore) -> None:
+    """A saved index is loaded, an empty one too: entries, order and `about`; later changes do not reach the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        filled(make, "l2", torch.empty(0, WIDTH)).save(folder)
+        empty = Index.load(folder)
+        assert (len(empty), empty.dim, empty.metric) == (0, WIDTH, "l2")
+        empty.close()
+    for metric in METRICS:
+        index = filled(make, metric, normal(1201), [{"n": row % 5} for row in range(1201)], texts=["ü"] * 1201)
+        index.delete([3, 1200])
+        index.update([7], normal(1, seed=1))
+        index.add(normal(1, seed=2), ids=["ü🌷"], metadata=[{"n": 2}])
+        index.store.about = {**index.store.about, "encoder": "abc"}
+        with tempfile.TemporaryDirectory() as folder:
+            index.save(folder)
+            for mapped in (False, True):
+                again = Index.load(folder, mapped=mapped)
+                assert hasattr(index.store, "schemes") or again.store.settings == index.store.settings
+                assert again.store.about == index.store.about, "about is not what was saved"
+                same(index, again, metric)
+                again.delete([0])
+                assert again.add(normal(1)) == (1201,)
+                again.close()
+            same(index, again := Index.load(folder), metric)
+            shutil.rmtree(os.path.join(folder, "v1"))
+            same(index, again, metric)
+        again.close()
+
+
+def check_threads(make: MakeStore) -> None:
+    """Threads search while another adds, updates and deletes: none fails, and every hit is an entry as it was given."""
+    index = filled(make, "ip", torch.ones(31, WIDTH), [1] * 31)
+    wrong: list[BaseException] = []
+    done = threading.Event()
+
+    def search() -> None:
+        try:
+            while not done.is_set():
+                hits = index.search(torch.ones(2, WIDTH), 50)
+                assert hits.metadata is not None and hits.vectors is not None
+                for values, vectors, real in zip(hits.metadata, hits.vectors, hits.mask, strict=True):
+                    numbers = torch.tensor([float(value) for value in values if value is not None])
+                    assert len(numbers) == int(real.sum()), "an entry without its metadata was found"
+                    assert torch.equal(vectors[real][:, 0], numbers), "the vector of another entry was found"
+        except BaseException as error:
+            wrong.append(error)
+
+    searchers = [threading.Thread(target=search) for _ in range(3)]
+    for searcher in searchers:
+        searcher.start()
     try:
-        (names,) = ids_of(index, normal(1, seed=1), 31, lambda value: value % 7 == 2)
-    except ConfigError:
-        return
-    assert sorted(name for name in names if name is not None) == [2, 9, 16, 23, 30], names
+        for step in range(2, 22):
+            index.add(torch.full((3, WIDTH), float(step)), metadata=[step] * 3)
+            names = index.ids
+            index.update(names[:7], torch.full((7, WIDTH), step + 0.5), metadata=[step + 0.5] * 7)
+            index.delete(names[7:10])
+    finally:
+        done.set()
+        for searcher in searchers:
+            searcher.join()
+    assert not wrong, f"{type(wrong[0]).__name__}: {wrong[0]}"
+    assert len(index) == 31, f"31 entries should be left, and there are {len(index)}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,10 +82,6 @@ class TestWords:
         for name in ("demo", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
             assert f"\n  {name} " in out
 
-    def test_as_a_program(self) -> None:
-        done = subprocess.run([sys.executable, "-m", "mmattn", "--help"], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0 and "caption" in done.stdout
-
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = call(capsys, "dmeo")
         assert code == 2 and "dmeo" in err
@@ -104,19 +98,6 @@ class TestWords:
             "mmattn: mmattn demo needs PIL, diffusers, matplotlib, which are not installed; install with: pip install "
             "'mmattn[vision,diffusion,viz]'\n"
         )
-
-    def test_every_extra_has_modules_and_every_distribution_an_extra(self) -> None:
-        from importlib import metadata
-
-        from mmattn.inspect.environment import EXTRAS, MODULES
-
-        assert set(MODULES.values()) == set(EXTRAS)
-        homes = metadata.packages_distributions()
-        for module, extra in MODULES.items():
-            if module in homes:
-                owners = {name.lower().replace("_", "-") for name in homes[module]}
-                names = [name for one in EXTRAS.values() for name in one.values()]
-                assert owners & {name.lower().replace("_", "-") for name in names}, (module, extra, owners)
 
     def test_every_extra_of_the_project_is_listed(self) -> None:
         """Invariant 136."""
@@ -167,16 +148,6 @@ class TestWords:
         assert f"torch            {torch.__version__.split('+')[0]}" in out
         assert all(f"\n  {extra} " in out for extra in ("vision", "diffusion", "rag", "train", "viz", "data", "scale"))
         assert f"threads          {torch.get_num_threads()} " in out
-
-    def test_env_sees_what_is_missing(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from mmattn.inspect import environment
-
-        monkeypatch.setitem(environment.EXTRAS, "vision", {"PIL": "no-such-distribution"})
-        _, out, _ = call(capsys, "env")
-        assert "no-such-distribution (missing)" in out
-        assert "pip install 'mmattn[" in out and "vision" in out.rsplit("mmattn[", 1)[1]
 
 
 class TestTrain:
@@ -253,12 +224,6 @@ class TestTrain:
         assert (code, out) == (2, "")
         assert message in err and "Traceback" not in err
 
-    def test_a_file_that_is_not_there_or_not_text(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "there is no settings file absent.yaml" in call(capsys, "train", "absent.yaml")[2]
-        (toy / "config.yaml").write_bytes(b"seed: \xff\n")
-        code, _, err = call(capsys, "train", toy / "config.yaml")
-        assert code == 2 and "not a text file in UTF-8" in err and "in line 1" in err
-
     @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
     def test_settings_as_other_editors_save_them(self, tmp_path: Path, encoding: str) -> None:
         path = tmp_path / "settings.yaml"
@@ -294,12 +259,6 @@ class TestTrain:
         wanted = {"a": 1e-3, "b": 2e5, "c": 0.5e-7, "d": 3, "e": "1e", "f": "1e-3", "g": -150.0}
         assert recipes.read_settings(path) == wanted
 
-    def test_a_recipe_that_checks_its_own_settings(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        text = (toy / "train.py").read_text().replace("class Config", "class Settings")
-        (toy / "train.py").write_text(text + "    Settings.model_validate(config)\n")
-        code, _, err = call(capsys, "train", toy / "config.yaml", "sede=1")
-        assert code == 2 and "unknown key 'sede'" in err
-
 
 class TestErrors:
     @pytest.mark.parametrize("where", ["at the top", "in main"])
@@ -312,11 +271,6 @@ class TestErrors:
         code, out, err = call(capsys, "train", toy / "config.yaml")
         assert (code, out) == (2, "")
         assert err == "mmattn: PIL is needed here and is not installed; install it with: pip install 'mmattn[vision]'\n"
-
-    def test_a_module_that_no_extra_brings_is_not_hidden(self, toy: Path) -> None:
-        (toy / "train.py").write_text("import no_such_module\n")
-        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-            main(["train", str(toy / "config.yaml")])
 
     def test_debug_shows_where_it_happened(self, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for words in (["--debug", "train", "absent.yaml"], ["train", "absent.yaml", "--debug"]):
@@ -359,17 +313,6 @@ class TestShelf:
         (tmp_path / "runs/first/adapter/adapter_config.json").write_text("{}")
         assert "  runs/first/adapter\n" in call(capsys, "ls")[1]
 
-    def test_ls_without_checkpoints(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        for name in ("adapter", "checkpoints/step-00000100/adapter", "out/checkpoint-30", "seeds/step-by-step/adapter"):
-            (tmp_path / "runs/first" / name).mkdir(parents=True)
-            (tmp_path / "runs/first" / name / "adapter_config.json").write_text("{}")
-        lines = call(capsys, "ls")[1].splitlines()
-        assert lines[lines.index("adapters in runs") + 1 :] == [
-            "  runs/first/adapter",
-            "  runs/first/seeds/step-by-step/adapter",
-            "  and 2 checkpoints of them",
-        ]
-
     def test_cp_leaves_the_waste_behind(self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for waste in ("__pycache__/train.pyc", "runs/old/metrics.jsonl"):
             (shelf / "_recipes/toy" / waste).parent.mkdir(parents=True)
@@ -406,14 +349,3 @@ class TestShelf:
         monkeypatch.setattr("mmattn.recipes.assets._PACKAGE", tmp_path / "nowhere")
         code, _, err = call(capsys, "ls")
         assert code == 2 and "carries no recipes" in err
-
-
-def test_the_console_script_is_this_main(tmp_path: Path) -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert (
-        textwrap.dedent("""\
-        [project.scripts]
-        mmattn = "mmattn.cli.app:main"
-        """)
-        in text
-    )

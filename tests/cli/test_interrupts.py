@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import threading
 from pathlib import Path
 from typing import IO
 
@@ -213,11 +212,6 @@ class TestSeveralSeeds:
         code, _, err = call(capsys, "train", config, f"--seeds={seeds}")
         assert code == 2 and "takes different whole numbers with commas between them" in err
 
-    def test_a_recipe_without_a_table(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (config.parent / "train.py").write_text("def main(config):\n    raise AssertionError\n")
-        code, _, err = call(capsys, "train", config, "--seeds", "0,1")
-        assert code == 2 and "must have a function `table(contents)`" in err
-
 
 class TestHandler:
     def test_a_library_that_makes_an_error_of_it(self, recipe: Path) -> None:
@@ -238,17 +232,3 @@ class TestHandler:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def test_in_another_thread(self) -> None:
-        codes: list[object] = []
-
-        def run() -> None:
-            try:
-                main(["ls"])
-            except SystemExit as end:
-                codes.append(end.code)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        assert codes == [0]

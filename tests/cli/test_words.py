@@ -130,14 +130,6 @@ class TestIndex:
         assert code == 2 and err.startswith(f"mmattn: {option[2:]} must be one of ") and repr(value) in err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
 
-    def test_a_place_that_is_a_file_and_a_text_that_is_not_there(
-        self, encoder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        code, _, err = call(capsys, "index", "build", lines, "-o", lines, "--encoder", encoder)
-        assert (code, err) == (2, f"mmattn: an index is a folder, and --out {lines} is a file: name another place\n")
-        code, _, err = call(capsys, "index", "build", "absent.txt", "-o", tmp_path / "index", "--encoder", encoder)
-        assert (code, err) == (2, "mmattn: cannot embed absent.txt: there is no such file or folder\n")
-
     @pytest.mark.parametrize(
         ("content", "more"),
         [("", ()), ("\n \n", ()), ('{"no": 1}\n', ("--skip-broken",))],
@@ -174,14 +166,3 @@ class TestIndex:
         Index.build([], encoder=reader).save(tmp_path / "empty")
         code, out, err = call(capsys, "index", "search", tmp_path / "empty", "x", "--encoder", encoder)
         assert (code, out, err) == (0, "", "nothing fits: the index is empty\n")
-
-    @pytest.mark.parametrize("count", ["0", "-3"])
-    def test_a_number_outside_its_range(
-        self, encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: str
-    ) -> None:
-        index = Index.build(["a", "b"], encoder=TextEncoder(encoder))
-        index.save(tmp_path / "index")
-        words = ["index", "search", tmp_path / "index", "a", "--encoder", encoder, "--top-k", count]
-        capsys.readouterr()
-        code, _, err = call(capsys, *words)
-        assert (code, err) == (2, f"mmattn: top_k must be at least 1, got {count}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +72,6 @@ def test_a_long_file_comes_in_pieces_that_are_the_whole() -> None:
     wave = chirp(1.1, 8000)
     parts = list(stream_audio(wave.split(811), source_rate=8000))
     torch.testing.assert_close(torch.cat(parts), load_audio(wave, source_rate=8000), atol=1e-6, rtol=0)
-
-
-def test_pieces_are_given_as_they_arrive() -> None:
-    given: list[int] = []
-
-    def microphone() -> Iterator[np.ndarray]:
-        for number in range(3):
-            given.append(number)
-            yield np.zeros(100, dtype=np.int16)
-
-    heard = stream_audio(microphone())
-    assert not given
-    assert len(next(heard)) == 100 and given == [0]
-    assert sum(map(len, heard)) == 200
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 import mmattn
-from mmattn import pipelines
 from mmattn.encoders import HybridEncoder, StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
 from mmattn.storage.safetensors import write_tensors
@@ -75,12 +74,6 @@ def test_queries_are_mapped_to_the_entries_they_were_fitted_to(encoder: HybridEn
     assert encoder.fingerprint != once, "so are other weights of the text encoder"
 
 
-def test_an_index_is_searched_by_queries_as_they_were_fitted(encoder: HybridEncoder) -> None:
-    encoder.fit_queries(*(encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES)), ridge=1e-6)
-    index = mmattn.Index.build(TITLES, encoder=encoder)
-    assert [ids[0] for ids in index.search(QUESTIONS, 1).ids] == list(range(len(TITLES)))
-
-
 def test_the_map_is_ridge_regression_towards_no_change(encoder: HybridEncoder) -> None:
     torch.manual_seed(3)
     queries, entries = torch.randn(97, encoder.dim), torch.randn(97, encoder.dim)
@@ -141,22 +134,3 @@ def test_commands_take_its_file(encoder: HybridEncoder, tmp_path: Path, capsys: 
     assert code == 0 and TITLES[5] in out, err
     code, _, err = call(capsys, "index", "search", tmp_path / "index", QUESTIONS[5])
     assert code == 2 and "width" in err
-
-
-def test_a_pipeline_loads_the_encoder_of_its_adapter(encoder: HybridEncoder, tmp_path: Path) -> None:
-    encoder.fit_queries(*(encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES)))
-    encoder.save(tmp_path / "encoder.safetensors")
-    config = pipelines.PipelineConfig(
-        task="question-answering",
-        host=pipelines.ModelReference(name="assets/rag"),
-        encoder=pipelines.EncoderReference(name="encoder.safetensors"),
-        memory=pipelines.MemoryConfig(top_k=2, fields=("title", "value")),
-        prompt="{question}",
-    )
-    read = pipelines.load_text_encoder(config, tmp_path, encoder.fingerprint)
-    rows = [{"title": title, "value": name} for title, name in zip(TITLES, CITIES, strict=True)]
-    index = pipelines.build_index(rows, config, read)
-    hits = index.search(QUESTIONS[:2], 1)
-    assert hits.ids == [[0], [1]] and hits.memory(tokens=True).dim == 2 * encoder.dim
-    with pytest.raises(AdapterFileError, match="another encoder"):
-        pipelines.load_text_encoder(config, tmp_path, "0" * 64)

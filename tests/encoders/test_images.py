@@ -7,7 +7,6 @@ import math
 import struct
 import warnings
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ import torch
 from PIL import Image
 
 from mmattn.encoders import ImageProcessor, load_image
-from mmattn.encoders.images import image_list
 from mmattn.errors import ConfigError, ImageError
 
 
@@ -136,11 +134,6 @@ def test_exif_orientation_is_applied_once(orientation: int, given: str) -> None:
     upright = load_image(source)
     assert difference(upright, image) == 0
     assert difference(load_image(upright), image) == 0
-
-
-def test_unreadable_exif_does_not_lose_the_picture() -> None:
-    data = written(drawing(), "PNG", exif=b"Exif\x00\x00XX*\x00garbage")
-    assert difference(load_image(data), drawing()) == 0
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB", "1"])
@@ -264,16 +257,6 @@ def test_what_is_no_picture_is_named(case: str) -> None:
         load_image(source)
 
 
-def test_paths_are_read_and_named(tmp_path: Path) -> None:
-    path = tmp_path / "ünïcode name.png"
-    drawing().save(path)
-    assert difference(load_image(path), drawing()) == 0
-    assert difference(load_image(str(path)), drawing()) == 0
-    path.write_bytes(path.read_bytes()[:400])
-    with pytest.raises(ImageError, match="ünïcode name.png.*cut short"):
-        load_image(path)
-
-
 def test_mutated_files_give_pictures_or_image_errors() -> None:
     generator = np.random.default_rng(7)
     outcomes = set()
@@ -318,22 +301,6 @@ def test_mean_and_std_are_taken_off() -> None:
     processor = ImageProcessor(3, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.1))
     pixels = processor([Image.new("RGB", (5, 7), (255, 51, 0))])
     torch.testing.assert_close(pixels[0, :, 0, 0], torch.tensor([1.8, 0.0, -3.0]))
-
-
-def test_a_bad_picture_among_good_ones_is_numbered() -> None:
-    with pytest.raises(ImageError, match="picture 2: the bytes is empty"):
-        ImageProcessor()([drawing(), drawing(), b""])
-
-
-def test_one_picture_or_several() -> None:
-    image = drawing()
-    for one in (image, "a.png", b"x", io.BytesIO(), torch.zeros(3, 7, 7)):
-        assert len(image_list(one)) == 1
-    assert len(image_list([image, "a.png", b"x"])) == len(image_list(iter([1, 2, 3]))) == 3
-    assert len(image_list(torch.zeros(5, 3, 7, 7))) == 5
-    for wrong in (None, 7, {"a": image}, {"a"}):
-        with pytest.raises(ImageError, match=f"one picture or several were expected, got {type(wrong).__name__}"):
-            image_list(wrong)
 
 
 @pytest.mark.parametrize(

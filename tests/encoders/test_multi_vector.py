@@ -13,7 +13,6 @@ import torch
 
 from mmattn.encoders import MultiVectorEncoder
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, NonFiniteError, TextError
-from mmattn.retrieval import MultiVectorIndex
 from tests.tiny_texts import save_encoder
 
 sentence_transformers = pytest.importorskip(
@@ -62,20 +61,6 @@ def test_vectors_are_those_of_sentence_transformers(encoder: MultiVectorEncoder,
     assert encoder.encode(TEXTS).lengths != encoder.encode_query(TEXTS).lengths
     assert encoder.encode([]).tokens.shape == (0, 0, 7)
     assert torch.equal(encoder.encode("the woods").tokens, encoder.encode(["the woods"]).tokens)
-
-
-def test_an_index_scores_as_sentence_transformers_does(encoder: MultiVectorEncoder, published: Any) -> None:
-    index = MultiVectorIndex.build(TEXTS, encoder=encoder)
-    queries = ["bluebell", "the woods in spring"]
-    hits = index.search(queries, 4)
-    theirs = published.similarity(published.encode_query(queries), published.encode_document(TEXTS))
-    assert hits.ids == theirs.argsort(1, descending=True).tolist()
-    torch.testing.assert_close(hits.scores, theirs.sort(1, descending=True).values)
-    # The lists that it gives are items and queries as they are.
-    same = MultiVectorIndex.build(published.encode_document(TEXTS), texts=TEXTS)
-    again = same.search(published.encode_query(queries), 4)
-    assert again.texts == hits.texts
-    torch.testing.assert_close(again.scores, hits.scores)
 
 
 def test_the_fingerprint_is_of_settings_and_weights(folder: Path, encoder: MultiVectorEncoder) -> None:

@@ -163,14 +163,6 @@ def test_the_fingerprint_is_of_what_shapes_the_memory(save_clip: SaveClip) -> No
     assert copy.deepcopy(eye).half().fingerprint != first
 
 
-def test_the_tower_runs_in_its_own_dtype(save_clip: SaveClip, picture: Image.Image) -> None:
-    eye = OpenCLIPEncoder(save_clip())
-    want = eye(picture).tokens
-    got = eye.to(torch.bfloat16)(picture).tokens
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), want, atol=0.1, rtol=0.1)
-
-
 def test_a_folder_and_a_name_of_open_clip_with_a_file(save_clip: SaveClip, monkeypatch: pytest.MonkeyPatch) -> None:
     import open_clip
 
@@ -203,12 +195,6 @@ def test_a_folder_and_a_name_of_open_clip_with_a_file(save_clip: SaveClip, monke
 def test_names_that_lead_nowhere(name: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         OpenCLIPEncoder(name)
-
-
-def test_weights_that_are_given_twice() -> None:
-    for name in ("ViT-B-32:openai", "local-dir:x", "hf-hub:a/b"):
-        with pytest.raises(ConfigError, match=r"once|its own weights"):
-            OpenCLIPEncoder(name, "laion2b_s34b_b79k")
 
 
 def test_files_that_do_not_fit(save_clip: SaveClip) -> None:

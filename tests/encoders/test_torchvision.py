@@ -64,13 +64,6 @@ def test_channels_last_networks_keep_their_width(layer: str | None) -> None:
     assert (eye.layer, eye.dim, eye.grid) == (("permute", 768, (2, 2)) if layer is None else (layer, 96, (16, 16)))
 
 
-def test_the_hook_leaves_no_trace(picture: Image.Image) -> None:
-    eye = TorchvisionEncoder("squeezenet1_1", size=64)
-    eye(picture)
-    assert not any(module._forward_hooks for module in eye.modules())
-    assert eye.model(eye.image_processor([picture])).shape == (1, 1000)
-
-
 def test_no_layer_of_that_name() -> None:
     with pytest.raises(ConfigError, match=r"no layer 'feature'; its parts are features, classifier"):
         TorchvisionEncoder("mobilenet_v2", layer="feature", size=32)

@@ -79,12 +79,6 @@ def test_frames_of_each_second(kind: str, codec: str, tmp_path: Path) -> None:
             assert [number_of(frame.image) for frame in frames] == pytest.approx(range(0, 35, 5), abs=1)
 
 
-def test_all_frames(film: bytes) -> None:
-    assert [frame.time for frame in stream_frames(film)] == pytest.approx([n / 10 for n in range(50)], abs=1e-5)
-    assert len(list(stream_frames(film, fps=24))) == 50
-    assert [frame.time for frame in stream_frames(filmed(1))] == [0.0]
-
-
 def test_a_long_video_is_never_in_memory_as_a_whole() -> None:
     """Frames come one by one, before it is known what follows."""
     data = filmed(50, "matroska")
@@ -141,22 +135,6 @@ def test_frames_that_arrive_give_the_tokens_of_the_whole(eye: TinyEye, film: byt
     pairs = [(number / 10, picture(number)) for number in range(50)]
     live = [memory.tokens for memory in watch.stream(iter(pairs))]
     torch.testing.assert_close(torch.cat(live, 1), watch(pairs).tokens, atol=1e-6, rtol=1e-5)
-
-
-def test_attention_over_time_row_and_column(eye: TinyEye) -> None:
-    """Frames that are all alike are told apart by their positions alone."""
-    watch = VideoEncoder(eye, fps=1)
-    still = picture(5)
-    memory = watch([(float(second), still) for second in range(4)])
-    assert torch.equal(memory.tokens[:, :6], memory.tokens[:, 6:12])
-    layer = mmattn.CrossAttention(11, watch.dim, 2, head_dim=12, rotary=mmattn.positions.Rotary(12, axes=3))
-    x, at = torch.randn(1, 3, 11), torch.tensor([[2.0, 0.0, 1.0]]).expand(3, 3)
-    _, weights = layer(
-        x, memory.tokens, query_positions=at, memory_positions=watch.positions(memory), return_weights=True
-    )
-    by_frame = weights.view(1, 2, 3, 4, 6)
-    assert torch.isfinite(by_frame).all()
-    assert (by_frame[..., 1, :] - by_frame[..., 2, :]).abs().max() > 1e-4
 
 
 def test_the_fingerprint_is_of_the_images_and_the_times(eye: TinyEye) -> None:

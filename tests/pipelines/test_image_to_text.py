@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.errors import ImageError
 from mmattn.recipes import asset_path
 from tests.cli.running import call
 from tests.serving.servers import captioning_pipe
@@ -55,16 +54,6 @@ def test_captions_are_those_of_the_single_steps(pipe: Any, encoder: Any) -> None
     assert pipe(FLOWERS[0], max_new_tokens=2) != want[0] and want[0].startswith(pipe(FLOWERS[0], max_new_tokens=2))
     trace = pipe.trace(FLOWERS[0])
     assert trace.title == want[0] and "".join(trace.words).strip() == want[0]
-
-
-def test_a_folder_of_pictures(pipe: Any, tmp_path: Path) -> None:
-    for number, flower in enumerate(FLOWERS):
-        (tmp_path / f"{number}.png").write_bytes(Path(flower).read_bytes())
-    (tmp_path / "notes.txt").write_text("no picture")
-    assert pipe(tmp_path) == pipe(FLOWERS)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ImageError, match="has no pictures"):
-        pipe(tmp_path / "empty")
 
 
 def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,15 +131,6 @@ def test_one_by_one_streamed_and_in_batches(pipe: Any, index: Path, facts: list[
     assert together[0] in trace.title and trace.probability is not None
 
 
-def test_a_stream_that_is_left_ends_the_writing(pipe: Any, index: Path, facts: list[Any]) -> None:
-    import threading
-
-    before = threading.active_count()
-    for _ in pipe.stream(facts[0].question, index=index, max_new_tokens=100, eos_token_id=None):
-        break
-    assert threading.active_count() == before
-
-
 def test_an_error_in_a_stream_is_raised(pipe: Any, index: Path, facts: list[Any]) -> None:
     with pytest.raises(ValueError, match="temperature"):
         list(pipe.stream(facts[0].question, index=index, do_sample=True, temperature=-1.0))
@@ -232,13 +223,6 @@ class TestFolder:
         self.change(folder, host=host, encoder={"name": "all-MiniLM-L6-v2", "pooling": "cls"})
         with pytest.raises(AdapterFileError, match="memories of another encoder"):
             mmattn.pipeline(folder)
-
-    def test_a_host_beside_the_folder(self, folder: Path, index: Path, facts: list[Any], pipe: Any) -> None:
-        shutil.copytree(asset_path("assets/rag"), folder.parent / "host", ignore=shutil.ignore_patterns("adapter"))
-        host = pipelines.PipelineConfig.load(folder).host.model_dump()
-        self.change(folder, host={**host, "name": "../host"})
-        moved = mmattn.pipeline(folder, index=index)
-        assert moved(facts[3].question) == pipe(facts[3].question, index=index)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
 
 #: Seconds after which a line is printed before the next tenth is done.
 PATIENCE = 60.0
@@ -90,7 +90,7 @@ def recorded_interrupts() -> Iterator[list[int]]:
     """
     interrupts: list[int] = []
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
         raise KeyboardInterrupt
 

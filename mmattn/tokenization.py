@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mmattn.errors import ConfigError, TextError, check_int
+
+if TYPE_CHECKING:
+    from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def check_text(texts: str | Iterable[str]) -> list[str]:
@@ -35,7 +39,7 @@ def check_text(texts: str | Iterable[str]) -> list[str]:
 
 
 def tokenize(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     texts: str | Iterable[str],
     max_length: int | None = None,
     *,
@@ -48,7 +52,7 @@ def tokenize(
         check_int("max_length", max_length)
     if not checked:
         return [], []
-    options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    options: dict[str, object] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     rows = [list(row) for row in tokenizer(checked, **options)["input_ids"]]
     special = {*tokenizer.all_special_ids, *reserved} - {tokenizer.unk_token_id}
     for number, row in enumerate(rows):
@@ -69,7 +73,7 @@ def tokenize(
     return [before + row + after for row in rows], cut
 
 
-def _ends(tokenizer: Any, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+def _ends(tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> tuple[list[int], list[int]]:
     bare = list(tokenizer("a", **options)["input_ids"])
     full = list(tokenizer("a", **options | {"add_special_tokens": True})["input_ids"])
     start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
@@ -92,7 +96,7 @@ def warn_cut(cut: Sequence[bool], length: int) -> None:
         warnings.warn(f"{len(numbers)} texts are longer than {length} tokens and were cut: {numbers[:5]}", stacklevel=3)
 
 
-def text_length(max_length: int | None, longest: int, model: Any, name: object) -> int:
+def text_length(max_length: int | None, longest: int, model: PreTrainedModel, name: object) -> int:
     """Return the most tokens of a text: `max_length`, or else the limit of tokenizer and model."""
     positions = getattr(model.config, "max_position_embeddings", None)
     for module_name, module in model.named_modules():
@@ -117,7 +121,7 @@ class ClipTokenizer:
         context_length: l.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: SimpleTokenizer | HFTokenizer) -> None:
         self.inner = inner
         self.context_length: int = inner.context_length
         if hasattr(inner, "bpe"):

@@ -43,10 +43,6 @@ def loaded(*statements: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_loads_nothing_heavy() -> None:
-    assert not loaded("import mmattn") & {*HEAVY, "torch", "numpy"}
-
-
 def test_its_names_load_torch_and_nothing_heavier() -> None:
     names = ("Memory", "CrossAttention", "SelfAttention", "attend", "GatedAdapter", "Resampler", "masks", "errors")
     modules = loaded("import mmattn", *(f"mmattn.{name}" for name in names))
@@ -54,11 +50,12 @@ def test_its_names_load_torch_and_nothing_heavier() -> None:
     assert not modules & set(HEAVY)
 
 
-@pytest.mark.parametrize("statement", ["import mmattn.cli.app", "import mmattn.recipes; mmattn.recipes.list_recipes()"])
-def test_the_command_line_starts_without_torch(statement: str) -> None:
-    assert not loaded(statement) & {*HEAVY, "torch", "numpy", "pydantic", "yaml"}
+def test_the_package_and_its_command_line_start_without_torch() -> None:
+    modules = loaded("import mmattn", "import mmattn.cli.app", "import mmattn.recipes; mmattn.recipes.list_recipes()")
+    assert not modules & {*HEAVY, "torch", "numpy", "pydantic", "yaml"}
 
 
+@pytest.mark.slow
 def test_a_command_loads_only_the_files_that_it_uses() -> None:
     """A caption of a picture, with the shipped adapter."""
     pytest.importorskip("open_clip")

@@ -61,17 +61,13 @@ def build_index(
     _check_paths(files, out)
     changed = {"--field": field != "text", "--id-field": id_field is not None}
     if folders and (len(files) > 1 or any(changed.values()) or for_ is not None):
-        raise ConfigError(
-            f"{folders[0]} is a folder of texts, which goes alone and without --field, --id-field and --for: name the "
-            "files in it, or make an index of each"
-        )
+        raise ConfigError(f"{folders[0]} is a folder of texts, which goes alone, without --field, --id-field and --for")
     if for_ is not None:
         changed |= {"--encoder": encoder != "all-MiniLM-L6-v2", "--executor": executor != "local"}
         changed |= {"--skip-broken": skip_broken, "--host": host is not None}
         if decided := [name for name, is_changed in changed.items() if is_changed]:
             raise ConfigError(f"{' and '.join(decided)} cannot go with --for {for_}, which decides this: leave it out")
-        _build_for(files, out, store, for_)
-        return
+        return _build_for(files, out, store, for_)
     shards = out.with_name(f"{out.name}.shards")
     with without_progress_bars():
         text_encoder = load_text_encoder(resolve_asset(encoder))

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from mmattn.cli.pipelines import check_adapter_folder
-
 
 def attach_check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's or pipeline's folder, or name on the hub.")],
@@ -43,7 +41,6 @@ def doctor(
 
     One verdict per line, and exit code 1 if one of them is bad.
     """
-    check_adapter_folder(folder)
     from mmattn.inspect.diagnosis import diagnose
 
     report = diagnose(folder, host)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +15,9 @@ def caption(
 ) -> None:
     """Describe pictures with a trained adapter: drawn flowers, with the one that is installed."""
     from mmattn.encoders.images import picture_files
-    from mmattn.errors import ConfigError
 
     files = picture_files(images)
-    pipe = _pipeline(adapter, device)
-    if pipe.config.task != "image-to-text":
-        raise ConfigError(
-            f"the adapter in {adapter} is for {pipe.config.task}, and captions need one that sees pictures"
-        )
+    pipe = _pipeline(adapter, device, ("image-to-text",))
     for image, text in zip(files, pipe(files), strict=True):
         typer.echo(f"{image}: {text}")
 
@@ -44,22 +38,12 @@ def draw(
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
     """Draw what a prompt says, in the style of an example: digits, with the adapter that is installed."""
-    from mmattn.errors import ConfigError, ImageError, check_float, check_int
+    import torch
+
     from mmattn.storage.files import replacing
 
-    if num_inference_steps is not None:
-        check_int("num_inference_steps", num_inference_steps, at_most=1000)
-    if guidance_scale is not None:
-        check_float("guidance_scale", guidance_scale)
-    check_float("adapter_scale", adapter_scale)
-    if like is not None and not like.is_file():
-        raise ImageError(f"cannot follow {like}: there is no such file")
     with replacing(out) as file:
-        pipe = _pipeline(adapter, device)
-        if pipe.config.task != "text-to-image":
-            raise ConfigError(f"the adapter in {adapter} is for {pipe.config.task}, and drawing needs one of a UNet")
-        import torch
-
+        pipe = _pipeline(adapter, device, ("text-to-image",))
         picture = pipe(
             prompt,
             like,
@@ -90,11 +74,7 @@ def ask(
     The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
     with the text instead, and the number is the share over all of it.
     """
-    from mmattn.errors import ConfigError
-
-    pipe = _pipeline(adapter, device, index=index)
-    if pipe.config.task == "image-to-text":
-        raise ConfigError(f"the adapter in {adapter} sees pictures, and reads no index: use mmattn caption")
+    pipe = _pipeline(adapter, device, ("question-answering", "passage-answering", "text-generation"), index=index)
     answer = pipe(question)
     typer.echo(answer.text)
     for source in answer.sources[:sources] if show_sources else []:
@@ -141,29 +121,12 @@ def serve(
     uvicorn.run(app, host=host, port=port, **settings)
 
 
-def check_adapter_folder(folder: Path) -> None:
-    """Raise AdapterFileError for a folder without an adapter, before anything heavy is imported."""
-    from mmattn.errors import AdapterFileError
+def _pipeline(adapter: Path, device: str | None, tasks: tuple[str, ...] = (), index: str | None = None) -> Any:
+    """Load the pipeline of an adapter's folder, for one of the tasks."""
+    from mmattn.errors import ConfigError
+    from mmattn.pipelines import pipeline
 
-    if not folder.is_dir():
-        raise AdapterFileError(f"there is no adapter folder {folder}; `mmattn ls` lists those under runs")
-    if not (folder / "adapter_config.json").is_file():
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-        raise AdapterFileError(f"{folder} has no adapter_config.json, so it is not an adapter's folder; it has {names}")
-
-
-def _pipeline(adapter: Path, device: str | None, **options: Any) -> Any:
-    """Load the pipeline of an adapter's folder."""
-    name = str(adapter)
-    if not name.startswith("assets/") and (adapter.exists() or name.count("/") != 1):
-        check_adapter_folder(adapter)
-    # Garbage collection over the million objects of the imports is a quarter of the start.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        from mmattn.pipelines import pipeline
-
-        return pipeline(name, device=device, **options)
-    finally:
-        if collects:
-            gc.enable()
+    pipe = pipeline(str(adapter), device=device, index=index)
+    if tasks and pipe.config.task not in tasks:
+        raise ConfigError(f"the adapter in {adapter} is for {pipe.config.task}, and this command for {tasks[0]}")
+    return pipe

@@ -293,15 +293,13 @@ class TestErrors:
 
 
 class TestAdapters:
-    @pytest.mark.parametrize("words", [("caption", "flower.png", "--adapter"), ("doctor",)])
-    def test_a_folder_that_holds_none(
-        self, toy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
-    ) -> None:
+    def test_a_folder_that_holds_none(self, toy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (tmp_path / "flower.png").write_bytes(b"")
-        code, _, err = call(capsys, *words, "absent")
-        assert code == 2 and "there is no adapter folder absent" in err
-        code, _, err = call(capsys, *words, toy)
+        code, _, err = call(capsys, "caption", "flower.png", "--adapter", "absent")
+        assert code == 2 and "there is no adapter folder 'absent'" in err
+        code, _, err = call(capsys, "caption", "flower.png", "--adapter", toy)
         assert code == 2 and "has no adapter_config.json" in err and "config.yaml" in err
+        assert call(capsys, "doctor", "absent")[0] == 1
 
 
 class TestShelf:

@@ -95,7 +95,7 @@ def test_the_command_draws_and_refuses_other_adapters(pipe: Any, tmp_path: Path,
         again = pipe("a seven", SLANTED, num_inference_steps=3, generator=seeded(5)).resize((256, 256))
         assert image.tobytes() == again.tobytes()
     code, _, err = call(capsys, "draw", "a seven", "--adapter", "assets/rag/adapter", "-o", tmp_path / "b.png")
-    assert code == 2 and "is for question-answering, and drawing needs one of a UNet" in err
+    assert code == 2 and "is for question-answering, and this command for text-to-image" in err
     assert not (tmp_path / "b.png").exists()
 
 

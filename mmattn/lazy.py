@@ -11,10 +11,7 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package that imports each name when it is first used.
-
-    Names and modules are those of the `if TYPE_CHECKING:` block in the `__init__.py` of the package.
-    """
+    """Return `__getattr__` and `__dir__` of a package: the imports of its `if TYPE_CHECKING:` block, on first use."""
 
     @functools.cache
     def homes() -> dict[str, str]:
@@ -40,10 +37,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 
 class Registry(Mapping[str, Any]):
-    """Registered classes by name; modules of built-in classes are imported when their name is first looked up.
-
-    `modules` gives the module of each built-in class; importing it registers the class.
-    """
+    """Registered classes by name; the module of a built-in class is imported when its name is first looked up."""
 
     def __init__(self, what: str, modules: Mapping[str, str]) -> None:
         self.what, self.modules = what, modules

@@ -17,13 +17,7 @@ PATIENCE = 60.0
 def counted(
     total: int | None, label: str, progress: bool = True, note: Callable[[], str] = lambda: "", first: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """A context that shows the progress of `total` things on stderr, and gives the function that counts them.
-
-    Without a terminal a line is printed after each tenth of them, and each minute.
-
-    >>> with counted(7, "encoding", progress=False) as advance:
-    ...     advance(3)
-    """
+    """Show the progress of `total` things on stderr, after each tenth and minute, and give the function that counts."""
     if not progress:
         yield lambda count: None
     elif sys.stderr.isatty():
@@ -55,15 +49,7 @@ def counted(
 def tracked(
     total: int, label: str, progress: bool = True, note: Callable[[], str] = lambda: "", first: int = 0
 ) -> Iterator[int]:
-    """Iterate over first … total - 1 and show the progress on stderr.
-
-    Args:
-        total: number of steps.
-        label: before the progress.
-        progress: show it.
-        note: called for text after the progress, such as the current loss.
-        first: steps that were done before.
-    """
+    """Iterate over first … total - 1 and show the progress on stderr; `note` gives text after it, such as the loss."""
     with counted(total, label, progress, note, first) as advance:
         for step in range(first, total):
             yield step
@@ -71,11 +57,7 @@ def tracked(
 
 
 def batches(total: int, size: int, label: str, progress: bool = True) -> Iterator[int]:
-    """Iterate over the first index of each batch, and show the rows done on stderr.
-
-    >>> list(batches(7, 3, "encoding", progress=False))
-    [0, 3, 6]
-    """
+    """Iterate over the first index of each batch, and show the rows done on stderr."""
     with counted(total, label, progress) as advance:
         for start in range(0, total, size):
             yield start
@@ -84,10 +66,7 @@ def batches(total: int, size: int, label: str, progress: bool = True) -> Iterato
 
 @contextlib.contextmanager
 def recorded_interrupts() -> Iterator[list[int]]:
-    """Record each Ctrl-C inside the block, which raises KeyboardInterrupt as ever.
-
-    The list that it gives stays empty outside the main thread, and where interrupts are ignored or already handled.
-    """
+    """Record each Ctrl-C inside the block, where it is neither ignored nor handled, in the main thread."""
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -111,15 +111,7 @@ def text_length(max_length: int | None, longest: int, model: PreTrainedModel, na
 
 
 class ClipTokenizer:
-    """A tokenizer of open_clip with checked texts, special tokens as plain text, and a warning of truncation.
-
-    Args:
-        inner: the tokenizer of open_clip.
-
-    Attributes:
-        inner: as given.
-        context_length: l.
-    """
+    """A tokenizer of open_clip with checked texts, special tokens as plain text, and a warning of truncation."""
 
     def __init__(self, inner: SimpleTokenizer | HFTokenizer) -> None:
         self.inner = inner

@@ -40,7 +40,6 @@ class HybridEncoder(TextEncoderBase):
 
     Args:
         name: of the text encoder, as for `TextEncoder`.
-        pooling: of the text encoder: "mean", "max" or "cls".
         ngrams: places for the counts of n-grams.
         device: where the network runs, by default the CPU.
 
@@ -66,15 +65,11 @@ class HybridEncoder(TextEncoderBase):
         self,
         name: str | os.PathLike[str] = MINILM,
         *,
-        pooling: str = "mean",
         ngrams: int = 256,
         device: str | torch.device | None = None,
     ) -> None:
-        if pooling == "none":
-            raise ConfigError("a hybrid encoder gives one vector for a text: pooling must be 'mean', 'max' or 'cls'")
-        self.name, self.pooling = os.fspath(name), pooling
-        self.ngrams = check_int("ngrams", ngrams)
-        dense = TextEncoder(name, pooling=pooling, normalize=True)
+        self.name, self.ngrams = os.fspath(name), check_int("ngrams", ngrams)
+        dense = TextEncoder(name)
         super().__init__(dense, {"encoder": "hybrid", "ngrams": [*_NGRAMS, self.ngrams]}, device)
         self.dim = dense.dim + self.ngrams
         self.query_projection = None
@@ -148,7 +143,7 @@ class HybridEncoder(TextEncoderBase):
         if self.query_projection is None:
             raise ConfigError("there is no map of queries to save: call fit_queries first")
         name = os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
-        metadata = {"format": _FORMAT, "name": name, "pooling": self.pooling, "ngrams": self.ngrams}
+        metadata = {"format": _FORMAT, "name": name, "ngrams": self.ngrams}
         write_tensors(Path(path), self._weights(), metadata)
 
     @classmethod
@@ -164,10 +159,10 @@ class HybridEncoder(TextEncoderBase):
         """
         state, metadata = read_tensors(Path(path), _FORMAT)
         with making_sense(path, "HybridEncoder"):
-            name, pooling = (validated(key, str, metadata[key]) for key in ("name", "pooling"))
+            name = validated("name", str, metadata["name"])
             ngrams = check_int("ngrams", metadata["ngrams"], at_most=1 << 24)
             down, up = state["down"].float(), state["up"].float()
-        encoder = cls(name, pooling=pooling, ngrams=ngrams, device=device)
+        encoder = cls(name, ngrams=ngrams, device=device)
         if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == encoder.dim and down.shape[1] == len(up)):
             raise AdapterFileError(
                 f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, but {name!r} with "

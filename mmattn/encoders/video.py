@@ -38,7 +38,6 @@ class VideoEncoder(FrozenEncoder):
     Args:
         images: the encoder of the frames.
         fps: frames of each second; None for all.
-        max_frames: videos that give more are refused.
 
     Attributes:
         dim: width e of the memory: that of the encoder of images.
@@ -56,11 +55,10 @@ class VideoEncoder(FrozenEncoder):
 
     model: ImageEncoder
 
-    def __init__(self, images: ImageEncoder, *, fps: float | None = 1.0, max_frames: int = 1000) -> None:
+    def __init__(self, images: ImageEncoder, *, fps: float | None = 1.0) -> None:
         if not isinstance(images, ImageEncoder):
             raise ConfigError(f"images must be an encoder of images, got {type(images).__name__}")
         self.fps = None if fps is None else check_float("fps", fps, at_least=1e-6)
-        self.max_frames = check_int("max_frames", max_frames)
         super().__init__(images, {"encoder": "video", "fps": self.fps}, images.device)
         self.dim = images.dim
 
@@ -109,7 +107,7 @@ class VideoEncoder(FrozenEncoder):
         Raises:
             VideoError: it cannot be read.
         """
-        for number, frame in enumerate(self._frames(video, max_pixels)):
+        for number, frame in enumerate(stream_frames(video, fps=self.fps, max_pixels=max_pixels)):
             yield self._encoded([frame], 0, number)
 
     def positions(self, memory: Memory) -> Tensor:
@@ -131,16 +129,8 @@ class VideoEncoder(FrozenEncoder):
         ]
         return torch.tensor(places, dtype=torch.float32, device=memory.device).view(memory.batch, memory.length, 3)
 
-    def _frames(self, video: object, max_pixels: int) -> Iterator[Frame]:
-        for number, frame in enumerate(stream_frames(video, fps=self.fps, max_pixels=max_pixels)):
-            if number >= self.max_frames:
-                raise VideoError(
-                    f"more than {self.max_frames} frames up to {frame.time:.2f} s; lower fps, or raise max_frames"
-                )
-            yield frame
-
     def _whole(self, video: object, number: int, batch_size: int, max_pixels: int) -> Memory:
-        frames = self._frames(video, max_pixels)
+        frames = stream_frames(video, fps=self.fps, max_pixels=max_pixels)
         parts: list[Memory] = []
         while chunk := list(itertools.islice(frames, batch_size)):
             parts.append(self._encoded(chunk, number, batch_size * len(parts)))

@@ -33,7 +33,7 @@ def normal(count: int, seed: int = 0) -> Tensor:
 
 
 def filled(
-    make: MakeStore, metric: str, vectors: Tensor, metadata: Sequence[Any] | None = None, **columns: Any
+    make: MakeStore, metric: str, vectors: Tensor, metadata: Sequence[object] | None = None, **columns: Any
 ) -> Index:
     index = Index(make(WIDTH, metric))
     index.add(vectors, metadata=metadata, **columns)
@@ -130,7 +130,7 @@ def check_scores(make: MakeStore) -> None:
         hits = filled(make, metric, vectors).search(queries, 51)
         assert hits.ids is not None and hits.vectors is not None
         for query, names, scores in zip(queries, hits.ids, hits.scores, strict=True):
-            rows: list[Any] = [name for name in names if name is not None]
+            rows = [int(name) for name in names if name is not None]
             assert sorted(rows) == list(range(45)) and names[45:] == [None] * 6, f"{metric}: {names}"
             true = score(query[None], vectors[rows][None], metric)[0]
             assert torch.equal(scores[:45], true), f"{metric}: scores {scores.tolist()}, true {true.tolist()}"
@@ -168,7 +168,7 @@ def check_filters(make: MakeStore) -> None:
 def check_filter_values(make: MakeStore) -> None:
     """A filter compares values as Python does: 1 is 1.0 and True, not "1"; a key that is missing is not None."""
     values = [1, 1.0, True, "1", None, [1, "a"], {"b": 0, "a": [None]}, 0.5, "ü🌷"]
-    metadata: list[Any] = [
+    metadata: list[object] = [
         *({"value": value, "row": row} for row, value in enumerate(values)),
         {},
         None,
@@ -215,7 +215,7 @@ def check_metadata_is_handed_out_as_a_copy(make: MakeStore) -> None:
 
 def check_entries(make: MakeStore) -> None:
     """Ids, texts, metadata and vectors come back as they were given."""
-    metadata: list[Any] = [{"n": [1, {"ü": None}]}, None, [], "text", -(1 << 62), 1e-300, False]
+    metadata: list[object] = [{"n": [1, {"ü": None}]}, None, [], "text", -(1 << 62), 1e-300, False]
     texts = ["one\nline", None, "", "ü🌷", "nul \0", "'; DROP TABLE entries; --", " "]
     ids: list[str | int] = ["a", "1", 1, -5, "ü🌷", "", 1 << 62]
     vectors = normal(7) * 10.0 ** torch.arange(-9, 12, 3)[:, None]

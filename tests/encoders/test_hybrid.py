@@ -106,7 +106,7 @@ def test_other_files_and_settings_are_refused(encoder: HybridEncoder, folder: Pa
     for name in ("style", "plain", "nothing"):
         with pytest.raises(AdapterFileError, match=f"{name}.safetensors"):
             HybridEncoder.load(tmp_path / f"{name}.safetensors")
-    told = {"format": "mmattn-hybrid-encoder", "name": str(folder), "pooling": "mean", "ngrams": 31}
+    told = {"format": "mmattn-hybrid-encoder", "name": str(folder), "ngrams": 31}
     width = encoder.dim
     for down, up in (((3, 2), (2, 3)), ((width, 2), (3, width)), ((width,), (width,))):
         write_tensors(tmp_path / "a.safetensors", {"down": torch.zeros(down), "up": torch.zeros(up)}, told)
@@ -115,8 +115,6 @@ def test_other_files_and_settings_are_refused(encoder: HybridEncoder, folder: Pa
     write_tensors(tmp_path / "a.safetensors", {"down": torch.zeros(width, 2)}, told)
     with pytest.raises(AdapterFileError, match="holds no sound HybridEncoder.*'up'"):
         HybridEncoder.load(tmp_path / "a.safetensors")
-    with pytest.raises(ConfigError, match="pooling must be"):
-        HybridEncoder(folder, pooling="none")
     with pytest.raises(ShapeError, match="one entry for each query"):
         encoder.fit_queries(torch.zeros(3, encoder.dim), torch.zeros(2, encoder.dim))
     with pytest.raises(TextError):

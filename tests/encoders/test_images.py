@@ -297,12 +297,6 @@ def test_pixels_are_those_of_open_clip(resize: str, shape: tuple[int, int]) -> N
     assert (got - want).abs().mean() < 0.1 / 127.5
 
 
-def test_mean_and_std_are_taken_off() -> None:
-    processor = ImageProcessor(3, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.1))
-    pixels = processor([Image.new("RGB", (5, 7), (255, 51, 0))])
-    torch.testing.assert_close(pixels[0, :, 0, 0], torch.tensor([1.8, 0.0, -3.0]))
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

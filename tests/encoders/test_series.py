@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,13 +102,6 @@ def test_pieces_of_a_series_give_the_tokens_of_the_whole(sizes: tuple[int, ...])
     assert torch.isfinite(whole.tokens).all()
     assert torch.equal(stream.memory().tokens[0], whole.tokens[0, whole.mask[0]])
     assert sources == [source for source, real in zip(whole.sources[0], whole.mask[0], strict=True) if real]
-
-
-def test_sources_are_time_steps() -> None:
-    assert SeriesEncoder(4)([np.arange(6.0), np.arange(3)]).sources == [
-        [{"series": 0, "start": 0, "end": 4}, {"series": 0, "start": 4, "end": 6}],
-        [{"series": 1, "start": 0, "end": 3}, None],
-    ]
 
 
 def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:

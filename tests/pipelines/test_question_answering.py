@@ -69,21 +69,6 @@ def test_what_the_index_does_not_hold_is_refused(pipe: Any, index: Path, facts: 
     assert sum(answer.refused for answer in answers) >= 18
 
 
-def test_plain_prompts_in_one_batch(index: Path, facts: list[Any], asked: list[int], pipe: Any) -> None:
-    """What a user of transformers would write, without a begin token."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    name = asset_path("assets/rag")
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    model = mmattn.load(AutoModelForCausalLM.from_pretrained(name, dtype="float32"), asset_path(ADAPTER))
-    hits = mmattn.Index.load(index, encoder=pipe.encoder).search([facts[row].question for row in asked], 100)
-    prompts = [f"Question: {facts[row].question}\nAnswer:" for row in asked]
-    given = tokenizer(prompts, return_tensors="pt", padding=True)
-    out = model.generate(**given, memory=hits.memory(tokens=True), max_new_tokens=24)
-    texts = tokenizer.batch_decode(out[:, given.input_ids.shape[1] :], skip_special_tokens=True)
-    assert sum(text.strip() == facts[row].value for text, row in zip(texts, asked, strict=True)) >= 62
-
-
 def test_the_command_line(
     index: Path, facts: list[Any], asked: list[int], capsys: pytest.CaptureFixture[str], pipe: Any
 ) -> None:

@@ -1,83 +1,17 @@
-"""The same words on the command line as in Python: options, and messages that name them."""
+"""`mmattn index`: built, searched and described; messages that name what is wrong."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 
-from mmattn.cli.app import app
-from mmattn.encoders.base import load_image_encoder, load_text_encoder
 from mmattn.encoders.text import TextEncoder
-from mmattn.hosts import attach_check
-from mmattn.inspect.diagnosis import diagnose
-from mmattn.inspect.explorer import write_page
-from mmattn.pipelines import ImageToTextPipeline, TextToImagePipeline, pipeline, save_passages
-from mmattn.recipes import copy_recipe, find_recipe, read_settings
-from mmattn.retrieval.corpus import embed_corpus
 from mmattn.retrieval.index import Index
-from mmattn.serving import Limits, make_app
-from mmattn.training import compare_runs, encode_rows, make_accelerator, read_rows
 from tests.cli.running import call
 from tests.tiny_texts import save_encoder
-
-#: What each command passes its arguments and options on to, and those that only print or only name a file.
-PASSED_ON: dict[str, tuple[list[Any], set[str]]] = {
-    "encode": (
-        [read_rows, encode_rows, load_image_encoder, load_text_encoder, make_accelerator],
-        {"encoder", "text_encoder"},
-    ),
-    "train": ([read_settings], {"config", "seeds", "dry_run"}),
-    "schema": ([find_recipe], set()),
-    "compare": ([compare_runs], {"out"}),
-    "caption": ([ImageToTextPipeline.__call__, pipeline], {"adapter"}),
-    "draw": ([TextToImagePipeline.__call__, pipeline], {"adapter", "prompt", "like", "seed", "out"}),
-    "ask": ([pipeline], {"adapter", "question", "sources", "show_sources"}),
-    "attach-check": ([attach_check], {"model"}),
-    "doctor": ([diagnose], set()),
-    "explore": ([write_page], {"runs", "out"}),
-    "cp": ([copy_recipe], {"recipe"}),
-    "ls": ([], {"runs"}),
-    "index build": ([embed_corpus, Index.build, save_passages], {"for_"}),
-    "index copy": ([Index.copy], {"folder"}),
-    "index search": ([Index.search, Index.open], {"folder", "query", "rerank"}),
-    "index info": ([], {"folder"}),
-    "serve": ([pipeline, Limits, make_app], {"adapter", "host", "port"}),
-    "demo": ([], set()),
-    "env": ([], set()),
-}
-
-
-def commands(group: Any, before: str = "") -> dict[str, Any]:
-    """Every command by its words."""
-    found = {}
-    for name, command in group.commands.items():
-        found |= commands(command, f"{before}{name} ") if hasattr(command, "commands") else {f"{before}{name}": command}
-    return found
-
-
-COMMANDS = commands(typer.main.get_command(app))
-
-
-def test_every_command_is_compared() -> None:
-    assert COMMANDS.keys() == PASSED_ON.keys()
-
-
-@pytest.mark.parametrize("name", PASSED_ON)
-def test_an_option_is_named_as_the_argument_it_becomes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    passed, apart = PASSED_ON[name]
-    functions = [given() if given.__name__ == "<lambda>" else given for given in passed]
-    known = {argument for function in functions for argument in inspect.signature(function).parameters}
-    own = {param.name for param in COMMANDS[name].params if param.name != "help"}
-    assert own <= known | apart, f"other words than Python's: {sorted(own - known - apart)}"
-    assert apart <= own
-    for param in COMMANDS[name].params:
-        if param.param_type_name == "option":
-            assert f"--{param.name.rstrip('_').replace('_', '-')}" in param.opts
 
 
 @pytest.fixture(scope="module")

@@ -26,17 +26,7 @@ Source = dict[str, object]
 
 
 class FrozenEncoder(nn.Module, ABC):
-    """A frozen network, always in evaluation mode, identified by a fingerprint of its settings and weights.
-
-    Args:
-        model: the network, whose parameters stop requiring gradients; None for an encoder without weights.
-        settings: further content of the fingerprint, as JSON values.
-        device: where the network runs, by default the CPU.
-
-    Attributes:
-        model: the network.
-        dim: width e of the memory.
-    """
+    """A frozen network, always in evaluation mode, identified by a fingerprint; `model` is None without weights."""
 
     dim: int
 

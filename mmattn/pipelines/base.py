@@ -41,15 +41,7 @@ _TASKS = {
 
 
 class Pipeline:
-    """An adapted model with the settings of its folder.
-
-    Args:
-        config: settings in the folder of the adapter.
-        model: the adapted model.
-        tokenizer: of its host.
-        folder: of the adapter.
-        index: for answers from an index.
-    """
+    """An adapted model with its tokenizer and the settings of its folder."""
 
     def __init__(
         self,
@@ -74,11 +66,7 @@ class Pipeline:
         dtype: torch.dtype | None = None,
         index: IndexSource | None = None,
     ) -> Pipeline:
-        """Load the models that `config` names, and the adapter.
-
-        Raises:
-            AdapterFileError: a model is missing or has changed since the training.
-        """
+        """Load the models that `config` names, and the adapter."""
         host, tokenizer = load_host(config.host, folder, device, dtype)
         return cls(config, load(host, folder).eval(), tokenizer, folder, index)
 
@@ -118,19 +106,14 @@ class Pipeline:
 
 
 class ImagePipeline(Pipeline):
-    """A pipeline that encodes images. Arguments as for `Pipeline`.
+    """A pipeline with an encoder of images, which must be that of the training."""
 
-    Attributes:
-        encoder: of the images.
-
-    Raises:
-        AdapterFileError: the encoder has changed since the training.
-    """
+    encoder: ImageEncoder
 
     def _set_up(self, index: IndexSource | None) -> None:
         reference = self.config.encoder
         name = resolve(reference.name, self.folder)
-        self.encoder: ImageEncoder = load_image_encoder(name, self.device, pooled=reference.pooled)
+        self.encoder = load_image_encoder(name, self.device, pooled=reference.pooled)
         check_encoder(self.encoder, reference.name, self.folder, saved_fingerprint(self.folder))
 
 

@@ -72,15 +72,7 @@ class Answer:
 
 
 class IndexPipeline(Pipeline):
-    """A pipeline that answers from an index: that of the pipeline, or one given at each call.
-
-    Attributes:
-        encoder: of the texts of the index.
-
-    Raises:
-        AdapterFileError: the encoder has changed since the training.
-        ConfigError: the entries of the index have no encoded tokens, which the adapter reads.
-    """
+    """A pipeline that answers from an index: that of the pipeline, or one given at each call."""
 
     def _set_up(self, index: IndexSource | None) -> None:
         self.encoder = load_text_encoder(self.config, self.folder, saved_fingerprint(self.folder), self.device)

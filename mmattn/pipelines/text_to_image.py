@@ -260,20 +260,7 @@ def noise_schedule() -> DDPMScheduler:
 
 
 class TextToImagePipeline(ImagePipeline):
-    """Images from prompts, in the style of an example if one is given.
-
-    Args:
-        config: settings in the folder of the adapter.
-        model: the adapted UNet or transformer.
-        host: the UNet with its text encoder, noise schedule and VAE.
-        folder: of the adapter.
-
-    Attributes:
-        encoder: of the examples.
-
-    Raises:
-        AdapterFileError: the encoder has changed since the training.
-    """
+    """Images from prompts, in the style of an example if one is given."""
 
     model: AdaptedDenoiser
 

@@ -16,14 +16,7 @@ def applying(
     exceptions: Mapping[str, Collection[str]],
     slow: Collection[str] = (),
 ) -> list[Any]:
-    """Every check with every case, but for the exceptions.
-
-    Args:
-        checks: of a suite.
-        cases: names of what it asks.
-        exceptions: by name of a check, the cases to which it does not apply.
-        slow: cases that are marked so.
-    """
+    """Every check with every case, but for the exceptions."""
     return [
         pair(check, case, *[pytest.mark.slow] * (case in slow))
         for check in checks

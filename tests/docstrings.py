@@ -19,12 +19,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def faults(package: Path, exempt: tuple[str, ...] = ()) -> list[str]:
-    """What is wrong in the docstrings of public classes, functions and methods, as `module.name: fault`.
-
-    Args:
-        package: the folder of the package.
-        exempt: modules and sub-packages that are passed over, by their name within it.
-    """
+    """What is wrong in the docstrings of public classes, functions and methods, as `module.name: fault`."""
     trees = {_module(package, path): ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
     classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     found = []

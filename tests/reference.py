@@ -27,16 +27,7 @@ TARGETS: dict[torch.dtype, dict[str, tuple[float, float]]] = {
 def assert_close(
     actual: Tensor, expected64: Tensor, dtype: torch.dtype, kind: str = "forward", *, size: Tensor | None = None
 ) -> None:
-    """Assert that `actual`, computed in `dtype`, is finite and within both targets of `expected64`.
-
-    Args:
-        actual: the claim.
-        expected64: the float64 reference, of the same shape.
-        dtype: the precision `actual` was computed in, a key of `TARGETS`.
-        kind: "forward" or "grad".
-        size: errors are relative to this tensor in place of `expected64`, for values that are 0 but for rounding (the
-            gradient of a key bias).
-    """
+    """Assert that `actual`, computed in `dtype`, is finite and within both targets of `expected64`."""
     limits = TARGETS[dtype][kind]
     assert expected64.dtype == torch.float64, f"the reference must be float64, got {expected64.dtype}"
     assert actual.shape == expected64.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected64.shape)}"
@@ -111,16 +102,8 @@ def attend_reference(
 
     Args:
         q: (b, h, l, k).
-        k: (b, g, m, k); query head i reads key head i // (h / g). Its rows may be fewer by a whole multiple (beams),
-            as those of v and of the mask: row i of q then reads row i // multiple.
-        v: (b, g, m, v).
-        mask: (b, m) bool.
-        attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool, or a Mask.
-        bias: added to the scores after scaling, broadcastable to (b, h, l, m).
-        causal: query i sees slots up to i + m - l.
-        scale: of the scores, 1/√k unless given.
+        k: (b, g, m, k); query head i reads key head i // (h / g); fewer rows by a whole multiple are of beams.
         null_key: (g, k), one slot more that every query sees, never biased; a row without real slots stays 0.
-        null_value: (g, v).
         length_norm: C; the scores of the real slots gain log C − log M, M = slots the query sees.
 
     Returns:
@@ -214,26 +197,7 @@ def cross_attention_reference(
     length_norm: float | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """`CrossAttention` with the weights in `state`: project, normalise, rotate, attend, project back.
-
-    Args:
-        state: `q_proj.weight`, `k_proj.weight`, `v_proj.weight`, `out_proj.weight`, and where the layer has them their
-            `.bias`, `q_norm.weight` and `k_norm.weight` (k,), `null_key` (g, k) and `null_value` (g, v),
-            `score_scale` (one number).
-        x: (b, l, d).
-        memory: (b, m, e). Its rows may be fewer than those of x by a whole multiple, as in `attend_reference`.
-        scores: (b, m), added to the attention scores times `score_scale`, once `score_mean` is taken off and they are
-            divided by `score_std`.
-        score_mean: of the scores.
-        score_std: of the scores.
-        query_positions: as `rotary_reference` takes them; 0, 1, … unless given.
-        memory_positions: likewise for keys.
-        rotary_base: queries and keys are rotated when it is given.
-
-    Returns:
-        (b, l, d), exactly 0 (the output bias included) for queries that see no real slot in any head, and the weights
-        of the real slots (b, h, l, m); both float64.
-    """
+    """`CrossAttention` with the weights in `state`: project, normalise, rotate, attend, project back."""
     b, l = x.shape[:2]
     m = memory.shape[1]
     h, g = num_heads, num_kv_heads or num_heads

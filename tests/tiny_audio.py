@@ -21,11 +21,7 @@ FAMILIES = ("whisper", "wav2vec2", "hubert", "wavlm", "clap", "clap-fused")
 
 
 def tiny_audio(family: str) -> tuple[Any, Any]:
-    """A model, whole as its checkpoints are, and its feature extractor.
-
-    Args:
-        family: of `FAMILIES`.
-    """
+    """A model, whole as its checkpoints are, and its feature extractor."""
     sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 17}
     if family == "whisper":
@@ -58,11 +54,6 @@ def tiny_audio(family: str) -> tuple[Any, Any]:
 
 
 def chirp(seconds: float, rate: int = RATE) -> Tensor:
-    """A tone that rises, with a little noise, (samples,).
-
-    Args:
-        seconds: of it.
-        rate: samples in a second.
-    """
+    """A tone that rises, with a little noise, (samples,)."""
     times = torch.arange(round(seconds * rate)) / rate
     return 0.4 * torch.sin(2 * math.pi * (200 + 900 * times) * times) + 0.01 * torch.randn(len(times))

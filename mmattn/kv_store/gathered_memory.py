@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ShapeError, check_bool_mask
 from mmattn.memory import Memory
 
-#: From an adapter, the number of a host layer and scores to keys and values; None if the pages are out of date.
+#: From an adapter, the number of a host layer and scores to keys and values; None if the weights have changed.
 Pages = Callable[[AdapterLayers, int, Tensor | None], KeyValue | None]
 
 
@@ -27,7 +26,7 @@ class GatheredMemory(PreparedMemory):
         self._entries_per_row, self._pages = count, pages
         self._unedited = TensorVersion(memory.tensors())
 
-    def read(self, adapter: Any) -> Memory:
+    def read(self, adapter: AdapterLayers) -> Memory:
         """Return the slots as an adapter reads them: without vectors if keys and values come from the pages."""
         projected = self._from_pages(adapter, adapter.layers[0])
         if projected is None:
@@ -35,7 +34,7 @@ class GatheredMemory(PreparedMemory):
         slots: Memory = self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
         return slots
 
-    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
+    def project(self, adapter: AdapterLayers, layer: int, memory: Memory, queries: int) -> KeyValue:
         """Return keys and values from the pages, or else as any prepared memory does."""
         pages = self._from_pages(adapter, layer)
         if pages is not None:
@@ -43,7 +42,7 @@ class GatheredMemory(PreparedMemory):
         # An entry may have been written after `read` had read the pages of the first layer.
         return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
 
-    def _from_pages(self, adapter: Any, layer: int) -> KeyValue | None:
+    def _from_pages(self, adapter: AdapterLayers, layer: int) -> KeyValue | None:
         if self.is_uncached(adapter):
             return None
 
@@ -68,7 +67,7 @@ def is_int(tensor: Tensor) -> bool:
 
 
 def check_hits(
-    rows: Tensor, mask: Tensor | None, scores: Tensor | None, sources: Sequence[Sequence[Any]] | None
+    rows: Tensor, mask: Tensor | None, scores: Tensor | None, sources: Sequence[Sequence[object]] | None
 ) -> Tensor:
     """Return the hits (b, n) bool that are not missing; refuse arguments that do not fit the rows (b, n) int."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not is_int(rows):
@@ -85,7 +84,7 @@ def check_hits(
 
 
 def memory_of_hits(
-    tokens: Tensor, mask: Tensor, hits: Tensor, scores: Tensor | None, sources: Sequence[Sequence[Any]] | None
+    tokens: Tensor, mask: Tensor, hits: Tensor, scores: Tensor | None, sources: Sequence[Sequence[object]] | None
 ) -> Memory:
     """Return the slots (b, n, m, e) of the hits of each row as a memory (b, n·m, e); each hit is a segment."""
     b, n, m, _ = tokens.shape

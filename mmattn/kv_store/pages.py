@@ -1,33 +1,42 @@
 """The tables of a bank: tokens, mask and presence of every entry, and a page of keys and values per adapter and layer.
 
-Row 0 of each table is blank and is read for a missing hit; entry r is in row r + 1. Pages have a floating point dtype
-or int8 codes with scales. Keys have channels that are large in every slot, values have none: keys share a scale per
-channel of an entry, values per slot (arXiv 2402.02750). A scale never reaches beyond its entry, so that writing one
-entry changes no other.
+Row 0 of each table is blank and is read for a missing hit; entry r is in row r + 1. Tables never change; an edit makes
+new ones. Pages have a floating point dtype or int8 codes with scales. Keys have channels that are large in every slot,
+values have none: keys share a scale per channel of an entry, values per slot (arXiv 2402.02750). A scale never reaches
+beyond its entry, so that writing one entry changes no other.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mmattn import __version__
+from mmattn.adapters.adapter_config import Shapes, check_tensors
 from mmattn.adapters.base import AdapterLayers
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.quantization import quantize
-from mmattn.core.tensor_cache import TensorVersion
-from mmattn.core.tracing import all_finite, may_read
-from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError
+from mmattn.core.tensor_cache import TensorVersion, autocast_dtype
+from mmattn.core.tracing import may_read
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
 from mmattn.memory import Memory
+from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.safetensors import DTYPES, NAMES, read_tensors, write_tensors
 
+BANK = "mmattn-bank"
 #: Slots projected at a time.
 CHUNK = 1 << 14
 #: Keys of shorter entries have a scale per slot: one per channel would hold for too few numbers.
 CHANNEL_SLOTS = 16
+
+Tables = Mapping[str, Tensor]
 
 
 class Model(Protocol):
@@ -98,7 +107,7 @@ def check_versions(model: Model, versions: Mapping[str, TensorVersion], count: i
             )
 
 
-# The form of pages -----------------------------------------------------------------------------------------------
+# Tables --------------------------------------------------------------------------------------------------------------
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -110,79 +119,18 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def page_parts(dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Return the names of the tables of a layer."""
-    return ("codes", "key_scales", "value_scales") if dtype is torch.int8 else ("keys", "values")
-
-
-def encode_pages(dtype: torch.dtype | None, keys: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return rows of the tables for keys and values (n, g, m, k) of entries with mask (n, m)."""
-    if dtype is not torch.int8:
-        return {"keys": keys.to(dtype or keys.dtype), "values": values.to(dtype or values.dtype)}
-    keys, values = (numbers.masked_fill(~mask[:, None, :, None], 0) for numbers in (keys, values))
-    key_codes, key_scales = quantize(keys, 2 if keys.shape[2] >= CHANNEL_SLOTS else 3)
-    value_codes, value_scales = quantize(values, 3)
-    return {"codes": torch.cat([key_codes, value_codes], 1), "key_scales": key_scales, "value_scales": value_scales}
-
-
-def decode_pages(
-    tables: Mapping[str, Tensor], rows: Tensor, real: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values of entries (b, n), laid out by `_side_by_side`; `real` (b, n·m) packs them."""
-    if "keys" in tables:
-        keys, values = (_side_by_side(tables[part], rows, real).to(device, dtype) for part in ("keys", "values"))
-        return keys, values
-    codes, slots = _side_by_side(tables["codes"], rows, real), tables["codes"].shape[2]
-    keys, values = codes.to(device, dtype).chunk(2, 1)
-    _multiply(keys, tables["key_scales"], rows, real, slots)
-    _multiply(values, tables["value_scales"], rows, real, slots)
-    return keys, values
-
-
-def _multiply(codes: Tensor, scales: Tensor, rows: Tensor, real: Tensor | None, slots: int) -> None:
-    """Multiply codes in place with scales (·, g, m, 1) by slot or (·, g, 1, k) by channel."""
-    if scales.shape[2] == slots:
-        codes.mul_(_side_by_side(scales, rows, real).to(codes.device))
-    elif real is None:
-        by_entry = _side_by_side(scales, rows, None).to(codes.device)
-        codes.unflatten(2, (rows.shape[1], slots)).mul_(by_entry.unsqueeze(3))
-    else:
-        row, slot = real.to(rows.device).nonzero().unbind(1)
-        codes.mul_(_side_by_side(scales, rows[row, slot // slots][None], None).to(codes.device))
-
-
-# Writing and reading tables --------------------------------------------------------------------------------------
-
-
-@without_graph()
-def blank_tables(
-    model: Model, names: Iterable[str], dtype: torch.dtype | None, tokens: Tensor, rows: int
+def page_tables(
+    model: Model, names: Iterable[str], dtype: torch.dtype | None, tokens: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Return tables of zeros for entries like `tokens` (·, m, e)."""
-    entry = tokens.new_zeros(1, *tokens.shape[1:])
-    mask = torch.ones(entry.shape[:2], dtype=torch.bool, device=tokens.device)
-    like = {"tokens": entry, "mask": mask, "present": torch.zeros(1, dtype=torch.bool)}
-    like |= _page_rows(model, names, dtype, Memory(entry, mask, check_finite=False))
-    return {
-        name: torch.zeros((rows, *row.shape[1:]), dtype=row.dtype, device=tokens.device) for name, row in like.items()
-    }
-
-
-def write_rows(
-    tables: dict[str, Tensor], begin: int, memory: Memory, model: Model, names: Iterable[str], dtype: torch.dtype | None
-) -> None:
-    """Write entries (n, m, e) and their pages to tables, from row `begin` on; their presence stays as it is."""
-    mask = memory.real_slots().to(tables["mask"].device)
-    rows = slice(begin, begin + len(mask))
-    tables["tokens"][rows] = memory.tokens
-    tables["tokens"][rows].masked_fill_(~mask[..., None], 0)
-    tables["mask"][rows] = mask
-    step = max(1, CHUNK // memory.length)
-    for start in range(rows.start, rows.stop, step):
-        piece = slice(start, min(start + step, rows.stop))
-        entries = Memory(tables["tokens"][piece], tables["mask"][piece], check_finite=False)
-        for name, pages in _page_rows(model, names, dtype, entries).items():
-            tables[name][piece] = pages
+    """Return the tables of entries (n, m, e), n > 0, with mask (n, m)."""
+    tokens = tokens.masked_fill(~mask[..., None], 0)
+    step = max(1, CHUNK // tokens.shape[1])
+    pieces = [
+        _page_rows(model, names, dtype, Memory(entries, real, check_finite=False))
+        for entries, real in zip(tokens.split(step), mask.split(step), strict=True)
+    ]
+    tables = {name: torch.cat([piece[name].to(tokens.device) for piece in pieces]) for name in pieces[0]}
+    return {"tokens": tokens, "mask": mask, "present": torch.ones_like(mask[:, 0]), **tables}
 
 
 def _page_rows(model: Model, names: Iterable[str], dtype: torch.dtype | None, memory: Memory) -> dict[str, Tensor]:
@@ -194,63 +142,129 @@ def _page_rows(model: Model, names: Iterable[str], dtype: torch.dtype | None, me
             read = adapter.read(memory)
             mask = pages[f"{name}.mask"] = read.real_slots()
             for layer in adapter.layers:
-                computed = _project(_projection(adapter, layer), read.tokens)
-                if not all_finite(*computed) and not all(bool(torch.isfinite(one).all()) for one in computed):
+                keys, values = _project(adapter.kv_projection(layer), read.tokens)
+                if not all(bool(torch.isfinite(numbers).all()) for numbers in (keys, values)):
                     raise NonFiniteError(
                         f"keys or values of an entry overflow in adapter {name!r} "
                         f"({str(read.dtype).removeprefix('torch.')}): scale its vectors, or use a wider dtype"
                     )
-                pages |= {f"{name}.{layer}.{part}": row for part, row in encode_pages(dtype, *computed, mask).items()}
+                rows = _encoded(dtype, keys, values, mask)
+                pages |= {f"{name}.{layer}.{part}": row for part, row in rows.items()}
     return pages
 
 
-def _projection(adapter: AdapterLayers, layer: int) -> KeyValueProjection:
-    projection: KeyValueProjection = adapter.kv_projection(layer)
-    return projection
-
-
 def _project(projection: KeyValueProjection, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values (n, g, m, k) of n entries, without a null slot."""
+    """Return keys and values (n, m, g, k) of n entries, without a null slot."""
     if projection.rotary is not None:
         raise ConfigError(
             "this layer rotates keys by their position in the memory, which differs between requests, so they are not "
             "cached by entry: give the memory of each request instead"
         )
     keys, values = projection.keys_and_values(projection.cast(tokens))
-    return keys.contiguous(), values.contiguous()
+    return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
 
-def gather_pages(
-    adapter: AdapterLayers, layer: int, tables: Mapping[str, Tensor], rows: Tensor, scores: Tensor | None
-) -> KeyValue:
+def _encoded(dtype: torch.dtype | None, keys: Tensor, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return rows of the tables for keys and values (n, m, g, k) of entries with mask (n, m)."""
+    if dtype is not torch.int8:
+        return {"keys": keys.to(dtype or keys.dtype), "values": values.to(dtype or values.dtype)}
+    keys, values = (numbers.masked_fill(~mask[..., None, None], 0) for numbers in (keys, values))
+    key_codes, key_scales = quantize(keys, 1 if keys.shape[1] >= CHANNEL_SLOTS else 3)
+    value_codes, value_scales = quantize(values, 3)
+    return {"keys": key_codes, "keys.scales": key_scales, "values": value_codes, "values.scales": value_scales}
+
+
+def gather_pages(adapter: AdapterLayers, layer: int, tables: Tables, rows: Tensor, scores: Tensor | None) -> KeyValue:
     """Return the keys and values that `project` computes for a memory of entries (b, n), from their pages."""
-    projection = _projection(adapter, layer)
+    projection: KeyValueProjection = adapter.kv_projection(layer)
     weight = projection.k_proj.weight
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(weight.device.type) and dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(weight.device.type)
-    mask = tables[f"{adapter.name}.mask"][rows].flatten(1).to(weight.device)
-    scores = None if scores is None else scores.to(weight.device)
+    device, dtype = weight.device, weight.dtype
+    if dtype is not torch.float64:
+        dtype = autocast_dtype(device) or dtype
+    mask = tables[f"{adapter.name}.mask"][rows].flatten(1).to(device)
     visible = None if may_read(mask) and bool(mask.all()) else mask
-    bias = projection.score_bias(scores, visible)
+    bias = projection.score_bias(None if scores is None else scores.to(device), visible)
     lengths = projection.packed_lengths(visible)
+
+    def part(name: str) -> Tensor:
+        """Return numbers (b, g, n·m, k), or of the real slots of all rows (1, g, r, k)."""
+        table, scales = tables[f"{adapter.name}.{layer}.{name}"], tables.get(f"{adapter.name}.{layer}.{name}.scales")
+        numbers = table[rows].to(device, dtype)
+        if scales is not None:
+            numbers = (numbers * scales[rows].to(device)).to(dtype)
+        numbers = numbers.flatten(1, 2)
+        return (numbers if lengths is None else pack(numbers, mask, lengths, first=False)).transpose(1, 2)
+
     if lengths is not None and bias is not None:
         bias = pack(bias, mask, lengths, first=False)
-    prefix = f"{adapter.name}.{layer}."
-    pages = {name.removeprefix(prefix): table for name, table in tables.items() if name.startswith(prefix)}
-    keys, values = decode_pages(pages, rows, None if lengths is None else mask, weight.device, dtype)
-    joined: KeyValue = projection.join(keys, values, visible, bias, lengths)
+    joined: KeyValue = projection.join(part("keys"), part("values"), visible, bias, lengths)
     return joined
 
 
-def _side_by_side(table: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
-    """Put pages (b, n) of a table (·, g, m, k) side by side: (b, g, n·m, k), or packed (1, g, r, k) by `real` slots."""
-    (b, n), (_, g, m, k) = rows.shape, table.shape
-    heads = torch.arange(g, device=table.device)[:, None]
-    # One copy, straight into the layout that is read: pages lie in the table head by head.
-    if real is None:
-        pieces = rows[:, None] * g + heads
-        return table.view(-1, m * k).index_select(0, pieces.flatten()).view(b, g, n * m, k)
-    row, slot = real.to(table.device).nonzero().unbind(1)
-    pieces = (rows[row, slot // m] * g + heads) * m + slot % m
-    return table.view(-1, k).index_select(0, pieces.flatten()).view(1, g, len(row), k)
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write_bank(
+    path: str | PathLike[str],
+    model: Model,
+    names: Iterable[str],
+    dtype: torch.dtype | None,
+    tables: Tables,
+) -> None:
+    """Write the tables of a bank, the dtype of its pages, and the fingerprints of its adapters."""
+    prints = {name: fingerprint(weights(model.adapter(name))) for name in names}
+    about = {"adapters": prints, "dtype": None if dtype is None else NAMES[dtype]}
+    write_tensors(path, tables, {"format": BANK, "mmattn_version": __version__, **about})
+
+
+def read_bank(
+    path: str | PathLike[str], model: Model, mapped: bool
+) -> tuple[list[str], torch.dtype | None, dict[str, Tensor]]:
+    """Return the names of the adapters of a bank, the dtype of its pages, and its tables.
+
+    Raises AdapterFileError if the file is torn, changed or something else, or the pages are of another adapter.
+    """
+    with making_sense(path, "bank"):
+        tables, metadata = read_tensors(path, BANK, mapped=mapped)
+        names = _check_adapters(path, model, validated("adapters", dict[str, str], metadata.get("adapters")))
+        dtype = metadata["dtype"] if metadata["dtype"] is None else DTYPES[metadata["dtype"]]
+        check_dtype(dtype)
+        _check_bank(model, names, dtype, {name: (tuple(table.shape), table.dtype) for name, table in tables.items()})
+        if bool(tables["mask"][0].any()) or bool(tables["present"][0]):
+            raise AdapterFileError(f"{str(path)!r} has an entry in the first row, which a bank leaves empty")
+    return names, dtype, tables
+
+
+def _check_adapters(path: str | PathLike[str], model: Model, prints: Mapping[str, str]) -> list[str]:
+    """Return the names of the adapters in a file, checked against those of this host."""
+    if not prints:
+        raise AdapterFileError(f"cannot read {str(path)!r}: it does not name the adapters of its pages")
+    for name, expected in prints.items():
+        if name not in model.adapters:
+            raise AdapterFileError(
+                f"the bank in {str(path)!r} has pages of an adapter {name[:100]!r}, and this host has "
+                f"{', '.join(map(repr, model.adapters))}: attach that adapter under this name, or build the bank again "
+                "with model.bank(memory)"
+            )
+        if fingerprint(weights(model.adapter(name))) != expected:
+            raise AdapterFileError(
+                f"the pages in {str(path)!r} were computed with other weights than those adapter {name!r} has here: "
+                "load that adapter, or build the bank again with model.bank(memory)"
+            )
+    return list(prints)
+
+
+def _check_bank(model: Model, names: Iterable[str], dtype: torch.dtype | None, shapes: Shapes) -> None:
+    """Compare the tables of a file with those of a bank for these adapters."""
+    shape, kind = shapes.get("tokens", ((), torch.bool))
+    if len(shape) != 3 or not all(shape) or not kind.is_floating_point:
+        raise AdapterFileError(f"a bank has tokens (n + 1, m, e) in floating point, and the file {kind} {list(shape)}")
+    for name in names:
+        width = model.adapter(name).config.memory_dim
+        if width != shape[2]:
+            raise AdapterFileError(
+                f"adapter {name!r} reads entries of width {width}, and the file's are {shape[2]} wide"
+            )
+    with without_graph():
+        blank = page_tables(model, names, dtype, torch.zeros(1, *shape[1:], dtype=kind), torch.zeros(1, shape[1]) > 0)
+    check_tensors({name: ((shape[0], *table.shape[1:]), table.dtype) for name, table in blank.items()}, shapes)

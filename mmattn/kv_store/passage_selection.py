@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,28 @@ from mmattn.adapters.language_models import device_of, embeddings_of
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Call
 from mmattn.hosts.probe import in_eval_mode
-from mmattn.kv_store.files import Passage
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Ids of a passage, and its keys (m, g, k) and values (m, g, v) by layer, as at positions 0 to m - 1.
+
+    `has_windows`: some layers attend to a limited number of tokens before.
+    """
+
+    ids: tuple[int, ...]
+    keys: Mapping[int, Tensor]
+    values: Mapping[int, Tensor]
+    has_windows: bool = False
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(one.nbytes for part in (self.keys, self.values) for one in part.values())
 
 
 class PassageSelection(Passages):
@@ -28,13 +45,21 @@ class PassageSelection(Passages):
     Keys and values are put together at the first call, and used by all later ones.
 
     Args:
-        cache: the passages.
+        check: raises ConditionError if another host or other weights than those of an adapter read the passages.
+        capture: records keys and values of a text, as the function `capture` of a model.
         rows: for each row of text its passages, in their order.
         recomputed_tokens: as in `PassageCache.select`.
     """
 
-    def __init__(self, cache: Any, rows: Sequence[Sequence[Passage]], recomputed_tokens: int = 0) -> None:
-        self.cache, self.rows, self.recomputed_tokens = cache, [list(row) for row in rows], recomputed_tokens
+    def __init__(
+        self,
+        check: Callable[[PassageLayers], None],
+        capture: Callable[[Tensor, Tensor, Tensor, JoinedView], Capture],
+        rows: Sequence[Sequence[Passage]],
+        recomputed_tokens: int = 0,
+    ) -> None:
+        self.check, self.capture = check, capture
+        self.rows, self.recomputed_tokens = [list(row) for row in rows], recomputed_tokens
         self._slots: JoinedSlots | None = None
 
     @property
@@ -45,10 +70,11 @@ class PassageSelection(Passages):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, rows: Any) -> PassageSelection:
+    def __getitem__(self, rows: int | slice | list[int]) -> PassageSelection:
         """Return some rows, by number, slice or list."""
         numbers = torch.arange(len(self.rows))[rows].reshape(-1).tolist()
-        return PassageSelection(self.cache, [self.rows[number] for number in numbers], self.recomputed_tokens)
+        chosen = [self.rows[number] for number in numbers]
+        return PassageSelection(self.check, self.capture, chosen, self.recomputed_tokens)
 
     def nbytes(self) -> int:
         """Bytes of keys and values, once they were put together."""
@@ -56,8 +82,7 @@ class PassageSelection(Passages):
 
     def slots(self, adapter: PassageLayers) -> JoinedSlots:
         """Return keys and values of every layer; ConditionError if another host or other weights computed them."""
-        self.cache.check_adapter(adapter)
-        self.cache.check_current()
+        self.check(adapter)
         if self._slots is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._slots = self._concatenate(adapter)
@@ -119,7 +144,7 @@ class PassageSelection(Passages):
             unread[number, row] = False
         before = slots.positions[:, None] < positions[..., None]
         visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions, torch.zeros_like(slots.offsets))
-        captured = capture(self.cache.model, self.cache.name, tokens, real, positions, JoinedView(visible, before))
+        captured = self.capture(tokens, real, positions, JoinedView(visible, before))
         for layer in adapter.layers:
             for number, row in enumerate(again):
                 slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
@@ -162,7 +187,7 @@ def _padded(rows: Sequence[Sequence[Tensor]], heads: int, width: int, device: to
 
 @torch.no_grad()
 def capture(
-    model: Any, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedView | None = None
+    model: AdaptedModel, name: str, ids: Tensor, real: Tensor, positions: Tensor, joined: JoinedView | None = None
 ) -> Capture:
     """Record keys and values of every layer of a text (b, l), padded on the right, in eval mode.
 

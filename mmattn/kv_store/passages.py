@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mmattn import __version__
+from mmattn.adapters.adapter_config import check_tensors
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, ShapeError, check_int
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.peft import active_lora
-from mmattn.kv_store.files import Passage, read_passages, write_passages
-from mmattn.kv_store.passage_selection import PassageSelection, capture
+from mmattn.kv_store.passage_selection import Passage, PassageSelection, capture
 from mmattn.progress import counted
 from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.safetensors import read_tensors, write_tensors
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PASSAGES = "mmattn-passages"
 #: Tokens of passages that the host reads at once.
 TOKENS = 2048
 
@@ -56,13 +65,15 @@ class PassageCache:
     torch.Size([2, 5])
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, adapter: str | None = None) -> None:
+    def __init__(
+        self, model: AdaptedModel, tokenizer: PreTrainedTokenizerBase | None = None, adapter: str | None = None
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name = passage_adapter(model, adapter)
         self._passages: list[Passage] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self._version: TensorVersion | None = None
-        self._active: Any = None
+        self._active: object = None
 
     def __len__(self) -> int:
         """Number of passages."""
@@ -134,7 +145,7 @@ class PassageCache:
         chosen = [[self._passage(number) for number in row] for row in rows]
         if not chosen:
             raise ShapeError("passages are selected for each row of text, and there are no rows: select([[0, 2], [1]])")
-        return PassageSelection(self, chosen, recomputed_tokens)
+        return PassageSelection(self._check, partial(capture, self.model, self.name), chosen, recomputed_tokens)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all passages to one file, with a fingerprint of the host.
@@ -150,7 +161,12 @@ class PassageCache:
 
     @classmethod
     def load(
-        cls, model: Any, path: str | PathLike[str], tokenizer: Any = None, *, mapped: bool = False
+        cls,
+        model: AdaptedModel,
+        path: str | PathLike[str],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        mapped: bool = False,
     ) -> PassageCache:
         """Read the passages that `save` wrote.
 
@@ -166,6 +182,7 @@ class PassageCache:
         """
         cache = cls(model, tokenizer)
         adapter = model.adapter(cache.name)
+        assert isinstance(adapter, PassageLayers)
         cache._passages = read_passages(path, cache._fingerprint(), adapter, mapped, cache._vocab_size())
         cache._numbers = {passage.ids: number for number, passage in enumerate(cache._passages)}
         cache._remember()
@@ -181,13 +198,14 @@ class PassageCache:
                 "passages, or other LoRA adapters are active: make a new PassageCache(model) and add them again"
             )
 
-    def check_adapter(self, adapter: PassageLayers) -> None:
-        """Raise ConditionError for passages that another host has read."""
+    def _check(self, adapter: PassageLayers) -> None:
+        """Raise ConditionError for passages that another host, or this host with other weights, has read."""
         if self.model.adapters[self.name] is not adapter:
             raise ConditionError(
                 "these passages were read by another host, or before this adapter was attached: make a "
                 "PassageCache(model) for it and add them"
             )
+        self.check_current()
 
     def _remember(self) -> None:
         self._version = TensorVersion(self.model.host.parameters())
@@ -221,7 +239,7 @@ class PassageCache:
         return ids
 
 
-def passage_adapter(model: Any, name: str | None = None) -> str:
+def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:
     """Return the name of the passage adapter of a model; ConditionError if there is none, or several."""
     names = [one for one in getattr(model, "adapters", {}) if isinstance(model.adapter(one), PassageLayers)]
     names = [one for one in names if name in (None, one)]
@@ -233,7 +251,7 @@ def passage_adapter(model: Any, name: str | None = None) -> str:
     return names[0]
 
 
-def read_with_host(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -> list[Passage]:
+def read_with_host(model: AdaptedModel, name: str, passages: Sequence[tuple[int, ...]]) -> list[Passage]:
     """Return keys and values of passages, as if each were all there is; the host reads them in one batch."""
     longest = max(map(len, passages))
     padded = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
@@ -249,3 +267,79 @@ def read_with_host(model: Any, name: str, passages: Sequence[tuple[int, ...]]) -
         Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows)
         for row, ids in enumerate(passages)
     ]
+
+
+def write_passages(path: str | PathLike[str], passages: Sequence[Passage], host: str) -> None:
+    """Write passages to one file, with the fingerprint of their host."""
+    if not passages:
+        raise AdapterFileError(f"there are no passages to write to {str(path)!r}: add some first")
+    tables = {
+        "ids": torch.tensor([token for passage in passages for token in passage.ids]),
+        "lengths": torch.tensor([len(passage.ids) for passage in passages]),
+    }
+    for layer in passages[0].keys:
+        tables[f"keys.{layer}"] = torch.cat([passage.keys[layer] for passage in passages])
+        tables[f"values.{layer}"] = torch.cat([passage.values[layer] for passage in passages])
+    about = {"host": host, "has_windows": any(passage.has_windows for passage in passages)}
+    write_tensors(path, tables, {"format": PASSAGES, "mmattn_version": __version__, **about})
+
+
+def read_passages(
+    path: str | PathLike[str], host: str, adapter: PassageLayers, mapped: bool, vocab_size: int | None = None
+) -> list[Passage]:
+    """Read the passages that `write_passages` wrote for the host with this fingerprint.
+
+    Raises AdapterFileError if the file is torn, changed or something else, another host has read the passages, or the
+    file holds what no host can have read.
+    """
+    with making_sense(path, "passages"):
+        tables, metadata = read_tensors(path, PASSAGES, mapped=mapped)
+        if metadata.get("host") != host:
+            raise AdapterFileError(
+                f"the passages in {str(path)!r} were read by a host with other weights: take the host that read them, "
+                "or read them again, PassageCache(model).add(…)"
+            )
+        has_windows = validated(f"has_windows in {str(path)!r}", bool, metadata.get("has_windows"))
+        _check_passages(path, tables, adapter, vocab_size)
+        lengths = tables["lengths"].tolist()
+        parts = {name: table.split(lengths) for name, table in tables.items() if name != "lengths"}
+        passages = [
+            Passage(
+                tuple(parts["ids"][number].tolist()),
+                {layer: parts[f"keys.{layer}"][number] for layer in adapter.layers},
+                {layer: parts[f"values.{layer}"][number] for layer in adapter.layers},
+                has_windows,
+            )
+            for number in range(len(lengths))
+        ]
+        if len({passage.ids for passage in passages}) != len(passages):
+            raise AdapterFileError(f"{str(path)!r} holds a passage twice, and each is read once")
+    return passages
+
+
+def _check_passages(
+    path: str | PathLike[str], tables: Mapping[str, Tensor], adapter: PassageLayers, vocab_size: int | None
+) -> None:
+    """Refuse tables of passages that this host cannot have read."""
+    total = len(tables["ids"])
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "ids": ((total,), torch.int64),
+        "lengths": ((tables["lengths"].numel(),), torch.int64),
+    }
+    for site in adapter.sites:
+        kind = tables[f"keys.{site.layer}"].dtype
+        assert site.heads is not None
+        widths = {"keys": site.heads.head_dim, "values": site.heads.value_dim or site.heads.head_dim}
+        for part, width in widths.items():
+            expected[f"{part}.{site.layer}"] = ((total, site.heads.num_kv_heads, width), kind)
+        if not kind.is_floating_point or kind.itemsize == 1:
+            raise AdapterFileError(f"the keys in {str(path)!r} are {kind}, in which no host computes them")
+    check_tensors(expected, tables)
+    lengths, ids = tables["lengths"], tables["ids"]
+    if not len(lengths) or int(lengths.min()) < 1 or int(lengths.max()) > total or int(lengths.sum()) != total:
+        raise AdapterFileError(f"the passages in {str(path)!r} are not as long as it says, of {total} tokens in all")
+    if int(ids.min()) < 0 or (vocab_size is not None and int(ids.max()) >= vocab_size):
+        raise AdapterFileError(
+            f"{str(path)!r} has ids from {int(ids.min())} to {int(ids.max())}, and the vocabulary of this host has "
+            f"{vocab_size}"
+        )

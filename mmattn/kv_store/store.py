@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +15,19 @@ from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.kv_store.files import read_bank, write_bank
 from mmattn.kv_store.gathered_memory import GatheredMemory, check_hits, is_int, memory_of_hits
 from mmattn.kv_store.pages import (
     Model,
-    blank_tables,
+    Tables,
     check_dtype,
     check_versions,
     gather_pages,
+    page_tables,
+    read_bank,
     weight_versions,
     weights,
     without_graph,
-    write_rows,
+    write_bank,
 )
 from mmattn.memory import Memory
 
@@ -36,14 +36,13 @@ class Bank:
     """Entries with the keys and values that the adapters of a host project of them: `model.bank`, `model.load_bank`.
 
     Entries have row numbers, counted from 0, that never change. A request sees entries as they were when it gathered
-    them. A bank may be used by several threads.
+    them. Each change copies the tables, so change many entries at a time. A bank may be used by several threads.
 
     Args:
         model: the adapted model.
         versions: for each adapter with pages, the state of the weights that computed them.
         dtype: of the pages; None for that of the weights.
         tables: as in `mmattn.kv_store.pages`.
-        count: number of entries in the tables.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import mmattn
@@ -58,35 +57,35 @@ class Bank:
     """
 
     def __init__(
-        self,
-        model: Model,
-        versions: Mapping[str, TensorVersion],
-        dtype: torch.dtype | None,
-        tables: dict[str, Tensor],
-        count: int = 0,
+        self, model: Model, versions: Mapping[str, TensorVersion], dtype: torch.dtype | None, tables: Tables
     ) -> None:
-        self.model = model
-        self._versions = versions
-        self._dtype, self._tables = dtype, tables
-        self._count = count
-        #: Number of updates and removals: what was gathered before the last one is projected from its tokens.
-        self._edits = 0
-        # Writers wait for each other; a reader waits only while finished rows are copied into the tables.
-        self._writing, self._copying = threading.Lock(), threading.Lock()
+        self.model, self._dtype = model, dtype
+        #: The weights and what they computed: one version, which a change replaces.
+        self._state = versions, tables
+        self._writing = threading.Lock()
 
     @classmethod
+    @without_graph()
     def from_memory(cls, model: Model, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
         """Build a bank of every row of a memory (n, m, e), for the active adapters; see `model.bank`."""
         check_dtype(dtype)
         memory = check_entries(memory)
         versions = weight_versions(model, model.active, memory.dim)
-        bank = cls(model, versions, dtype, blank_tables(model, versions, dtype, memory.tokens, memory.batch + 1))
-        bank.add(memory)
-        return bank
+        tokens, mask = (
+            torch.cat([torch.zeros_like(part[:1]), part]) if len(part) else part.new_zeros(1, *part.shape[1:])
+            for part in (memory.tokens, memory.real_slots())
+        )
+        tables = page_tables(model, versions, dtype, tokens, mask)
+        tables["present"][0] = False
+        return cls(model, versions, dtype, tables)
+
+    @property
+    def _tables(self) -> Tables:
+        return self._state[1]
 
     def __len__(self) -> int:
         """Number of rows, removed ones included."""
-        return self._count
+        return len(self._tables["present"]) - 1
 
     @property
     def slots(self) -> int:
@@ -99,11 +98,12 @@ class Bank:
 
     def page_nbytes(self) -> int:
         """Bytes of keys and values alone, scales included."""
-        entries = ("tokens", "mask", "present", *(f"{name}.mask" for name in self._versions))
-        return sum(table.nbytes for name, table in self._tables.items() if name not in entries)
+        versions, tables = self._state
+        entries = ("tokens", "mask", "present", *(f"{name}.mask" for name in versions))
+        return sum(table.nbytes for name, table in tables.items() if name not in entries)
 
     def __repr__(self) -> str:
-        return f"Bank({self._count:,} rows, m={self.slots}, adapters={list(self._versions)}, {self.nbytes():,} bytes)"
+        return f"Bank({len(self):,} rows, m={self.slots}, adapters={list(self._state[0])}, {self.nbytes():,} bytes)"
 
     # Requests ----------------------------------------------------------------------------------------------------
 
@@ -113,13 +113,13 @@ class Bank:
         *,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
-        sources: Sequence[Sequence[Any]] | None = None,
+        sources: Sequence[Sequence[object]] | None = None,
     ) -> PreparedMemory:
         """Return the entries of each request as a prepared memory, to be given as `memory`.
 
         Answers are those of `model.prepare(bank.memory(…))`, but keys and values are copied from the pages at their
-        first use; later steps and beams use that copy. While gradients are needed, or once an entry or a weight has
-        changed since, the tokens gathered here are projected as those of any memory are.
+        first use; later steps and beams use that copy. While gradients are needed, or once a weight has changed since,
+        the tokens gathered here are projected as those of any memory are.
 
         Args:
             rows: (b, n) int, n entries for each row of text.
@@ -135,11 +135,12 @@ class Bank:
             ConditionError: the weights have changed since the pages were computed.
         """
         self.model.check_attached()
-        check_versions(self.model, self._versions, self._count)
-        memory, table_rows, edits = self._take(rows, mask, scores, sources)
-        for name in self._versions:
+        versions, tables = self._state
+        check_versions(self.model, versions, len(self))
+        memory, table_rows = _take(tables, rows, mask, scores, sources)
+        for name in versions:
             self.model.adapter(name).check_memory(memory)
-        return GatheredMemory(memory, rows.shape[1], partial(self._keys_and_values, table_rows, edits))
+        return GatheredMemory(memory, rows.shape[1], partial(_keys_and_values, versions, tables, table_rows))
 
     def memory(
         self,
@@ -147,7 +148,7 @@ class Bank:
         *,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
-        sources: Sequence[Sequence[Any]] | None = None,
+        sources: Sequence[Sequence[object]] | None = None,
     ) -> Memory:
         """Return the entries of each request as a memory (b, n·m, e), each hit a segment: for training or other hosts.
 
@@ -163,39 +164,7 @@ class Bank:
             MaskError: a mask that is not bool.
             NonFiniteError: NaN or infinity in a score.
         """
-        return self._take(rows, mask, scores, sources)[0]
-
-    def _keys_and_values(
-        self, table_rows: Tensor, edits: int, adapter: AdapterLayers, layer: int, scores: Tensor | None
-    ) -> KeyValue | None:
-        """Return keys and values of entries (b, n) from their pages, or None after an edit of entries or weights."""
-        with self._copying:
-            version = self._versions.get(adapter.name)
-            if version is None or edits != self._edits or not version.holds(weights(adapter).values()):
-                return None
-            return gather_pages(adapter, layer, self._tables, table_rows, scores)
-
-    @without_graph()
-    def _take(
-        self, rows: Tensor, mask: Tensor | None, scores: Tensor | None, sources: Sequence[Sequence[Any]] | None
-    ) -> tuple[Memory, Tensor, int]:
-        """Return the memory of these hits, their rows (b, n) in the tables, and the number of edits before."""
-        hits, device = check_hits(rows, mask, scores, sources), self._tables["tokens"].device
-        rows, hits = rows.to(device, torch.long), hits.to(device)
-        table_rows = torch.where(hits & (rows >= 0) & (rows < self._count), rows + 1, 0)
-        with self._copying:
-            edits = self._edits
-            present, real = (self._tables[name][table_rows] for name in ("present", "mask"))
-            tokens = self._tables["tokens"].index_select(0, table_rows.flatten())
-        lost = hits & ~present
-        if lost.any():
-            request, hit = lost.nonzero()[0].tolist()
-            raise IndexError(
-                f"request {request} asks for row {int(rows[request, hit])}, which is not in this bank of {self._count} "
-                "rows or was removed: search an index of the same entries, and mask missing hits (mask=rows >= 0)"
-            )
-        tokens = tokens.view(*table_rows.shape, *tokens.shape[1:])
-        return memory_of_hits(tokens, real, hits, scores, sources), table_rows, edits
+        return _take(self._tables, rows, mask, scores, sources)[0]
 
     # Edits -------------------------------------------------------------------------------------------------------
 
@@ -212,19 +181,11 @@ class Bank:
             ConditionError: the weights have changed since the pages were computed, or the entries need gradients.
         """
         with self._writing:
-            memory = self._check_entries(memory)
-            begin, end = self._count + 1, self._count + 1 + memory.batch
-            room = len(self._tables["present"])
-            if end > room:
-                for name, table in self._tables.items():
-                    larger = table.new_zeros(max(end, room + room // 2), *table.shape[1:])
-                    larger[:room] = table
-                    self._tables[name] = larger
-            write_rows(self._tables, begin, memory, self.model, self._versions, self._dtype)
-            with self._copying:
-                self._tables["present"][begin:end] = True
-                self._count += memory.batch
-            return torch.arange(begin - 1, end - 1)
+            memory, count = self._check_entries(memory), len(self)
+            if memory.batch:
+                new = self._pages_of(memory)
+                self._replace({name: torch.cat([table, new[name]]) for name, table in self._tables.items()})
+            return torch.arange(count, count + memory.batch)
 
     @without_graph()
     def update(self, rows: Tensor | Sequence[int], memory: Memory | Tensor) -> None:
@@ -246,13 +207,10 @@ class Bank:
                 raise ShapeError(
                     f"{len(table_rows)} rows were to be updated with {memory.batch} entries: give one for each"
                 )
-            new = {name: table.new_zeros(len(table_rows), *table.shape[1:]) for name, table in self._tables.items()}
-            write_rows(new, 0, memory, self.model, self._versions, self._dtype)
-            with self._copying:
-                self._edits += 1
-                new["present"].fill_(True)
-                for name, table in self._tables.items():
-                    table.index_copy_(0, table_rows, new[name])
+            if memory.batch:
+                new = self._pages_of(memory)
+                tables = self._tables.items()
+                self._replace({name: table.index_copy(0, table_rows, new[name]) for name, table in tables})
 
     @without_graph()
     def remove(self, rows: Tensor | Sequence[int]) -> None:
@@ -267,10 +225,7 @@ class Bank:
         """
         with self._writing:
             table_rows = self._table_rows(rows)
-            with self._copying:
-                self._edits += 1
-                for table in self._tables.values():
-                    table.index_fill_(0, table_rows, 0)
+            self._replace({name: table.index_fill(0, table_rows, 0) for name, table in self._tables.items()})
 
     @without_graph()
     def refresh(self) -> None:
@@ -283,17 +238,20 @@ class Bank:
         with self._writing:
             old = self._tables
             versions = weight_versions(self.model, self.model.active, old["tokens"].shape[2])
-            tables = blank_tables(self.model, versions, self._dtype, old["tokens"], len(old["tokens"]))
-            rows = slice(1, self._count + 1)
-            entries = Memory(old["tokens"][rows], old["mask"][rows], check_finite=False)
-            write_rows(tables, 1, entries, self.model, versions, self._dtype)
-            tables["present"].copy_(old["present"])
-            with self._copying:
-                self._versions, self._tables = versions, tables
+            tables = page_tables(self.model, versions, self._dtype, old["tokens"], old["mask"])
+            self._state = versions, tables | {"present": old["present"]}
+
+    def _replace(self, tables: Tables) -> None:
+        self._state = self._state[0], tables
 
     def _check_entries(self, memory: Memory | Tensor) -> Memory:
-        check_versions(self.model, self._versions, self._count)
+        check_versions(self.model, self._state[0], len(self))
         return check_entries(memory, like=self._tables["tokens"])
+
+    def _pages_of(self, memory: Memory) -> dict[str, Tensor]:
+        """Return the tables of new entries."""
+        tokens, mask = memory.tokens.to(self._tables["tokens"]), memory.real_slots()
+        return page_tables(self.model, self._state[0], self._dtype, tokens, mask.to(tokens.device))
 
     def _table_rows(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Return the rows of the tables that hold these entries."""
@@ -301,9 +259,9 @@ class Bank:
         numbers = numbers.long() if not numbers.numel() else numbers
         if numbers.dim() != 1 or not is_int(numbers):
             raise ShapeError(f"rows must be ints (n,), got {numbers.dtype} {tuple(numbers.shape)}")
-        wrong = numbers[(numbers < 0) | (numbers >= self._count)]
+        wrong = numbers[(numbers < 0) | (numbers >= len(self))]
         if len(wrong):
-            raise IndexError(f"row {int(wrong[0])} was asked for, and this bank has rows 0 to {self._count - 1}")
+            raise IndexError(f"row {int(wrong[0])} was asked for, and this bank has rows 0 to {len(self) - 1}")
         if len(numbers.unique()) != len(numbers):
             raise ShapeError("rows names one row twice: give each row once")
         return numbers.to(self._tables["tokens"].device, torch.long) + 1
@@ -321,16 +279,16 @@ class Bank:
             OSError: the folder is missing or not writable; the old file is unchanged.
         """
         with self._writing:
-            check_versions(self.model, self._versions, self._count)
-            tables = {name: table[: self._count + 1] for name, table in self._tables.items()}
-            write_bank(path, self.model, self._versions, self._dtype, tables)
+            versions, tables = self._state
+            check_versions(self.model, versions, len(self))
+            write_bank(path, self.model, versions, self._dtype, tables)
 
     @classmethod
     def load(cls, model: Model, path: str | PathLike[str], mapped: bool = False) -> Bank:
         """Read the bank that `save` wrote; see `model.load_bank`."""
         names, dtype, tables = read_bank(path, model, mapped)
         versions = weight_versions(model, names, tables["tokens"].shape[2])
-        return cls(model, versions, dtype, tables, count=len(tables["present"]) - 1)
+        return cls(model, versions, dtype, tables)
 
 
 def check_entries(memory: Memory | Tensor, like: Tensor | None = None) -> Memory:
@@ -351,3 +309,40 @@ def check_entries(memory: Memory | Tensor, like: Tensor | None = None) -> Memory
             f"{tuple(memory.tokens.shape)}: pad shorter ones and mask the rest"
         )
     return memory
+
+
+@without_graph()
+def _take(
+    tables: Tables,
+    rows: Tensor,
+    mask: Tensor | None,
+    scores: Tensor | None,
+    sources: Sequence[Sequence[object]] | None,
+) -> tuple[Memory, Tensor]:
+    """Return the memory of hits, and their rows (b, n) in the tables."""
+    hits, device, count = check_hits(rows, mask, scores, sources), tables["tokens"].device, len(tables["present"]) - 1
+    rows, hits = rows.to(device, torch.long), hits.to(device)
+    table_rows = torch.where(hits & (rows >= 0) & (rows < count), rows + 1, 0)
+    lost = hits & ~tables["present"][table_rows]
+    if lost.any():
+        request, hit = lost.nonzero()[0].tolist()
+        raise IndexError(
+            f"request {request} asks for row {int(rows[request, hit])}, which is not in this bank of {count} rows or "
+            "was removed: search an index of the same entries, and mask missing hits (mask=rows >= 0)"
+        )
+    return memory_of_hits(tables["tokens"][table_rows], tables["mask"][table_rows], hits, scores, sources), table_rows
+
+
+def _keys_and_values(
+    versions: Mapping[str, TensorVersion],
+    tables: Tables,
+    table_rows: Tensor,
+    adapter: AdapterLayers,
+    layer: int,
+    scores: Tensor | None,
+) -> KeyValue | None:
+    """Return keys and values of entries (b, n) from their pages, or None after an edit of the weights."""
+    version = versions.get(adapter.name)
+    if version is None or not version.holds(weights(adapter).values()):
+        return None
+    return gather_pages(adapter, layer, tables, table_rows, scores)

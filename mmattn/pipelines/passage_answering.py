@@ -26,7 +26,8 @@ class _PassageHits(PassageSelection):
     """Selected passages with the sources of each row, their weights still 0."""
 
     def __init__(self, passages: PassageCache, numbers: list[list[int]], sources: list[list[Source]]) -> None:
-        super().__init__(passages, passages.select(numbers).rows)
+        chosen = passages.select(numbers)
+        super().__init__(chosen.check, chosen.capture, chosen.rows)
         self.sources = sources
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexMismatchError, NonFiniteError, ShapeError, TextError, check_choice
+from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
-from mmattn.retrieval.entries import check_metadata, check_texts, check_tokens
-from mmattn.retrieval.scoring import METRICS, lengths_of
-
-#: Products of two vectors of this length still fit into float32.
-LARGEST = 1e18
+from mmattn.retrieval.entries import Columns, check_metadata, check_texts, check_tokens
+from mmattn.retrieval.scoring import METRICS, check_vectors
+from mmattn.tokenization import check_text
 
 
 class Encoder(Protocol):
@@ -56,7 +54,7 @@ class EmbeddingSpace:
     metrics: ClassVar[tuple[str, ...]] = METRICS
 
     @classmethod
-    def of_items(cls, items: object, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, Any]:
+    def of_items(cls, items: object, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, object]:
         """Return the space of a new index, and its items: unchanged with an encoder, otherwise as vectors."""
         check_choice("metric", metric, cls.metrics)
         if encoder is not None:
@@ -67,7 +65,7 @@ class EmbeddingSpace:
         return cls.of_vectors(items, metric)
 
     @classmethod
-    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, Any]:
+    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, object]:
         """Return the space of vectors, and these converted to a tensor."""
         vectors = as_vectors("vectors", items)
         return cls(vectors.shape[1], metric), vectors
@@ -96,30 +94,31 @@ class EmbeddingSpace:
         metadata: Iterable[object] | None,
         tokens: Memory | None,
         count: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> Columns:
         """Return the columns that are given of `count` entries, checked and copied to the CPU."""
-        columns: dict[str, Any] = {}
+        columns: Columns = {}
         if items is not None:
             if are_texts(items):
                 if texts is not None:
                     raise ConfigError("texts= is for items that are vectors; these items are texts themselves")
-                columns["texts"] = check_texts([items] if isinstance(items, str) else items)
-                items = self._encode(columns["texts"], self.encoder)
-            columns |= self.vector_columns(items)
+                new = check_text(items)
+                columns["texts"] = tuple(new)
+                items = self._encode(new, self.encoder)
+            columns = {**columns, **self.vector_columns(items)}
             rows = len(columns["vectors"])
             if count not in (None, rows):
                 raise IndexMismatchError(f"each entry needs one item: got {rows} items for {count} ids")
             count = rows
         assert count is not None
         if texts is not None:
-            columns["texts"] = check_texts(texts, count, optional=True)
+            columns["texts"] = check_texts(texts, count)
         if metadata is not None:
             columns["metadata"] = check_metadata(metadata, count)
         if tokens is not None:
             columns["tokens"] = self.check_tokens(tokens, count)
         return columns
 
-    def vector_columns(self, items: object) -> dict[str, Any]:
+    def vector_columns(self, items: object) -> Columns:
         """Return the columns that are computed from items which are no texts: "vectors" (n, e)."""
         if isinstance(items, (list, tuple)) and not items:
             items = torch.empty(0, self.dim)
@@ -138,31 +137,31 @@ class EmbeddingSpace:
         check_vectors("queries", vectors, self.metric)
         return vectors
 
-    def encoded_queries(self, queries: object, encoder: Encoder | None) -> Any:
+    def encoded_queries(self, queries: object, encoder: Encoder | None) -> object:
         """Return queries, encoded where they are texts."""
         if encoder is not None:
             self.check(encoder)
         if not are_texts(queries):
             return queries
-        texts = check_texts([queries] if isinstance(queries, str) else queries)
+        texts = check_text(queries)
         for number, text in enumerate(texts):
-            if not (text or "").strip():
+            if not text.strip():
                 raise TextError(f"query {number} is empty: it would find anything; leave it out")
         return self._encode(texts, encoder or self.encoder, "encode_query")
 
-    def _encode(self, texts: Sequence[Any], encoder: Encoder | None, verb: str = "encode") -> Memory:
+    def _encode(self, texts: list[str], encoder: Encoder | None, verb: str = "encode") -> Memory:
         if encoder is None:
             raise ConfigError(
                 "texts need an encoder, and this index has none: give encoder= when building or opening it, or vectors"
             )
         self.check(encoder)  # its weights may have changed since it was given
-        memory = getattr(encoder, verb, encoder.encode)(list(texts))
+        memory = getattr(encoder, verb, encoder.encode)(texts)
         if not isinstance(memory, Memory) or memory.batch != len(texts):
             raise ShapeError(f"the encoder must give a Memory with one row per text, {len(texts)}; got {memory!r:.200}")
         return memory
 
 
-def are_texts(items: object) -> TypeGuard[str | list[object]]:
+def are_texts(items: object) -> TypeGuard[str | list[str]]:
     """Tell texts from vectors."""
     return isinstance(items, str) or (
         isinstance(items, (list, tuple)) and any(isinstance(item, (str, bytes)) for item in items)
@@ -223,23 +222,3 @@ def as_numbers(what: str, values: object) -> Tensor:
         if isinstance(error, ShapeError):
             raise
         raise ShapeError(f"{what}, got {type(values).__name__}: {error}") from error
-
-
-def check_vectors(what: str, vectors: Tensor, metric: str) -> None:
-    """Refuse vectors (b, e) that cannot be compared, by the first such row."""
-    lengths = lengths_of(vectors.detach())
-    wrong = ~(lengths <= LARGEST)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        fault = (
-            f"is {float(lengths[row]):.1e} long, and its products do not fit into float32"
-            if vectors[row].isfinite().all()
-            else "has NaN or infinite values (in float32)"
-        )
-        raise NonFiniteError(f"{what}: row {row} {fault}; repair it or leave it out. Nothing was changed")
-    if metric == "cosine" and (lengths == 0).any():
-        row = int((lengths == 0).nonzero()[0])
-        raise ShapeError(
-            f"{what}: row {row} is all zeros, which has no direction for metric 'cosine'; leave it out, or use 'ip' or "
-            "'l2'. Nothing was changed"
-        )

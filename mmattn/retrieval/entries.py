@@ -1,25 +1,35 @@
-"""The entries of an index as columns (ids, texts, metadata, vectors), and the checks of what goes into them."""
+"""The entries of an index as columns (ids, texts, metadata, vectors): checks of what goes into them, and files."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, TextError
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MmattnError, ShapeError, TextError
 from mmattn.memory import Memory
-from mmattn.storage.json_files import dump_json
+from mmattn.retrieval.scoring import check_vectors
+from mmattn.storage.files import replacing
+from mmattn.storage.json_files import dump_json, parse_json
+from mmattn.storage.safetensors import read_tensors, write_tensors
+from mmattn.tokenization import check_text
 
+Value = TypeVar("Value")
 Id = str | int
-Filter = Mapping[str, Any] | Callable[[Any], bool]
+Filter = Mapping[str, object] | Callable[..., bool]
 
 MAX_METADATA = 4 << 30
+
+_VECTORS, _ENTRIES = "vectors.safetensors", "entries.jsonl"
+_TENSOR_FORMAT = "mmattn-index-vectors"
+_COLUMNS = ("id", "text", "metadata")
 
 
 class Entry(NamedTuple):
@@ -35,9 +45,18 @@ class Entry(NamedTuple):
 
     id: Id
     text: str | None
-    metadata: Any
+    metadata: object
     vector: Tensor
     tokens: Tensor | None
+
+
+class Columns(TypedDict, total=False):
+    """Columns of entries, without their ids."""
+
+    texts: tuple[str | None, ...]
+    metadata: tuple[object, ...]
+    vectors: Tensor
+    tokens: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +73,7 @@ class Entries:
 
     ids: tuple[Id, ...]
     texts: tuple[str | None, ...]
-    metadata: tuple[Any, ...]
+    metadata: tuple[object, ...]
     vectors: Tensor
     tokens: tuple[Tensor, ...] | None = None
 
@@ -94,19 +113,19 @@ class Entries:
             None if self.tokens is None else tuple(self.tokens[row] for row in rows),
         )
 
-    def replaced(self, rows: Sequence[int], **columns: Any) -> Entries:
+    def replaced(self, rows: Sequence[int], columns: Columns) -> Entries:
         """Return these entries with new values in some rows of some columns."""
-        new: dict[str, Any] = {name: getattr(self, name) for name in ("texts", "metadata", "vectors", "tokens")}
-        for name, values in columns.items():
-            if name == "vectors":
-                new[name] = self.vectors.clone()
-                new[name][list(rows)] = values
-            elif values is not None:
-                column = list(new[name])
-                for row, value in zip(rows, values, strict=True):
-                    column[row] = value
-                new[name] = tuple(column)
-        return Entries(self.ids, **new)
+        vectors = self.vectors
+        if "vectors" in columns:
+            vectors = vectors.clone()
+            vectors[list(rows)] = columns["vectors"]
+        return Entries(
+            self.ids,
+            _replaced(self.texts, rows, columns.get("texts")),
+            _replaced(self.metadata, rows, columns.get("metadata")),
+            vectors,
+            self.tokens and _replaced(self.tokens, rows, columns.get("tokens")),
+        )
 
     def to(self, device: torch.device) -> Entries:
         """Return the same entries with vectors and tokens on a device."""
@@ -137,34 +156,43 @@ class Entries:
         return torch.tensor(allowed, dtype=torch.bool, device=self.vectors.device)
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> object:
     """Return a deep copy of a JSON value."""
     if isinstance(value, dict):
         return {key: copied(one) for key, one in value.items()}
     return [copied(one) for one in value] if isinstance(value, list) else value
 
 
-def _matches(metadata: Any, wanted: Mapping[str, Any]) -> bool:
-    if not wanted:
+def _replaced(column: tuple[Value, ...], rows: Sequence[int], values: Sequence[Value] | None) -> tuple[Value, ...]:
+    if values is None:
+        return column
+    new = dict(zip(rows, values, strict=True))
+    return tuple(new.get(row, value) for row, value in enumerate(column))
+
+
+def _matches(metadata: object, filter: Mapping[str, object]) -> bool:
+    if not filter:
         return True
-    return isinstance(metadata, dict) and all(key in metadata and metadata[key] == wanted[key] for key in wanted)
+    return isinstance(metadata, dict) and all(key in metadata and metadata[key] == filter[key] for key in filter)
 
 
-def is_id(name: object) -> bool:
+def is_id(name: object) -> TypeGuard[Id]:
     """Tell whether an object may be an id: True is not 1, and 1.0 neither."""
     return isinstance(name, (str, int)) and not isinstance(name, bool)
 
 
-def check_ids(ids: Iterable[object], count: int) -> tuple[Id, ...]:
+def check_ids(ids: object, count: int) -> tuple[Id, ...]:
     """Return the ids of new entries as a tuple of unique texts and ints."""
-    names = tuple(_as_list("ids", ids))
-    for row, name in enumerate(names):
-        if not is_id(name):
-            raise IndexMismatchError(f"ids are text or ints, got {name!r:.80} ({type(name).__name__}) at row {row}")
-    if len(names) != count:
-        raise IndexMismatchError(f"each entry needs one id: got {len(names)} ids for {count} entries")
-    _refuse_duplicates(names)
-    return names
+    names = tuple(as_list("ids", ids))
+    ids = tuple(name for name in names if is_id(name))
+    if len(ids) < len(names):
+        row, name = next((row, name) for row, name in enumerate(names) if not is_id(name))
+        raise IndexMismatchError(f"ids are text or ints, got {name!r:.80} ({type(name).__name__}) at row {row}")
+    if len(ids) != count:
+        raise IndexMismatchError(f"each entry needs one id: got {len(ids)} ids for {count} entries")
+    check_text([str(name) for name in ids])
+    _refuse_duplicates(ids)
+    return ids
 
 
 def check_known(names: Sequence[Id], known: Collection[Id]) -> None:
@@ -188,39 +216,28 @@ def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
         )
 
 
-def check_texts(texts: Iterable[object], count: int | None = None, *, optional: bool = False) -> tuple[str | None, ...]:
-    """Return texts as a tuple; `optional` allows None for an entry without a text."""
-    values = tuple(_as_list("texts", texts))
-    for row, text in enumerate(values):
-        if not isinstance(text, str) and not (optional and text is None):
-            raise TextError(f"text {row} must be a string, got {text!r:.80} ({type(text).__name__}); leave the row out")
-    if count is not None and len(values) != count:
+def check_texts(texts: object, count: int) -> tuple[str | None, ...]:
+    """Return texts as a tuple; None is an entry without a text."""
+    values = tuple(as_list("texts", texts))
+    check_text(["" if text is None else text for text in values])
+    if len(values) != count:
         raise TextError(f"each entry needs one text: got {len(values)} texts for {count} entries")
     return values
 
 
-def check_metadata(metadata: Iterable[object], count: int) -> tuple[Any, ...]:
+def check_metadata(metadata: object, count: int) -> tuple[object, ...]:
     """Return metadata as a tuple of plain JSON values, copied."""
-    values = tuple(_as_list("metadata", metadata))
+    values = list(as_list("metadata", metadata))
     if len(values) != count:
         raise ConfigError(f"each entry needs one value of metadata: got {len(values)} for {count} entries")
-    try:
-        return tuple(json.loads(dump_json("metadata", values, MAX_METADATA)))
-    except ConfigError:
-        for row, value in enumerate(values):
-            dump_json(f"metadata {row}", value, MAX_METADATA)  # names the row
-        raise
+    return tuple(json.loads(dump_json(f"metadata {row}", value, MAX_METADATA)) for row, value in enumerate(values))
 
 
 def check_filter(filter: Filter | None) -> Filter | None:
     """Return a filter as JSON, with which metadata is compared; functions stay as they are."""
     if not isinstance(filter, Mapping):
         return filter
-    try:
-        plain: dict[str, Any] = json.loads(dump_json("filter", dict(filter), MAX_METADATA))
-    except ConfigError as error:
-        raise ConfigError(f"{error}; metadata is JSON, and a filter is compared with it") from error
-    return plain
+    return json.loads(dump_json("filter", dict(filter), MAX_METADATA))
 
 
 def check_tokens(tokens: object, count: int) -> tuple[Tensor, ...]:
@@ -230,24 +247,12 @@ def check_tokens(tokens: object, count: int) -> tuple[Tensor, ...]:
     if tokens.batch != count:
         raise ShapeError(f"tokens must have one row per entry: got {tokens.batch} rows for {count} entries")
     tokens.check_finite()
-    mask = tokens.mask
-    rows = [tokens.tokens[i] if mask is None else tokens.tokens[i][mask[i]] for i in range(count)]
+    rows = [row[real] for row, real in zip(tokens.tokens, tokens.real_slots(), strict=True)]
     return tuple(row.detach().to("cpu", copy=True) for row in rows)
 
 
-def check_lines(entries: Entries) -> None:
-    """Refuse ids and texts with half a surrogate pair, which no file can hold."""
-    for row, line in enumerate(zip(entries.ids, entries.texts, strict=True)):
-        try:
-            "".join(str(part) for part in line if part is not None).encode()
-        except UnicodeEncodeError as error:
-            raise TextError(
-                f"entry {row} has half a surrogate pair in its id or text; repair it: "
-                "text.encode('utf-8', 'replace').decode()"
-            ) from error
-
-
-def _as_list(what: str, values: object) -> Iterable[Any]:
+def as_list(what: str, values: object) -> Iterable[Any]:
+    """Return values that are a list of some kind."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ConfigError(f"{what} must be a list with one value per entry, got {type(values).__name__}")
     return values
@@ -261,3 +266,69 @@ def _refuse_duplicates(names: Sequence[Id]) -> None:
 
 def _listed(names: Sequence[Id]) -> str:
     return ", ".join(repr(name) for name in names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def write_entries(folder: str, entries: Entries, **more: Tensor) -> None:
+    """Write entries into a folder, and further tensors of a store."""
+    tensors = {"vectors": entries.vectors, **more}
+    if entries.tokens:
+        tensors["tokens"] = torch.cat(entries.tokens)
+        tensors["lengths"] = torch.tensor([len(part) for part in entries.tokens])
+    write_tensors(os.path.join(folder, _VECTORS), tensors, {"format": _TENSOR_FORMAT})
+    with replacing(os.path.join(folder, _ENTRIES)) as file:
+        for row in zip(entries.ids, entries.texts, entries.metadata, strict=True):
+            line = dict(zip(_COLUMNS, row, strict=True))
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def read_entries(
+    folder: str, dim: int, metric: str, mapped: bool, more: Collection[str] = ()
+) -> tuple[Entries, dict[str, Tensor]]:
+    """Return the entries in a folder and the further tensors named `more`; `mapped` leaves the vectors on the disk."""
+    path = os.path.join(folder, _VECTORS)
+    try:
+        tensors, _ = read_tensors(path, _TENSOR_FORMAT, mapped=mapped)
+        vectors = tensors.pop("vectors", torch.empty(0))
+        if vectors.dtype != torch.float32 or vectors.dim() != 2 or vectors.shape[1] != dim:
+            raise IndexFileError(
+                f"it holds vectors {tuple(vectors.shape)}, {vectors.dtype}, and float32 of width {dim} were saved"
+            )
+        check_vectors("vectors", vectors, metric)
+        tokens = _split(tensors.pop("tokens", None), tensors.pop("lengths", None), len(vectors))
+        if set(tensors) != set(more):
+            raise IndexFileError(f"beside the vectors it holds {sorted(tensors)[:5]}, and {sorted(more)} were saved")
+    except MmattnError as error:
+        raise IndexFileError(f"cannot read {path!r}: {error}") from error
+    return _read_lines(os.path.join(folder, _ENTRIES), vectors, tokens), tensors
+
+
+def _split(tokens: Tensor | None, lengths: Tensor | None, count: int) -> tuple[Tensor, ...] | None:
+    """Return the encoded tokens of each entry."""
+    if tokens is None and lengths is None:
+        return None
+    if tokens is None or tokens.dim() != 2 or not tokens.is_floating_point():
+        raise IndexFileError("its encoded tokens are no float tensor (m, e')")
+    if lengths is None or lengths.dtype != torch.int64 or lengths.shape != (count,) or bool((lengths < 0).any()):
+        raise IndexFileError(f"its encoded tokens are not those of {count} entries")
+    if int(lengths.sum()) != len(tokens):
+        raise IndexFileError(f"it holds {len(tokens)} encoded tokens, and its entries have {int(lengths.sum())}")
+    return tokens.split(lengths.tolist())
+
+
+def _read_lines(path: str, vectors: Tensor, tokens: tuple[Tensor, ...] | None) -> Entries:
+    columns: dict[str, list[object]] = {name: [] for name in _COLUMNS}
+    try:
+        with open(path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                entry = parse_json(f"line {number}", raw, MAX_METADATA)
+                if not isinstance(entry, dict) or set(entry) != set(columns):
+                    raise IndexFileError(f"line {number} is not an object of {', '.join(columns)}")
+                for name, value in entry.items():
+                    columns[name].append(value)
+        if len(columns["id"]) != len(vectors):
+            raise IndexFileError(f"it holds {len(columns['id'])} entries, and {len(vectors)} were saved")
+        ids = check_ids(columns["id"], len(vectors))
+        texts = check_texts(columns["text"], len(vectors))
+    except (MmattnError, OSError) as error:
+        raise IndexFileError(f"cannot read {path!r}: {error}") from error
+    return Entries(ids, texts, tuple(columns["metadata"]), vectors, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,14 +16,15 @@ from mmattn.memory import Memory
 from mmattn.retrieval.attention_search import IndexMemory, SearchStructures
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder
 from mmattn.retrieval.entries import (
+    Columns,
     Entries,
     Entry,
     Filter,
     Id,
+    as_list,
     check_filter,
     check_ids,
     check_known,
-    check_lines,
     check_new,
     is_id,
 )
@@ -31,7 +32,7 @@ from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index_files import load_index, save_index
 from mmattn.retrieval.scoring import best_rows, gather, score
 from mmattn.retrieval.stores import InMemoryStore, VectorStore
-from mmattn.retrieval.stores.base import find_address, make_store
+from mmattn.retrieval.stores.database import find_address, make_store
 from mmattn.storage.files import Path
 
 
@@ -72,7 +73,7 @@ class Index:
         self._writing = threading.RLock()
         self._saved: dict[str, str] = {}
         #: Search structures for `as_memory`.
-        self.search_structures = SearchStructures(self)
+        self.search_structures = SearchStructures()
 
     @classmethod
     def build(
@@ -115,24 +116,17 @@ class Index:
         # Everything is checked before there is a store, so that what is refused leaves none behind.
         columns = space.columns(items, texts, metadata, tokens)
         names = None if ids is None else check_ids(ids, len(columns["vectors"]))
-        index = cls(make_store(store or "exact", space.dim, metric, settings), encoder)
-        with index._dropped_on_error():
+        new = make_store(store or "exact", space.dim, metric, settings)
+        with _dropped_on_error(new):
+            index = cls(new, encoder)
             index._add(names, columns)
         return index
-
-    @contextlib.contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            getattr(self.store, "drop", self.store.close)()
-            raise
 
     def __len__(self) -> int:
         return len(self.store)
 
     def __contains__(self, name: object) -> bool:
-        return is_id(name) and len(self.store.get([name])) == 1  # type: ignore[list-item]
+        return is_id(name) and len(self.store.get([name])) == 1
 
     def __getitem__(self, name: Id) -> Entry:
         return self._get_known([name]).entry(0)
@@ -178,7 +172,7 @@ class Index:
         columns = self.space.columns(items, texts, metadata, tokens)
         return self._add(None if ids is None else check_ids(ids, len(columns["vectors"])), columns)
 
-    def _add(self, names: tuple[Id, ...] | None, columns: dict[str, Any]) -> tuple[Id, ...]:
+    def _add(self, names: tuple[Id, ...] | None, columns: Columns) -> tuple[Id, ...]:
         """Add checked columns, and number the entries where there are no names."""
         count = len(columns["vectors"])
         missing = (None,) * count
@@ -193,7 +187,6 @@ class Index:
                 columns.get("tokens"),
             )
             check_new(new.ids, self.store.get(new.ids).rows)
-            check_lines(new)
             highest = max((name for name in new.ids if isinstance(name, int)), default=-1)
             token_dim = self._check_tokens(new.tokens) if count else about.get("token_dim")
             self.store.about = {
@@ -219,7 +212,7 @@ class Index:
         Raises:
             IndexMismatchError: an id that is not in the index.
         """
-        names = _as_list(ids)
+        names = list(as_list("ids", ids))
         with self._changing():
             self._get_known(names)
             if names:
@@ -239,7 +232,7 @@ class Index:
         Raises:
             IndexMismatchError: an id that is not in the index, or another width.
         """
-        names = _as_list(ids)
+        names = list(as_list("ids", ids))
         columns = self.space.columns(items, texts, metadata, tokens, len(names))
         with self._changing():
             old = self._get_known(names)
@@ -247,9 +240,7 @@ class Index:
                 return
             if columns.keys() & {"vectors", "tokens"}:
                 self._check_tokens(columns.get("tokens"))
-            new = old.to(torch.device("cpu")).replaced([old.rows[name] for name in names], **columns)
-            check_lines(new)
-            self.store.update(new)
+            self.store.update(old.to(torch.device("cpu")).replaced([old.rows[name] for name in names], columns))
 
     def search(
         self,
@@ -307,7 +298,18 @@ class Index:
         >>> Index.build(torch.randn(1000, 24)).as_memory(per_query=8)
         IndexMemory(1000 entries, e=24, per_query=8)
         """
-        return IndexMemory(self, per_query, queries=queries, encoder=encoder)
+        if not isinstance(self.store, InMemoryStore):
+            raise ConfigError(
+                f"the store {self.store.kind!r} has its vectors elsewhere: copy the index into this process, "
+                "index.copy('exact').as_memory(), or give hits.memory()"
+            )
+        if queries is not None and self.metric == "l2":
+            raise ConfigError(
+                "score_bias adds scores that are inner products, and this index has metric='l2': build it with "
+                "'cosine' or 'ip'"
+            )
+        vectors = None if queries is None else self.space.queries(queries, encoder, self.device).detach()
+        return IndexMemory(self.store, self.search_structures, per_query, vectors)
 
     def to(self, device: str | torch.device) -> Index:
         """Move the vectors to a device, where searches then run, and return this index.
@@ -400,15 +402,17 @@ class Index:
         >>> Index.build([[3.0, 4.0]], ids=["a"], metric="ip").copy("hnsw")
         Index(1 entries, e=2, ip, hnsw)
         """
-        entries = self.store.get(self.ids)
-        copied = type(self)(make_store(store, self.dim, self.metric, settings))
-        copied.space = self.space
-        with copied._dropped_on_error(), copied._changing():
-            if len(entries):
-                copied._check_tokens(entries.tokens)
-            copied.store.about = self.store.about
-            if len(entries):
-                copied.store.add(entries.to(torch.device("cpu")))
+        entries = self.store.get(self.ids).to(torch.device("cpu"))
+        new = make_store(store, self.dim, self.metric, settings)
+        with _dropped_on_error(new):
+            copied = type(self)(new)
+            copied.space = self.space
+            with copied._changing():
+                if len(entries):
+                    copied._check_tokens(entries.tokens)
+                new.about = self.store.about
+                if len(entries):
+                    new.add(entries)
         return copied
 
     def close(self) -> None:
@@ -423,7 +427,7 @@ class Index:
         with self._writing, torch.inference_mode(False), torch.no_grad(), transaction:
             yield
 
-    def _get_known(self, names: list[Id]) -> Entries:
+    def _get_known(self, names: Sequence[Id]) -> Entries:
         """Return the entries of ids; raise IndexMismatchError for unknown ids."""
         entries = self.store.get([name for name in names if is_id(name)])
         check_known(names, entries.rows if len(entries) == len(names) else dict.fromkeys(self.ids))
@@ -444,13 +448,17 @@ class Index:
                     if tokens is None
                     else "the index has no encoded tokens for its entries: leave tokens= out, or build it again"
                 )
-            widths |= {self.store.about["token_dim"]} if self.has_tokens else set()
+            token_dim = self.store.about.get("token_dim")
+            widths |= set() if token_dim is None else {token_dim}
         if len(widths) > 1:
             raise ShapeError(f"encoded tokens of one index have one width, got {sorted(widths)}")
         return next(iter(widths), None)
 
 
-def _as_list(ids: Iterable[Id]) -> list[Id]:
-    if isinstance(ids, (str, int)):
-        raise ConfigError(f"ids must be a list, got {ids!r}; for one entry give [{ids!r}]")
-    return list(ids)
+@contextlib.contextmanager
+def _dropped_on_error(store: VectorStore) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        getattr(store, "drop", store.close)()
+        raise

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from mmattn.errors import AdapterFileError, IndexFileError, MmattnError
-from mmattn.retrieval.stores.base import VectorStore, find_store
+from mmattn.retrieval.stores.base import About, VectorStore, find_store
 from mmattn.storage.files import Path
 from mmattn.storage.json_files import validated
 from mmattn.storage.versioned_folder import read_version, write_version
@@ -78,7 +78,7 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
         except BaseException:
             store.close()
             raise
-        store.about = manifest.model_dump(include={"encoder", "next_id", "token_dim"})
+        store.about = About(encoder=manifest.encoder, next_id=manifest.next_id, token_dim=manifest.token_dim)
         return store
 
     save, store = read_version(path, check, read)

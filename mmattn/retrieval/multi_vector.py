@@ -9,8 +9,8 @@ Queries and entries are lists of tensors (m, e) of any lengths, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexMismatchError, ShapeError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.embedding_space import EmbeddingSpace, Encoder, as_numbers, as_vectors, check_vectors
-from mmattn.retrieval.entries import Filter, check_filter
+from mmattn.retrieval.entries import Columns, Filter, check_filter
 from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import directions, lengths_of, wide
 from mmattn.retrieval.stores import Candidates, VectorStore
-from mmattn.retrieval.stores.base import find_store
 
 #: Products that are computed at once: they should fit into the cache of the processor.
 _BLOCK = 1 << 19
@@ -35,12 +34,12 @@ class MultiVectorSpace(EmbeddingSpace):
     metrics: ClassVar[tuple[str, ...]] = ("cosine", "ip")
 
     @classmethod
-    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, Any]:
+    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, object]:
         """Return the space of the vectors of each entry, and these as tensors."""
         parts = as_parts("vectors", items)
         return cls(parts[0].shape[1] if parts else _width_of_empty(items), metric), parts
 
-    def vector_columns(self, items: object) -> dict[str, Any]:
+    def vector_columns(self, items: object) -> Columns:
         """Return "tokens", the vectors (m, e) of each entry, and "vectors" (n, e), their means."""
         parts = [part.detach().to("cpu", copy=True) for part in self._checked("vectors", items)]
         means = mean_vectors(parts, self.metric) if parts else torch.empty(0, self.dim)
@@ -71,6 +70,9 @@ class MultiVectorIndex(Index):
     vector of the entry, in float64. A search scores every entry, or `num_candidates` of them: those with the nearest
     mean vectors. Hits become a memory of all vectors of each entry, and a slot has the score of its entry.
 
+    Items are texts, which need an encoder, or the vectors of each entry: a memory (n, m, e), whose mask says which are
+    real, a tensor (n, m, e), or a list of tensors or arrays (m, e). The metric is "cosine" or "ip".
+
     Args:
         store: a store that holds encoded tokens, which these vectors are.
         encoder: encodes texts as a memory of several slots: `TextEncoder(pooling="none")`, `MultiVectorEncoder`.
@@ -92,7 +94,11 @@ class MultiVectorIndex(Index):
     space: MultiVectorSpace
 
     def __init__(self, store: VectorStore, encoder: Encoder | None = None) -> None:
-        _refuse_without_tokens(type(store))
+        if not store.holds_tokens:
+            raise ConfigError(
+                f"the store {store.kind!r} holds one vector for each entry, and here entries have several: use one "
+                "that holds encoded tokens, such as 'exact' or 'hnsw'"
+            )
         if store.metric not in MultiVectorSpace.metrics:
             raise ConfigError(f"MaxSim compares by {MultiVectorSpace.metrics}, and the store by {store.metric!r}")
         super().__init__(store, encoder)
@@ -102,26 +108,6 @@ class MultiVectorIndex(Index):
                 f"this index has entries of one vector of width {store.dim}, and encoded tokens of width {width}: open "
                 "it as Index, or build it again"
             )
-
-    @classmethod
-    def build(cls, items: object, *, store: str | None = None, **arguments: Any) -> Self:
-        """Make an index.
-
-        Args:
-            items: texts, which need an encoder, or the vectors of each entry: a memory (n, m, e), whose mask says which
-                are real, a tensor (n, m, e), or a list of tensors or arrays (m, e).
-            store: as for `Index.build`; one that holds tokens.
-            **arguments: `encoder`, `ids`, `texts`, `metadata`, `metric` ("cosine" or "ip") and settings of the store,
-                as for `Index.build`.
-
-        Raises:
-            ShapeError: an entry without a vector, or of another shape.
-            ConfigError: a store that holds no encoded tokens. Otherwise as `Index.build`.
-        """
-        kind = find_store(store or "exact")
-        if kind is not None:
-            _refuse_without_tokens(kind)
-        return super().build(items, store=store, **arguments)
 
     def search(
         self,
@@ -166,7 +152,7 @@ class MultiVectorIndex(Index):
         hits = hits_of_rows(candidates.entries, rows, None, scores, token_dim=self.dim)
         return hits if score_threshold is None else hits.above(score_threshold)
 
-    def as_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def as_memory(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: attention compares one vector per entry.
 
         Raises:
@@ -245,17 +231,16 @@ def mean_vectors(parts: Sequence[Tensor], metric: str) -> Tensor:
     return torch.stack(means)
 
 
-def as_parts(what: str, values: Any, *, single: bool = False) -> list[Tensor]:
+def as_parts(what: str, values: object, *, single: bool = False) -> list[Tensor]:
     """Return tensors (m, e) of a memory, a tensor (n, m, e), an array, or a list; `single` allows one (m, e)."""
     if isinstance(values, Memory):
         parts = [row[real] for row, real in zip(values.tokens, values.real_slots(), strict=True)]
     else:
         if hasattr(values, "__array__"):
             values = as_numbers(f"{what} must be numbers (n, m, e)", values)
-        try:
-            parts = [as_numbers(f"{what} must be numbers (m, e) each", part) for part in values]
-        except TypeError as error:
-            raise ShapeError(f"{what} must be numbers (m, e) each, got {type(values).__name__}: {error}") from error
+        if not isinstance(values, Iterable):
+            raise ShapeError(f"{what} must be numbers (m, e) each, got {type(values).__name__}")
+        parts = [as_numbers(f"{what} must be numbers (m, e) each", part) for part in values]
         if single and parts and all(part.dim() == 1 for part in parts):
             parts = [torch.stack(parts)]
     for number, part in enumerate(parts):
@@ -269,7 +254,7 @@ def as_parts(what: str, values: Any, *, single: bool = False) -> list[Tensor]:
     return parts
 
 
-def _width_of_empty(values: Any) -> int:
+def _width_of_empty(values: object) -> int:
     shape = tuple(values.tokens.shape if isinstance(values, Memory) else getattr(values, "shape", ()))
     if len(shape) != 3:
         raise ShapeError("an index of no entries needs their width: give torch.empty(0, m, e), or an encoder")
@@ -281,11 +266,3 @@ def _blocks(entries: Sequence[Tensor], width: int) -> Iterator[list[Tensor]]:
     step = max(1, _BLOCK * len(entries) // (sum(map(len, entries)) * width))
     for start in range(0, len(entries), step):
         yield list(entries[start : start + step])
-
-
-def _refuse_without_tokens(store: type[VectorStore]) -> None:
-    if not store.holds_tokens:
-        raise ConfigError(
-            f"the store {store.kind!r} holds one vector for each entry, and here entries have several: use one that "
-            "holds encoded tokens, such as 'exact' or 'hnsw'"
-        )

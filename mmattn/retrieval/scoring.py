@@ -1,12 +1,16 @@
-"""The definition of the scores, and the selection of the best candidates by it."""
+"""The definition of the scores, the vectors that have one, and the selection of the best candidates by it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mmattn.errors import NonFiniteError, ShapeError
+
 METRICS = ("cosine", "ip", "l2")
 
+#: Products of two vectors of this length still fit into float32.
+LARGEST = 1e18
 _BLOCK = 1 << 22
 
 
@@ -72,3 +76,23 @@ def best_rows(queries: Tensor, vectors: Tensor, rows: Tensor, metric: str, count
         order = fit.masked_fill(block < 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :count]
         best[start : start + step, : order.shape[1]] = block.gather(1, order)
     return best
+
+
+def check_vectors(what: str, vectors: Tensor, metric: str) -> None:
+    """Refuse vectors (b, e) that cannot be compared, by the first such row."""
+    lengths = lengths_of(vectors.detach())
+    wrong = ~(lengths <= LARGEST)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        fault = (
+            f"is {float(lengths[row]):.1e} long, and its products do not fit into float32"
+            if vectors[row].isfinite().all()
+            else "has NaN or infinite values (in float32)"
+        )
+        raise NonFiniteError(f"{what}: row {row} {fault}; repair it or leave it out. Nothing was changed")
+    if metric == "cosine" and (lengths == 0).any():
+        row = int((lengths == 0).nonzero()[0])
+        raise ShapeError(
+            f"{what}: row {row} is all zeros, which has no direction for metric 'cosine'; leave it out, or use 'ip' or "
+            "'l2'. Nothing was changed"
+        )

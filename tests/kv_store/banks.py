@@ -122,9 +122,9 @@ def rounded_bank(bank):
     for name, table in bank._tables.items():
         layer, _, part = name.rpartition(".")
         if part in ("keys", "values"):
-            by_channel = part == "keys" and table.shape[2] >= 16
+            by_channel = part == "keys" and table.shape[1] >= 16
             mask = bank._tables[f"{layer.rpartition('.')[0]}.mask"]
-            table.copy_(rounded(table, mask, by_channel)[0])
+            table.copy_(rounded(table.transpose(1, 2), mask, by_channel)[0].transpose(1, 2))
     return bank
 
 

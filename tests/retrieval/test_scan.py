@@ -7,7 +7,7 @@ import torch
 
 from mmattn import Index
 from mmattn.retrieval.scoring import best_rows
-from mmattn.retrieval.stores.scan import ExactScan
+from mmattn.retrieval.stores.exact import ExactScan
 from tests.retrieval.searching import METRICS
 
 

@@ -6,23 +6,34 @@ so a store knows nothing of encoders, errors or ties. `mmattn.testing.check_stor
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexFileError
+from mmattn.errors import ConfigError
 from mmattn.retrieval.entries import Entries, Filter, Id
 
 Store = TypeVar("Store", bound="type[VectorStore]")
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-#: A scheme has at least two letters: C: is a disk.
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
 _stores: dict[str, type[VectorStore]] = {}
+
+
+class About(TypedDict, total=False):
+    """What an index keeps beside its entries.
+
+    Attributes:
+        encoder: fingerprint of the encoder, or None.
+        next_id: the next number that names an entry.
+        token_dim: width of the encoded tokens, or None.
+    """
+
+    encoder: str | None
+    next_id: int
+    token_dim: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +89,13 @@ class VectorStore(Protocol):
     def metric(self) -> str: ...
 
     @property
-    def about(self) -> dict[str, Any]: ...
+    def about(self) -> About: ...
 
     @about.setter
-    def about(self, about: dict[str, Any]) -> None: ...
+    def about(self, about: About) -> None: ...
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Return the settings as plain JSON, for `open`."""
 
     @property
@@ -159,51 +170,14 @@ def register_store(kind: str) -> Callable[[Store], Store]:
     return register
 
 
+def stores() -> dict[str, type[VectorStore]]:
+    """Return the registered stores by name."""
+    return _stores
+
+
 def find_store(kind: str) -> type[VectorStore] | None:
     """Return the store registered under a name, or None."""
     return _stores.get(kind)
-
-
-def find_address(address: str) -> tuple[Any, dict[str, Any]] | None:
-    """Return the store of an address and its settings, or None for a path."""
-    match = _ADDRESS.match(address)
-    if match is None:
-        return None
-    schemes: dict[str, Any] = {scheme: store for store in _stores.values() for scheme in getattr(store, "schemes", ())}
-    store = schemes.get(match[1])
-    if store is not None:
-        return store, store.settings_of(address)
-    if address[match.end() :].startswith("//"):
-        raise IndexFileError(
-            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{one}:' for one in schemes)} "
-            "or a folder. Import the module of your own store first"
-        )
-    return None
-
-
-def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
-    """Return a new store, by its name or an address."""
-    store = find_store(kind) if isinstance(kind, str) else None
-    addressed = find_address(kind) if store is None and isinstance(kind, str) else None
-    if addressed is not None:
-        store, by_address = addressed
-        twice = ", ".join(sorted(by_address.keys() & settings.keys()))
-        if twice:
-            raise ConfigError(f"the address says {twice} already: leave {twice}= out")
-        settings = {**by_address, **settings}
-    if store is None:
-        raise ConfigError(
-            f"store must be one of {', '.join(map(repr, _stores))}; got {kind!r}. Import the module of your own first"
-        )
-    parameters = inspect.signature(store).parameters
-    allowed = [name for name in parameters if name not in ("dim", "metric")]
-    unknown = [name for name in settings if name not in allowed]
-    if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        raise ConfigError(
-            f"store {store.kind!r} has no setting {', '.join(map(repr, unknown))}; its settings: "
-            f"{', '.join(allowed) or 'none'}"
-        )
-    return store(dim, metric, **settings)
 
 
 def _location(store: type) -> str:

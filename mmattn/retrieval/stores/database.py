@@ -3,47 +3,73 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexFileError
-from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id
-from mmattn.retrieval.scoring import METRICS
-from mmattn.retrieval.stores.base import Candidates
-from mmattn.retrieval.stores.entry_files import write_entries
+from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, write_entries
+from mmattn.retrieval.scoring import METRICS, directions
+from mmattn.retrieval.stores.base import About, Candidates, VectorStore, stores
 from mmattn.retrieval.stores.exact import InMemoryStore
 from mmattn.storage.json_files import dump_json
 
 FORMAT_VERSION = 1
+#: A scheme has at least two letters: C: is a disk.
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
+
+
+class State(TypedDict, total=False):
+    """The JSON object about a table; `indexed` is None where there will be no index."""
+
+    format_version: int
+    dim: int
+    metric: str
+    next_place: int
+    indexed: bool | None
+    about: About
 
 
 class Row(NamedTuple):
-    """One entry in a database; `place` counts in the order of adding, and `tokens` is a safetensors file."""
+    """One entry in a database.
+
+    `place` counts in the order of adding, `id` and `metadata` are JSON, `tokens` is a safetensors file, and `facts` are
+    digests of the metadata, which are written and not read.
+    """
 
     place: int
-    id: Id
+    id: str
     text: str | None
-    metadata: Any
-    vector: Tensor
+    metadata: str
     tokens: bytes | None
+    vector: Tensor
+    facts: Sequence[str] = ()
+
+    @property
+    def direction(self) -> Tensor:
+        """The vector at length 1."""
+        return directions(self.vector.double()).float()
 
 
 class DatabaseStore(ABC):
     """A store whose entries outlive the process: `Index.open` finds it again by an address.
 
-    A subclass reads and writes rows, and has a class method `connect(**settings)` that returns a store over existing
-    entries, or raises IndexFileError with a message that contains no password. Searches compare in float32 where the
+    A subclass reads and writes rows. Its constructor calls `_use(**settings)` and `_begin(dim, metric)`, and `connect`
+    finds the entries of the same settings again; no message contains a password. Searches compare in float32 where the
     entries are, and so return some more candidates than `top_k`. Filters compare digests of metadata, since a
     database's own comparison rounds ints or tells 1 from 1.0.
 
     Attributes:
         schemes: what addresses begin with before ":", such as ("postgresql",).
+        place: the table in messages, such as "table 'facts'".
     """
 
     kind: ClassVar[str]
@@ -52,18 +78,66 @@ class DatabaseStore(ABC):
     schemes: ClassVar[tuple[str, ...]]
     dim: int
     metric: str
+    place: str
+    _lock: threading.RLock
 
     @abstractmethod
     def __init__(self, dim: int, metric: str, **settings: Any) -> None: ...
 
     @classmethod
     @abstractmethod
-    def settings_of(cls, address: str) -> dict[str, Any]:
+    def settings_of(cls, address: str) -> dict[str, str]:
         """Return the settings in an address SCHEME:…, for a new store and `connect`."""
 
+    @classmethod
+    def connect(cls, **settings: Any) -> Self:
+        """Return a store over existing entries."""
+        store = cls.__new__(cls)
+        store._use(**settings)
+        try:
+            if not store._exists():
+                raise IndexFileError(f"there is no {store.place} that mmattn made: make one with Index.build")
+            state = store._read_state()
+            if not _is_sound(state):
+                raise IndexFileError(
+                    f"{store.place} is not of this version of mmattn, which reads format {FORMAT_VERSION}: it is "
+                    f"described by {state!r:.200}. Build one under another name"
+                )
+            store.dim, store.metric = state["dim"], state["metric"]
+        except BaseException:
+            store.close()
+            raise
+        return store
+
     @abstractmethod
-    def writing(self) -> AbstractContextManager[Any]:
-        """Return the context of one change: no other process changes entries meanwhile; reentrant."""
+    def _use(self, *args: Any, **settings: Any) -> None:
+        """Set `place`, `_lock`, and what else needs the settings."""
+
+    @abstractmethod
+    def _exists(self) -> bool: ...
+
+    @abstractmethod
+    def _create(self) -> None: ...
+
+    def _begin(self, dim: int, metric: str, indexed: bool | None = None) -> None:
+        """Create the table."""
+        self.dim, self.metric = dim, metric
+        try:
+            with self.writing():
+                if self._exists():
+                    raise ConfigError(
+                        f"there is a {self.place} already: open it with Index.open, or build one under another name"
+                    )
+                self._create()
+                state = State(format_version=FORMAT_VERSION, dim=dim, metric=metric, next_place=0)
+                self._write_state({**state, "indexed": indexed, "about": {}})
+        except BaseException:
+            self.close()
+            raise
+
+    def writing(self) -> AbstractContextManager[object]:
+        """Return the context of one change: no other thread or process changes entries meanwhile; reentrant."""
+        return self._lock
 
     @abstractmethod
     def drop(self) -> None:
@@ -75,22 +149,22 @@ class DatabaseStore(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @property
     @abstractmethod
-    def ids(self) -> tuple[Id, ...]: ...
+    def _ids(self) -> list[str]:
+        """Return all ids as JSON, in the order of adding."""
 
     @abstractmethod
-    def delete(self, ids: Sequence[Id]) -> None: ...
+    def _delete(self, ids: list[str]) -> None: ...
 
     @abstractmethod
-    def _read_state(self) -> dict[str, Any]:
+    def _read_state(self) -> State:
         """Return the JSON object that `_write_state` wrote, {} where there is none."""
 
     @abstractmethod
-    def _write_state(self, state: dict[str, Any]) -> None: ...
+    def _write_state(self, state: State) -> None: ...
 
     @abstractmethod
-    def _fetch(self, ids: Sequence[Id] | None) -> list[Row]:
+    def _fetch(self, ids: list[str] | None) -> list[Row]:
         """Return the rows of these ids, or all rows."""
 
     @abstractmethod
@@ -101,27 +175,37 @@ class DatabaseStore(ABC):
 
     @abstractmethod
     def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
-        """Return the `count` nearest rows of each query (b, e) among the rows that have all of these facts."""
+        """Return the `count` nearest rows of each query (b, e) among the rows that have all of these facts.
+
+        Queries of inner products and cosines are at length 1.
+        """
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Return no settings: a saved copy is opened in this process."""
         return {}
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> About:
         """Return what the index wrote, as the database says now."""
-        about: dict[str, Any] = self._read_state()["about"]
-        return about
+        with self._lock:
+            return self._read_state()["about"]
 
     @about.setter
-    def about(self, about: dict[str, Any]) -> None:
+    def about(self, about: About) -> None:
         with self.writing():
             self._write_state({**self._read_state(), "about": about})
 
+    @property
+    def ids(self) -> tuple[Id, ...]:
+        """Return all ids, in the order of adding."""
+        with self._lock:
+            return tuple(map(json.loads, self._ids()))
+
     def get(self, ids: Sequence[Id]) -> Entries:
         """Return the entries with these ids."""
-        return as_entries(self._fetch(ids) if len(ids) else [], self.dim)
+        with self._lock:
+            return as_entries(self._fetch([json.dumps(name) for name in ids]) if len(ids) else [], self.dim)
 
     def add(self, entries: Entries) -> None:
         """Append entries."""
@@ -134,68 +218,49 @@ class DatabaseStore(ABC):
 
     def update(self, entries: Entries) -> None:
         """Replace entries."""
+        names = [json.dumps(name) for name in entries.ids]
         with self.writing():
-            places = {row.id: row.place for row in self._fetch(entries.ids)}
-            self._replace(_as_rows(entries, [places[name] for name in entries.ids]))
+            places = {row.id: row.place for row in self._fetch(names)}
+            self._replace(_as_rows(entries, [places[name] for name in names]))
+
+    def delete(self, ids: Sequence[Id]) -> None:
+        """Delete entries."""
+        with self.writing():
+            self._delete([json.dumps(name) for name in ids])
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
         """Return what the database finds nearest."""
         facts = _facts_of_filter(filter)
-        near = self._nearest(queries, 2 * top_k + 32, facts) if len(queries) else []
+        # Directions, since lengths could overflow float32 there, and do not change the order of products.
+        compared = queries if self.metric == "l2" else directions(queries.double()).float()
+        with self._lock:
+            near = self._nearest(compared, 2 * top_k + 32, facts) if len(queries) else []
         entries = as_entries([row for rows in near for row in rows], self.dim)
         table = torch.full((len(queries), max(map(len, near), default=0)), -1)
         for line, rows in zip(table, near, strict=True):
-            line[: len(rows)] = torch.tensor([entries.rows[row.id] for row in rows], dtype=torch.long)
+            line[: len(rows)] = torch.tensor([entries.rows[json.loads(row.id)] for row in rows], dtype=torch.long)
         return Candidates(entries, table)
 
     def save(self, folder: str) -> None:
         """Write a copy of all entries."""
-        write_entries(folder, as_entries(self._fetch(None), self.dim))
+        with self._lock:
+            write_entries(folder, as_entries(self._fetch(None), self.dim))
 
     @classmethod
-    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> InMemoryStore:
+    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: object) -> InMemoryStore:
         """Return the saved copy in the memory of this process."""
         return InMemoryStore.open(folder, dim, metric, mapped=mapped)
-
-    def _begin(self, dim: int, metric: str, **more: Any) -> None:
-        """Describe a new store."""
-        self.dim, self.metric = dim, metric
-        state = {"format_version": FORMAT_VERSION, "dim": dim, "metric": metric, "next_place": 0, "about": {}}
-        self._write_state({**state, **more})
-
-    def _resume(self, where: str) -> dict[str, Any]:
-        """Return the description of an existing store, checked."""
-        state = self._read_state()
-        ints = [state.get(name) for name in ("format_version", "dim", "next_place")]
-        if not (
-            all(type(value) is int and value >= 0 for value in ints)
-            and ints[0] == FORMAT_VERSION
-            and state.get("metric") in METRICS
-            and isinstance(state.get("about"), dict)
-        ):
-            raise IndexFileError(
-                f"{where} is not of this version of mmattn, which reads format {FORMAT_VERSION}: it is described by "
-                f"{state!r:.200}. Build one under another name"
-            )
-        self.dim, self.metric = state["dim"], state["metric"]
-        return state
-
-
-def facts_of(metadata: Any) -> list[str]:
-    """Return one digest per key and value of metadata, equal exactly where Python says that these are equal."""
-    return [_fact(key, value) for key, value in metadata.items()] if isinstance(metadata, dict) else []
 
 
 def as_entries(rows: Sequence[Row], dim: int) -> Entries:
     """Return rows as entries, each once, in the order of adding."""
     rows = sorted({row.place: row for row in rows}.values(), key=lambda row: row.place)
-    vectors = torch.stack([row.vector for row in rows]) if rows else torch.empty(0, dim)
     tokens = tuple(load(row.tokens)["tokens"] for row in rows if row.tokens is not None)
     return Entries(
-        tuple(row.id for row in rows),
+        tuple(json.loads(row.id) for row in rows),
         tuple(row.text for row in rows),
-        tuple(row.metadata for row in rows),
-        vectors,
+        tuple(json.loads(row.metadata) for row in rows),
+        torch.stack([row.vector for row in rows]) if rows else torch.empty(0, dim),
         tokens if rows and len(tokens) == len(rows) else None,
     )
 
@@ -203,29 +268,75 @@ def as_entries(rows: Sequence[Row], dim: int) -> Entries:
 def _as_rows(entries: Entries, places: Sequence[int]) -> list[Row]:
     tokens = entries.tokens or [None] * len(entries)
     packed = [None if part is None else save({"tokens": part.contiguous()}) for part in tokens]
-    columns = zip(places, entries.ids, entries.texts, entries.metadata, entries.vectors, packed, strict=True)
+    ids, metadata = ([json.dumps(value) for value in column] for column in (entries.ids, entries.metadata))
+    facts = [_facts(value) for value in entries.metadata]
+    columns = zip(places, ids, entries.texts, metadata, packed, entries.vectors, facts, strict=True)
     return [Row(*values) for values in columns]
 
 
-def _facts_of_filter(filter: Filter | None) -> list[str]:
-    if filter is None:
+def _is_sound(state: State) -> bool:
+    """Tell whether a state is one that this version writes."""
+    ints = [state.get("format_version"), state.get("dim"), state.get("next_place")]
+    return (
+        all(type(value) is int and value >= 0 for value in ints)
+        and ints[0] == FORMAT_VERSION
+        and state.get("metric") in METRICS
+        and isinstance(state.get("indexed", ""), (bool, type(None)))
+        and isinstance(state.get("about"), dict)
+    )
+
+
+def _facts(metadata: object) -> list[str]:
+    """Return one digest per key and value of metadata, equal exactly where Python says that these are equal."""
+    if not isinstance(metadata, Mapping):
         return []
-    if not isinstance(filter, Mapping):
+    facts = [dump_json("filter", [key, _normal(value)], MAX_METADATA) for key, value in metadata.items()]
+    return [hashlib.sha256(fact).hexdigest()[:32] for fact in facts]
+
+
+def _facts_of_filter(filter: Filter | None) -> list[str]:
+    if filter is not None and not isinstance(filter, Mapping):
         raise ConfigError(
             f"filter must be a dict of metadata that must be equal, got {type(filter).__name__}: a database cannot "
             "call a function; use a store in memory, such as 'exact'"
         )
-    return facts_of(dict(filter))
+    return _facts(filter)
 
 
-def _fact(key: str, value: Any) -> str:
-    return hashlib.sha256(dump_json("filter", [key, _normal(value)], MAX_METADATA)).hexdigest()[:32]
-
-
-def _normal(value: Any) -> Any:
+def _normal(value: object) -> object:
     """Return the same JSON for values that Python says are equal: True, 1 and 1.0, or dicts in any order."""
     if isinstance(value, dict):
         return {key: _normal(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
         return [_normal(one) for one in value]
     return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
+
+
+def find_address(address: str) -> tuple[type[DatabaseStore], dict[str, str]] | None:
+    """Return the store of an address and its settings, or None for a path."""
+    match = _ADDRESS.match(address)
+    if match is None:
+        return None
+    databases = [store for store in stores().values() if issubclass(store, DatabaseStore)]
+    schemes = {scheme: store for store in databases for scheme in store.schemes}
+    if match[1] in schemes:
+        return schemes[match[1]], schemes[match[1]].settings_of(address)
+    if address[match.end() :].startswith("//"):
+        raise IndexFileError(
+            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{one}:' for one in schemes)} "
+            "or a folder. Import the module of your own store first"
+        )
+    return None
+
+
+def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
+    """Return a new store, by its name or an address."""
+    if kind in stores():
+        return stores()[kind](dim, metric, **settings)
+    addressed = find_address(kind)
+    if addressed is None:
+        raise ConfigError(
+            f"store must be one of {', '.join(map(repr, stores()))}; got {kind!r}. Import the module of your own first"
+        )
+    store, by_address = addressed
+    return store(dim, metric, **by_address, **settings)

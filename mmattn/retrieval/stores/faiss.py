@@ -8,18 +8,22 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexFileError, check_int, import_extra
+from mmattn.retrieval.entries import read_entries, write_entries
 from mmattn.retrieval.scoring import lengths_of
 from mmattn.retrieval.stores.base import register_store
-from mmattn.retrieval.stores.entry_files import read_entries, write_entries
-from mmattn.retrieval.stores.exact import InMemoryStore, Part, Structure, Version
-from mmattn.retrieval.stores.scan import ExactScan
+from mmattn.retrieval.stores.exact import ExactScan, InMemoryStore, Part, Structure, Version
 from mmattn.storage.files import replacing
+
+if TYPE_CHECKING:
+    import numpy
+    from faiss import Index as FaissIndex, IndexIVF, SearchParameters
 
 _FILE = "engine.faiss"
 #: A product quantiser learns nothing from fewer vectors, and each centre from at most so many.
@@ -35,7 +39,7 @@ class FaissStore(InMemoryStore, ABC):
     #: The class of the index in faiss.
     index_class: ClassVar[str]
 
-    def __init__(self, dim: int, metric: str, **settings: Any) -> None:
+    def __init__(self, dim: int, metric: str, **settings: int | None) -> None:
         faiss()  # a missing library is named before anything is embedded
         super().__init__(dim, metric)
         self.settings = settings
@@ -45,14 +49,14 @@ class FaissStore(InMemoryStore, ABC):
         return FaissStructure(self, self._train(as_numpy(vectors, self.metric)))
 
     @abstractmethod
-    def _train(self, vectors: Any) -> Any:
+    def _train(self, vectors: numpy.ndarray) -> FaissIndex:
         """Return a faiss index over an array (n, e)."""
 
     @abstractmethod
-    def _parameters(self, index: Any, selector: Any, count: int) -> Any:
+    def parameters(self, index: FaissIndex, selector: object, count: int) -> SearchParameters:
         """Return the parameters of one search in faiss."""
 
-    def _width(self, count: int) -> int:
+    def width(self, count: int) -> int:
         """Return how many candidates to take for `count` results."""
         return count
 
@@ -66,14 +70,12 @@ class FaissStore(InMemoryStore, ABC):
         write_entries(folder, entries, rows=parts[0].rows)
 
     @classmethod
-    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: Any) -> FaissStore:
+    def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: int | None) -> InMemoryStore:
         """Return the store that `save` wrote; mapped, faiss reads from the disk what a search needs."""
-        store = cls(dim, metric, **settings)
         path = os.path.join(folder, _FILE)
         if not os.path.exists(path):
-            entries, _ = read_entries(folder, dim, metric, mapped)
-            store.version = Version.over(entries, metric, store.build)
-            return store
+            return super().open(folder, dim, metric, mapped=mapped, **settings)
+        store = cls(dim, metric, **settings)
         entries, tensors = read_entries(folder, dim, metric, mapped, more=("rows",))
         part = store._read_part(path, tensors["rows"], len(entries), mapped)
         store.version = Version.around(entries, metric, part, store.build)
@@ -99,7 +101,7 @@ class FaissStructure:
 
     exact = False
 
-    def __init__(self, store: FaissStore, index: Any) -> None:
+    def __init__(self, store: FaissStore, index: FaissIndex) -> None:
         self.store = store
         self.index = index
 
@@ -108,7 +110,7 @@ class FaissStructure:
 
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
         """Return rows (b, c) that are probably among the `count` best; -1 is none."""
-        width = min(len(self), self.store._width(count))
+        width = min(len(self), self.store.width(count))
         if not len(queries) or not width:
             return torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         selector = None
@@ -116,7 +118,7 @@ class FaissStructure:
             import numpy
 
             selector = faiss().IDSelectorBitmap(numpy.packbits(allowed.cpu().numpy(), bitorder="little"))
-        parameters = self.store._parameters(self.index, selector, width)
+        parameters = self.store.parameters(self.index, selector, width)
         _, rows = self.index.search(as_numpy(queries, self.store.metric), width, params=parameters)
         return torch.from_numpy(rows).to(queries.device)
 
@@ -147,14 +149,14 @@ class HNSWStore(FaissStore):
         check_int("search_effort", search_effort)
         super().__init__(dim, metric, links=links, build_effort=build_effort, search_effort=search_effort)
 
-    def _train(self, vectors: Any) -> Any:
+    def _train(self, vectors: numpy.ndarray) -> FaissIndex:
         index = faiss().IndexHNSWFlat(self.dim, self.settings["links"], _metric(self.metric))
         index.hnsw.efConstruction = self.settings["build_effort"]
         index.add(vectors)
         return index
 
-    def _parameters(self, index: Any, selector: Any, count: int) -> Any:
-        return faiss().SearchParametersHNSW(sel=selector, efSearch=max(self.settings["search_effort"], count))
+    def parameters(self, index: FaissIndex, selector: object, count: int) -> SearchParameters:
+        return faiss().SearchParametersHNSW(sel=selector, efSearch=max(self.settings["search_effort"] or 0, count))
 
 
 @register_store("ivf")
@@ -187,7 +189,7 @@ class IVFStore(FaissStore):
         """Return lists over vectors (n, e), or a scan where there are too few to learn from."""
         return super().build(vectors) if len(vectors) >= _FEWEST else ExactScan(vectors, self.metric)
 
-    def _train(self, vectors: Any) -> Any:
+    def _train(self, vectors: numpy.ndarray) -> FaissIndex:
         lists = min(self.settings["lists"] or int(4 * math.sqrt(len(vectors))), len(vectors) // 39)
         index = self._empty(lists)
         # faiss prints advice about small trainings to stderr, on which nobody can act.
@@ -197,15 +199,15 @@ class IVFStore(FaissStore):
         index.nprobe = self.settings["visited"] or self._default_visited(lists)
         return index
 
-    def _empty(self, lists: int) -> Any:
+    def _empty(self, lists: int) -> IndexIVF:
         return faiss().index_factory(self.dim, f"IVF{lists},Flat", _metric(self.metric))
 
     def _default_visited(self, lists: int) -> int:
         return max(32, lists // 32)
 
-    def _parameters(self, index: Any, selector: Any, count: int) -> Any:
+    def parameters(self, index: FaissIndex, selector: object, count: int) -> SearchParameters:
         # Without nprobe it would be one list, whatever the index says.
-        return faiss().SearchParametersIVF(sel=selector, nprobe=index.nprobe)
+        return faiss().SearchParametersIVF(sel=selector, nprobe=faiss().extract_index_ivf(index).nprobe)
 
 
 @register_store("ivfpq")
@@ -232,11 +234,11 @@ class IVFPQStore(IVFStore):
         self, dim: int, metric: str, *, lists: int | None = None, visited: int | None = None, bytes: int | None = None
     ) -> None:
         super().__init__(dim, metric, lists=lists, visited=visited)
-        self.settings["bytes"] = bytes
+        self.settings = {**self.settings, "bytes": bytes}
         if bytes is not None and dim % check_int("bytes", bytes):
             raise ConfigError(f"IVFPQ needs bytes that divide the width of the vectors, got bytes={bytes}, width {dim}")
 
-    def _empty(self, lists: int) -> Any:
+    def _empty(self, lists: int) -> IndexIVF:
         dim = self.dim
         size = self.settings["bytes"] or max(part for part in range(1, max(1, dim // 4) + 1) if dim % part == 0)
         index = faiss().index_factory(dim, f"IVF{lists},PQ{size}", _metric(self.metric))
@@ -247,20 +249,20 @@ class IVFPQStore(IVFStore):
     def _default_visited(self, lists: int) -> int:
         return max(8, lists // 8)
 
-    def _width(self, count: int) -> int:
+    def width(self, count: int) -> int:
         return 8 * count + 64  # bytes only approximate distances
 
 
-def faiss() -> Any:
+def faiss() -> ModuleType:
     """Return the library, or raise an error that names the extra."""
     return import_extra("faiss", "rag")
 
 
-def _metric(metric: str) -> Any:
+def _metric(metric: str) -> int:
     return faiss().METRIC_L2 if metric == "l2" else faiss().METRIC_INNER_PRODUCT
 
 
-def as_numpy(vectors: Tensor, metric: str) -> Any:
+def as_numpy(vectors: Tensor, metric: str) -> numpy.ndarray:
     """Return vectors as faiss receives them."""
     vectors = vectors.detach()
     if metric == "cosine":

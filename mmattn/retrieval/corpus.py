@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import os
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import overload
 
 from mmattn.data.encode import encode_rows
 from mmattn.data.encoded_dataset import EncodedDataset
@@ -107,7 +105,7 @@ class _Passages:
 
 
 class _Lines(Sequence[Row]):
-    """The lines of files that are not blank, each read when it is asked for."""
+    """The lines of files that are not blank."""
 
     def __init__(self, files: Sequence[Path], field: str, id_field: str | None) -> None:
         names = [file.name for file in files]
@@ -116,45 +114,35 @@ class _Lines(Sequence[Row]):
         double = next((name for name in names if names.count(name) > 1), None)
         if double:
             raise ConfigError(f"two files of the corpus are called {double!r}, so their lines could not be told apart")
-        self.files, self.field, self.id_field = files, field, id_field
+        self.field, self.id_field = field, id_field
         self.names = ", ".join(names[:5]) + ", …" * (len(names) > 5)
-        self._offsets, self._lines, self._ends = array("q"), array("q"), list[int]()
-        digests = [self._scan(file) for file in files]
-        self.fingerprint = hashlib.sha256(repr((names, digests, field, id_field)).encode()).hexdigest()
+        self._lines: list[tuple[Path, int, bytes]] = []
+        digest = hashlib.sha256(repr((names, field, id_field)).encode())
+        for path in files:
+            if not path.is_file():
+                raise AdapterFileError(f"the corpus has no file {str(path)!r}: there is no such file")
+            raw = path.read_bytes()
+            digest.update(hashlib.sha256(raw).digest())
+            # A mark may stand in any line: files are joined, each with its own.
+            lines = enumerate((line.removeprefix(_BOM) for line in raw.split(b"\n")), 1)
+            self._lines += [(path, number, line) for number, line in lines if line.strip()]
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._lines)
 
-    def __getitem__(self, number: Any) -> Any:
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | list[Row]:
         if isinstance(number, slice):
-            return [self[one] for one in range(len(self))[number]]
-        path = self.files[bisect.bisect_right(self._ends, range(len(self))[number])]
-        with open(path, "rb") as file:
-            file.seek(self._offsets[number])
-            return self._row(path, self._lines[number], file.readline(MAX_LINE + 1))
-
-    def _scan(self, path: Path) -> str:
-        """Note where the lines of a file begin, and return the file's sha256."""
-        digest, offset, line = hashlib.sha256(), 0, 1
-        if not path.is_file():
-            raise AdapterFileError(f"the corpus has no file {str(path)!r}: there is no such file")
-        with open(path, "rb") as file:
-            begins = True  # of a line longer than MAX_LINE only the first piece counts
-            while piece := file.readline(MAX_LINE + 1):
-                if begins and (piece.removeprefix(_BOM).strip() or len(piece) > MAX_LINE):
-                    self._offsets.append(offset)
-                    self._lines.append(line)
-                begins = piece.endswith(b"\n")
-                line += begins
-                offset += len(piece)
-                digest.update(piece)
-        self._ends.append(len(self._offsets))
-        return digest.hexdigest()
+            return [self._row(*line) for line in self._lines[number]]
+        return self._row(*self._lines[number])
 
     def _row(self, path: Path, line: int, raw: bytes) -> Row:
         """Return the row in a line; ConfigError says what is wrong and where."""
         place = f"{path.name}:{line}"
-        raw = raw.removeprefix(_BOM)  # in any line: files are joined, each with its own
         if len(raw) > MAX_LINE:
             raise ConfigError(f"{place} has more than {MAX_LINE:,} bytes; cut it into lines, or into chunks")
         if b"\0" in raw:

@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "too little metadata": (lambda index: index.add(torch.ones(2, WIDTH), metadata=[{}]), ConfigError, "1 for 2"),
     "removing nobody": (lambda index: index.delete([3, "nobody", 90]), IndexMismatchError, "'nobody', 90"),
     "removing twice": (lambda index: index.delete([3, 3]), IndexMismatchError, "3 is given more"),
-    "removing no list": (lambda index: index.delete(3), ConfigError, r"\[3\]"),
+    "removing no list": (lambda index: index.delete(3), ConfigError, "ids must be a list"),
     "updating nobody": (lambda index: index.update([3, 77], torch.ones(2, WIDTH)), IndexMismatchError, "77"),
     "updating too few": (lambda index: index.update([3, 4], torch.ones(1, WIDTH)), IndexMismatchError, "1 items for 2"),
     "half a character": (lambda index: index.add(torch.ones(1, WIDTH), texts=["\ud800"]), ValueError, "surrogate"),

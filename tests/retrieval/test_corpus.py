@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mmattn.encoders.text import TextEncoder
-from mmattn.errors import (
-    AdapterFileError,
-    ConfigError,
-    NonFiniteError,
-    TextError,
-)
-from mmattn.memory import Memory
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, TextError
 from mmattn.retrieval import embed_corpus
 from mmattn.training import EncodedDataset
 from tests.tiny_texts import WIDTH, save_encoder
@@ -202,18 +195,6 @@ def test_another_encoder_or_corpus_is_refused(
         with pytest.raises(ConfigError, match=words):
             embed_corpus(given, out, other, texts_per_shard=7)
         assert contents(out) == before
-
-
-def test_files_changed_meanwhile_are_refused(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
-    class Slow:
-        dim, fingerprint = encoder.dim, encoder.fingerprint
-
-        def encode(self, texts: list[str], **options: Any) -> Memory:
-            files[1].write_text("another wood\n")
-            return encoder.encode(texts, **options)
-
-    with pytest.raises(ConfigError, match="was changed while a.jsonl, b.txt was encoded"):
-        embed_corpus(files, tmp_path / "out", Slow(), texts_per_shard=7)
 
 
 def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:

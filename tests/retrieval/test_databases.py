@@ -17,9 +17,9 @@ import torch
 from qdrant_client import QdrantClient, models
 
 from mmattn import Index
-from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError, NonFiniteError
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
 from mmattn.retrieval import LanceStore, PgvectorStore, QdrantStore, register_store
-from mmattn.retrieval.stores import base
+from mmattn.retrieval.stores import base, database
 from mmattn.retrieval.stores.qdrant import ABOUT
 from mmattn.testing import store_checks
 from tests.retrieval.searching import Letters, held
@@ -107,7 +107,7 @@ def test_an_index_of_pgvector_is_used_and_left_out(postgres: str, schema: str) -
     exact = Index.build(vectors).search(queries, 10).ids
     for setting in (True, False):
         index = Index.build(vectors, store="pgvector", dsn=postgres, table=f"{schema}.a{setting}", index=setting)
-        assert index.store._read_state()["indexed"] == setting  # type: ignore[attr-defined]
+        assert bool(index.store._read_state()["indexed"]) == setting  # type: ignore[attr-defined]
         found = index.search(queries, 10).ids
         assert found and exact
         share = sum(len(set(a) & set(b)) for a, b in zip(found, exact, strict=True)) / (29 * 10)
@@ -158,7 +158,7 @@ def test_copied_there_and_back(address: str, tmp_path: Path) -> None:
 
 @every_scheme
 def test_a_build_that_fails_leaves_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = base.find_address(address)  # type: ignore[misc]
+    store, _ = database.find_address(address)  # type: ignore[misc]
 
     def fail(self: Any, entries: Any) -> None:
         raise MemoryError
@@ -195,7 +195,7 @@ def test_a_change_that_fails_changes_nothing(address: str, monkeypatch: pytest.M
     ],
 )
 def test_addresses(address: str, settings: tuple[str, ...]) -> None:
-    found = base.find_address(address)
+    found = database.find_address(address)
     assert found is not None and tuple(found[1]) == settings
     parts = {"postgresql://me:secret@host:5432/db?sslmode=require", "a.facts", "postgres://me@host/db", "runs/facts"}
     parts |= {"other", "s3://bucket/path", "http://host:6333", "facts", "https://host:6333"}
@@ -203,7 +203,7 @@ def test_addresses(address: str, settings: tuple[str, ...]) -> None:
 
 
 def test_what_is_no_address(tmp_path: Path) -> None:
-    assert base.find_address("C:\\facts") is base.find_address("runs/facts") is None
+    assert database.find_address("C:\\facts") is database.find_address("runs/facts") is None
     with pytest.raises(IndexFileError, match="no store has addresses that begin with mysql://; known: ") as no:
         Index.open("mysql://me:secret@host/db")
     assert "postgresql:" in str(no.value) and "secret" not in str(no.value)
@@ -211,8 +211,6 @@ def test_what_is_no_address(tmp_path: Path) -> None:
         Index.open(tmp_path)
     Index.build(torch.eye(3)).save(tmp_path / "index")
     assert Index.open(tmp_path / "index").ids == Index.open(str(tmp_path / "index")).ids == (0, 1, 2)
-    with pytest.raises(ConfigError, match="the address says uri already: leave uri= out"):
-        Index.build(torch.eye(3), store="lance:a", uri="b")
 
 
 def test_a_store_of_ones_own_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +272,7 @@ def test_tables_of_others_are_left_alone(postgres: str, schema: str) -> None:
     address = f"{postgres}#{schema}.facts"
     with psycopg.connect(postgres, autocommit=True) as connection:
         connection.execute(f"CREATE TABLE {schema}.facts (a int)")
-        with pytest.raises(IndexFileError, match=f"there is no table '{schema}.facts' that mmattn made: make one"):
+        with pytest.raises(IndexFileError, match=f"table '{schema}.facts' is not of this version of mmattn"):
             Index.open(address)
         with pytest.raises(ConfigError, match="there is a table .* already: open it with Index.open"):
             Index.build(torch.eye(3), store=address)
@@ -335,10 +333,9 @@ def test_settings_of_pgvector(postgres: str, schema: str) -> None:
 
 
 def test_folders_of_others(tmp_path: Path) -> None:
-    with pytest.raises(IndexFileError, match="there is no table 'mmattn' that mmattn made in .*; its tables: none"):
-        Index.open(f"lance:{tmp_path}")
-    with pytest.raises(IndexFileError, match="there is no folder"):
-        Index.open(f"lance:{tmp_path}/absent")
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(IndexFileError, match="there is no table 'mmattn' in .* that mmattn made: make one"):
+            Index.open(f"lance:{folder}")
     Index.build(torch.eye(3), store=f"lance:{tmp_path}")
     store = LanceStore.connect(uri=tmp_path)
     store._write_state({**store._read_state(), "format_version": 2})
@@ -349,7 +346,7 @@ def test_folders_of_others(tmp_path: Path) -> None:
 def test_collections_of_others_are_left_alone() -> None:
     client = QdrantClient(":memory:")
     client.create_collection("other", vectors_config=models.VectorParams(size=3, distance=models.Distance.DOT))
-    with pytest.raises(IndexFileError, match=r"no collection 'mmattn', only \['other'\]"):
+    with pytest.raises(IndexFileError, match="no collection 'mmattn' that mmattn made"):
         Index(QdrantStore.connect(client=client))
     with pytest.raises(IndexFileError, match="collection 'other' is not of this version of mmattn"):
         Index(QdrantStore.connect(client=client, collection="other"))
@@ -368,28 +365,3 @@ def test_a_collection_that_was_changed_is_refused() -> None:
         client.upsert("mmattn", [models.PointStruct(id=ABOUT, vector={}, payload=payload)])
         with pytest.raises(IndexFileError):
             Index(QdrantStore.connect(client=client))
-
-
-def test_a_build_that_fails_leaves_no_collection() -> None:
-    client = QdrantClient(":memory:")
-    with pytest.raises(ConfigError, match="64 bits"):
-        Index.build(torch.eye(3), ids=[1, 2, 1 << 63], store="qdrant", client=client)
-    assert not client.collection_exists("mmattn")
-    with pytest.raises(NonFiniteError, match="row 1"):
-        Index.build([[1.0], [float("nan")]], store="qdrant", client=client)
-    assert not client.collection_exists("mmattn")
-    assert len(Index.build([[1.0]], store="qdrant", client=client)) == 1
-
-
-def test_ints_that_qdrant_would_round() -> None:
-    index = Index.build(torch.eye(3), ids=[-(1 << 63), (1 << 63) - 1, 2], store="qdrant")
-    assert (1 << 63) - 1 in index and index[-(1 << 63)].id == -(1 << 63)
-    index = Index.build(torch.eye(3), store="qdrant")
-    for change in (
-        lambda: index.add(torch.ones(1, 3), ids=[1 << 63]),
-        lambda: index.add(torch.ones(1, 3), metadata=[{"n": [1 << 64]}]),
-        lambda: index.update([0], metadata=[-(1 << 64)]),
-    ):
-        with pytest.raises(ConfigError, match="64 bits, got -?[0-9]+; write it as text"):
-            change()
-    assert len(index) == 3 and index[0].metadata is None

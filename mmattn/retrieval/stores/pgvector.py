@@ -147,7 +147,11 @@ class PgvectorStore(DatabaseStore):
         self._run("DELETE FROM {table} WHERE id = ANY (%s)", [ids])
 
     def _read_state(self) -> State:
-        rows = self._run("SELECT state FROM {about}")
+        errors = psycopg().errors
+        try:
+            rows = self._run("SELECT state FROM {about}")
+        except (errors.UndefinedTable, errors.UndefinedColumn):  # a table that others made
+            return {}
         return rows[0][0] if rows else {}
 
     def _write_state(self, state: State) -> None:
@@ -212,7 +216,7 @@ def psycopg() -> ModuleType:
 
 def _as_row(columns: Sequence[Any]) -> Row:
     place, name, text, metadata, tokens, vector = columns
-    return Row(place, name, loads(text), metadata, tokens, torch.tensor(loads(vector)))
+    return Row(place, name, loads(text), metadata, tokens, torch.tensor(loads(vector), dtype=torch.float32))
 
 
 def _open_connection(dsn: str) -> Connection:

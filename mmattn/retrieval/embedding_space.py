@@ -58,7 +58,6 @@ class EmbeddingSpace:
         """Return the space of a new index, and its items: unchanged with an encoder, otherwise as vectors."""
         check_choice("metric", metric, cls.metrics)
         if encoder is not None:
-            _check_encoder(encoder)
             return cls(encoder.dim, metric, encoder, encoder.fingerprint), items
         if are_texts(items):
             raise ConfigError("texts need an encoder: give encoder=, or vectors as items and these as texts=")
@@ -77,7 +76,6 @@ class EmbeddingSpace:
 
     def check(self, encoder: Encoder) -> None:
         """Refuse an encoder of another width or fingerprint."""
-        _check_encoder(encoder)
         if encoder.dim != self.dim:
             raise IndexMismatchError(f"the encoder has width {encoder.dim} and the index has width {self.dim}")
         if self.fingerprint is not None and encoder.fingerprint != self.fingerprint:
@@ -166,15 +164,6 @@ def are_texts(items: object) -> TypeGuard[str | list[str]]:
     return isinstance(items, str) or (
         isinstance(items, (list, tuple)) and any(isinstance(item, (str, bytes)) for item in items)
     )
-
-
-def _check_encoder(encoder: Encoder) -> None:
-    missing = [name for name in ("encode", "dim", "fingerprint") if not hasattr(encoder, name)]
-    if missing:
-        raise ConfigError(
-            f"an encoder has encode(texts) -> Memory, dim and fingerprint; {type(encoder).__name__} lacks "
-            f"{', '.join(missing)}"
-        )
 
 
 def as_vectors(what: str, values: object, *, dim: int | None = None, single: bool = False) -> Tensor:

@@ -168,11 +168,9 @@ class MultiVectorIndex(Index):
         if count is not None:
             return self.store.search(means, count, filter)
         count = max(1, len(self))
-        while True:
-            candidates = self.store.search(means, count, filter)
-            if len(candidates.entries) <= count:
-                return candidates
+        while len((candidates := self.store.search(means, count, filter)).entries) > count:
             count = len(candidates.entries)  # others were added meanwhile
+        return candidates
 
 
 def maxsim(queries: Sequence[Tensor], entries: Sequence[Tensor], metric: str) -> Tensor:

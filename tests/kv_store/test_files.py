@@ -29,17 +29,6 @@ def saved(model, tmp_path, **how):
     return bank, tmp_path / "bank.safetensors"
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_keys_and_values_alone_have_the_dtype_that_was_asked_for(model, tmp_path, dtype):
-    _, path = saved(model, tmp_path, dtype=dtype)
-    tensors, _ = read_tensors(path, "mmattn-bank")
-    pages = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith((".keys", ".values"))}
-    masks = [tensor.dtype for name, tensor in tensors.items() if name.endswith("mask")]
-    assert pages and set(pages.values()) == {dtype or torch.float32}
-    assert len(masks) >= 2 and set(masks) == {torch.bool}
-    assert tensors["tokens"].dtype == torch.float32 and tensors["present"].dtype == torch.bool
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_bank_comes_back_from_its_file(model, tmp_path, mapped, dtype):

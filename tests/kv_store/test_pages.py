@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.errors import AdapterFileError, ConditionError
+from mmattn.errors import AdapterFileError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 from tests.kv_store.banks import (
@@ -14,16 +14,13 @@ from tests.kv_store.banks import (
     ROWS,
     SLOTS,
     answer,
-    by_hand,
     entries,
     hits,
     read_and_project,
-    reload,
     rounded,
     rounded_bank,
     settings,
 )
-from tests.tiny import assert_close
 
 LONG = 17
 INT8 = torch.int8
@@ -103,19 +100,6 @@ def test_what_entries_do_not_show_has_no_say(model):
     assert_same(bank, plain)
 
 
-def test_packed_rows():
-    """Where most slots are padding, the real ones alone are gathered."""
-    model = tiny.attach(tiny.make("llama"), score_bias=True, num_heads=4, num_kv_heads=2)
-    for m in (11, 61):
-        memory = entries(7, m)
-        memory = mmattn.Memory(memory.tokens, memory.mask & (torch.arange(m) % 3 == 1))
-        bank, plain = banks(model, memory)
-        found = hits(7, 1009 if m == 11 else 211)
-        with torch.no_grad():
-            assert read_and_project(bank.gather(**found), model.adapters["default"], 0)[1].lengths is not None
-        assert_same(bank, plain, found)
-
-
 # Precisions and calls
 
 
@@ -126,26 +110,6 @@ def test_every_precision_rounds_once(dtype, m):
     model, found = tiny.attach(tiny.make("llama"), null_slot=True).to(dtype), hits()
     bank, plain = banks(model, entries(m=m).to(dtype))
     assert_same(bank, plain, found | {"scores": found["scores"].to(dtype)})
-
-
-def test_gradients_and_changed_weights_take_the_entries(model, ids):
-    memory, found = entries(), hits()
-    bank, gradients = model.bank(memory, INT8), []
-    prepared, plain = bank.gather(**found), by_hand(memory, **found)
-    for given in (prepared, plain):
-        model.adapters.zero_grad()
-        model(ids, labels=ids, memory=given).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.adapters.parameters()])
-    for got, want in zip(*gradients, strict=True):
-        assert want.abs().max() > 0
-        assert_close(got, want, 1e-5)
-    assert torch.equal(bank.memory(**found).tokens, model.bank(memory).memory(**found).tokens)
-    reload(model)
-    assert_close(answer(model, prepared)[0], answer(model, plain)[0], 1e-6)
-    with pytest.raises(ConditionError, match=r"bank\.refresh\(\)"):
-        bank.gather(**found)
-    bank.refresh()
-    assert_same(bank, rounded_bank(model.bank(memory)))
 
 
 # Edits and files

@@ -76,11 +76,6 @@ def test_no_hits_at_all(null_slot):
     check(bank, entries())
 
 
-def test_the_language_can_be_any_family():
-    for family in ("gpt2", "bloom", "mamba"):
-        check(tiny.attach(tiny.make(family)).bank(entries()), entries())
-
-
 def test_several_adapters_read_one_bank():
     model = tiny.attach(tiny.make("llama"), score_bias=True)
     tiny.attach(model.host, name="other", layers=(1, 2), null_slot=True, num_heads=3)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmattn import Memory
 from mmattn.retrieval import MultiVectorIndex
+from tests.retrieval import searching
 
 METRICS = ("cosine", "ip")
 WIDTH, ENTRIES = 13, 37
@@ -34,13 +35,8 @@ def maxsim(query: Tensor, entry: Tensor, metric: str) -> float:
 
 
 def reference(queries: list[Tensor], entries: dict[Any, Tensor], count: int, metric: str) -> tuple[list[Any], Tensor]:
-    """The ids and scores of a search by comparing everything; those of equal score in their order, the rest None."""
-    ids, scores = [], []
-    for query in queries:
-        fits = sorted(((maxsim(query, part, metric), -row, name) for row, (name, part) in enumerate(entries.items())))
-        top = fits[::-1][:count]
-        ids.append([name for _, _, name in top] + [None] * (count - len(top)))
-        scores.append([value for value, _, _ in top] + [-math.inf] * (count - len(top)))
+    """The ids and scores of a search by comparing everything."""
+    ids, scores = searching.reference(queries, entries, count, metric, maxsim)
     return ids, torch.tensor(scores)
 
 

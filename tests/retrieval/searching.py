@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def fit(query: Sequence[float], vector: Sequence[float], metric: str) -> float:
 
 
 def reference(
-    queries: torch.Tensor, vectors: dict[Any, Sequence[float]], count: int, metric: str
+    queries: Any, vectors: dict[Any, Any], count: int, metric: str, fit: Callable[[Any, Any, str], float] = fit
 ) -> tuple[list[list[Any]], list[list[float]]]:
     """The ids and scores of a search by comparing everything; those of equal score in their order, the rest None."""
     ids, scores = [], []
-    for query in queries.tolist():
+    for query in queries.tolist() if isinstance(queries, torch.Tensor) else queries:
         fits = sorted(((fit(query, vector, metric), -row, name) for row, (name, vector) in enumerate(vectors.items())))
         top = fits[::-1][:count]
         ids.append([name for _, _, name in top] + [None] * (count - len(top)))

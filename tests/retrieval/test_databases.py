@@ -60,46 +60,28 @@ every_scheme = pytest.mark.parametrize("address", SCHEMES, indirect=True)
 
 
 @pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("kind", ["pgvector", "lancedb"])
+@pytest.mark.parametrize("kind", ["pgvector", "lancedb", "lancedb in a folder", "qdrant on a server"])
 def test_the_contract(kind: str, check: Callable[[Any], None], request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if kind == "pgvector":
-        dsn, schema = request.getfixturevalue("postgres"), request.getfixturevalue("schema")
-        made: list[PgvectorStore] = []
-
-        def make(dim: int, metric: str) -> PgvectorStore:
-            made.append(PgvectorStore(dim, metric, dsn=dsn, table=f"{schema}.t{len(made)}"))
-            return made[-1]
-
-        check(make)
-        for store in made:
-            store.close()
-    else:
-        check(LanceStore)
-
-
-def test_the_contract_on_a_server_of_qdrant() -> None:
+    made: list[Any] = []
     server = os.environ.get("QDRANT_URL")
-    if not server:
+    if kind == "qdrant on a server" and not server:
         pytest.skip("set QDRANT_URL to the address of a Qdrant server, such as http://localhost:6333")
-    made: list[QdrantStore] = []
+    if kind == "lancedb in a folder" and check.__name__ not in ("check_filter_values", "check_updates", "check_tokens"):
+        pytest.skip("the same as in memory")
+    dsn, schema = (request.getfixturevalue(name) if kind == "pgvector" else "" for name in ("postgres", "schema"))
 
-    def make(dim: int, metric: str) -> QdrantStore:
-        made.append(QdrantStore(dim, metric, location=server, collection=f"mmattn-test-{uuid.uuid4()}"))
+    def make(dim: int, metric: str) -> Any:
+        if kind == "pgvector":
+            made.append(PgvectorStore(dim, metric, dsn=dsn, table=f"{schema}.t{len(made)}"))
+        elif server and kind == "qdrant on a server":
+            made.append(QdrantStore(dim, metric, location=server, collection=f"mmattn-test-{uuid.uuid4()}"))
+        else:
+            made.append(LanceStore(dim, metric, uri="memory://" if kind == "lancedb" else tmp_path / f"{len(made)}"))
         return made[-1]
 
-    try:
-        for check in store_checks():
-            check(make)
-    finally:
-        for store in made:
-            store.client.delete_collection(store.collection)
-
-
-def test_a_table_in_a_folder(tmp_path: Path) -> None:
-    count = itertools.count()
-    for check in store_checks():
-        if check.__name__ in ("check_filter_values", "check_entries", "check_order", "check_updates", "check_tokens"):
-            check(lambda dim, metric: LanceStore(dim, metric, uri=tmp_path, table=f"t{next(count)}"))
+    check(make)
+    for store in made:
+        store.drop()
 
 
 def test_an_index_of_pgvector_is_used_and_left_out(postgres: str, schema: str) -> None:
@@ -302,12 +284,6 @@ def test_a_password_is_never_said(postgres: str, schema: str, tmp_path: Path) ->
     assert again.ids == (0, 1, 2)
     again.close()
     index.close()
-
-
-@pytest.mark.parametrize("name", ["", "a.b.c", "a.", 3, "x" * 49])
-def test_names_of_tables(name: Any, postgres: str) -> None:
-    with pytest.raises(ConfigError, match="table must be NAME or SCHEMA.NAME"):
-        PgvectorStore(3, "ip", dsn=postgres, table=name)
 
 
 def test_a_name_is_only_a_name(postgres: str) -> None:

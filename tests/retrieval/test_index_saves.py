@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from mmattn import Index
 from mmattn.errors import IndexFileError
 from mmattn.storage import versioned_folder as folders
-from tests.retrieval.searching import WIDTH, files, held, same, small
+from tests.retrieval.searching import WIDTH, same, small
 from tests.stress.kills_in_index import killed_saves
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -141,36 +139,3 @@ def test_an_interruption_at_every_step_leaves_old_or_new(
             break
         old.save(tmp_path / "index")
     assert finished and len(outcomes) > 1 and outcomes[-1] == 1300 and outcomes[0] == 1201
-
-
-@pytest.mark.slow
-def test_disk_full_at_twenty_sizes(tmp_path: Path) -> None:
-    """The system refuses to let a file grow; what was there stays, and nothing else is left."""
-    index = small(1201, store="hnsw", ids=[f"entry {i}" for i in range(1201)])
-    index.save(tmp_path / "index")
-    before = {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")}
-    code = """
-import resource, sys, torch
-from mmattn import Index
-index = Index.build(torch.randn(2000, 12), store="hnsw")
-for size in range(0, 600_000, 30_000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    for folder in sys.argv[1:]:
-        try:
-            index.save(folder)
-            print("saved")
-        except OSError as error:
-            print(type(error).__name__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "index"), str(tmp_path / "new")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.stdout.split() == ["OSError"] * 40, done.stderr
-    assert {name: (tmp_path / "index" / name).read_bytes() for name in files(tmp_path / "index")} == before
-    assert os.listdir(tmp_path) == ["index"]
-    same(index, Index.load(tmp_path / "index"))
-    assert held(index)

@@ -99,7 +99,6 @@ class Tokens(Letters):
         ({"items": ["a", "b"]}, ConfigError, "texts need an encoder"),
         ({"items": ["a", None], "encoder": Letters()}, TextError, "text 1.*None"),
         ({"items": ["a"], "encoder": Letters(), "texts": ["b"]}, ConfigError, "texts themselves"),
-        ({"items": ["a"], "encoder": object()}, ConfigError, "encode, dim, fingerprint"),
         ({"items": ["abc", "de"], "encoder": Tokens()}, ShapeError, "an encoder that pools"),
         ({"items": torch.ones(2, 7), "encoder": Letters()}, IndexMismatchError, "width 7 and the index has width 31"),
         ({"items": []}, ShapeError, r"torch.empty\(0, e\)"),

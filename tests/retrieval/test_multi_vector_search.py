@@ -139,17 +139,6 @@ def test_scores_carry_gradients(metric: str) -> None:
         torch.testing.assert_close(gradients[row].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_queries_of_every_kind_find_the_same() -> None:
-    index = MultiVectorIndex.build(ragged())
-    query = torch.randn(5, WIDTH).half().float()
-    expected = index.search(query, 3)
-    kinds = (query[None], [query], query.double(), query.half(), query.numpy(), query.tolist(), [query.tolist()])
-    for same in (*kinds, Memory(query[None])):
-        hits = index.search(same, 3)
-        assert hits.ids == expected.ids
-        torch.testing.assert_close(hits.scores, expected.scores, rtol=1e-6, atol=0)
-
-
 def test_texts_and_queries_are_encoded_each_in_their_way() -> None:
     encoder = LetterStates()
     texts = ["sun and moon", "a grey cat", "the moon"]

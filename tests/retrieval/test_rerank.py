@@ -76,11 +76,6 @@ def test_missing_texts_stay_missing(reranker: Reranker, alone: torch.Tensor) -> 
     assert nothing.order.tolist() == [[0, 1]] * 2
 
 
-def test_nothing_gives_nothing(reranker: Reranker) -> None:
-    assert reranker("a", []).scores.shape == (1, 0)
-    assert reranker([], []).order.shape == (0, 0)
-
-
 def test_a_long_text_is_cut_and_a_long_query_refused(folder: Path, reranker: Reranker) -> None:
     assert reranker.max_length == POSITIONS
     short = Reranker(folder, max_length=11)
@@ -173,16 +168,6 @@ def test_hits_are_read_again_and_ordered(reranker: Reranker, alone: torch.Tensor
     best = found.first(1)
     assert best.ids == [[found.ids[0][0]], [found.ids[1][0]]] and best.scores.shape == (2, 1)
     assert best.memory(tokens=True).lengths == [order[0][0] + 1, order[1][0] + 1]
-
-
-def test_a_search_is_reranked(reranker: Reranker) -> None:
-    index = Index.build(torch.randn(7, 5), texts=["flowers", "x", "in spring", "a", "b", "c", "the woods"])
-    query = torch.randn(1, 5)
-    found = index.search(query, 11).rerank("the woods", reranker, batch_size=2).first(3)
-    scores = reranker("the woods", [index[name].text for name in range(7)]).scores[0]
-    assert found.ids == [sorted(range(7), key=lambda name: -scores[name])[:3]] and found.mask.all()
-    nobody = index.search(query, 2, filter={"no": 1}).rerank("the woods", reranker)
-    assert nobody.ids == [[None] * 2] and not nobody.mask.any()
 
 
 def test_the_first_of_hits() -> None:

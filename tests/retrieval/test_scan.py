@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmattn import Index
 from mmattn.retrieval.scoring import best_rows
 from mmattn.retrieval.stores.exact import ExactScan
 from tests.retrieval.searching import METRICS
@@ -96,12 +95,3 @@ def test_coarse_products_of_float32_change_nothing() -> None:
         torch.set_float32_matmul_precision(before)
     assert coarse.shape[1] > fine.shape[1]
     assert torch.equal(best_rows(queries, vectors, coarse, "ip", 11), truth(queries, vectors, "ip", 11)[0])
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_through_the_front_door(metric: str) -> None:
-    vectors = near_ties(5_003, 67)
-    queries = vectors[:5] + 1e-3 * torch.randn(5, 67)
-    rows, scores = truth(queries, vectors, metric, 13)
-    hits = Index.build(vectors, metric=metric).search(queries, 13)
-    assert hits.ids == rows.tolist() and torch.equal(hits.scores, scores)

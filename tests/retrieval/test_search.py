@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mmattn import Memory
-from mmattn.errors import ConfigError
 from mmattn.retrieval import Hits
 from tests.retrieval.searching import KINDS, METRICS, STORES, WIDTH, Letters, built, held, reference, small
 
@@ -40,17 +39,6 @@ class TestEveryEngine:
         hits = index.search(queries, 7, score_threshold=bar)
         assert hits.mask.tolist() == (index.search(queries, 7).scores >= bar).tolist()
         assert hits.ids is not None and hits.ids[1][4:] == [None] * 3 and None not in hits.ids[1][:4]
-
-    def test_filters_by_a_function(self, store: str, metric: str) -> None:
-        count = 11 if store == "qdrant" else 2221
-        index = small(count, store=store, metric=metric, metadata=range(count))
-        queries = torch.randn(3, WIDTH)
-        if store == "qdrant":
-            with pytest.raises(ConfigError, match="function: a database cannot call a function.* a store in memory"):
-                index.search(queries, 7, filter=lambda number: number % 191 == 5)
-            return
-        few = {name: vector for name, vector in held(index).items() if name % 191 == 5}
-        agree(index.search(queries, 7, filter=lambda number: number % 191 == 5), queries, few, metric)
 
     def test_filters_hold_among_zeros_and_equals(self, store: str, metric: str) -> None:
         """Also where so many are allowed that an approximate store searches what it built."""

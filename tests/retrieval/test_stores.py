@@ -155,12 +155,6 @@ def test_a_broken_promise_is_named(fault: str, named: None) -> None:
 # ---- the registry
 
 
-@pytest.mark.parametrize("name", ["", "Big", "a b", "../up", 3, "x" * 41])
-def test_names(name: Any, named: None) -> None:
-    with pytest.raises(ConfigError, match="a store has a name of small letters"):
-        register_store(name)(InMemoryStore)
-
-
 def test_a_name_is_given_once(named: None) -> None:
     with pytest.raises(ConfigError, match="there is a store 'exact' already, mmattn.retrieval.stores.exact.InMem"):
         register_store("exact")(type("Other", (InMemoryStore,), {}))

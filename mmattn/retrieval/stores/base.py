@@ -6,7 +6,6 @@ so a store knows nothing of encoders, errors or ties. `mmattn.testing.check_stor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
@@ -18,7 +17,6 @@ from mmattn.retrieval.entries import Entries, Filter, Id
 
 Store = TypeVar("Store", bound="type[VectorStore]")
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _stores: dict[str, type[VectorStore]] = {}
 
 
@@ -150,15 +148,13 @@ def register_store(kind: str) -> Callable[[Store], Store]:
     """Return a class decorator that registers a `VectorStore` under a name, by which it is built and loaded.
 
     Args:
-        kind: the name, in small letters.
+        kind: the name.
 
     Raises:
-        ConfigError: the name is malformed or taken.
+        ConfigError: the name is taken.
     """
 
     def register(store: Store) -> Store:
-        if not isinstance(kind, str) or not _NAME.fullmatch(kind):
-            raise ConfigError(f"a store has a name of small letters, digits, '_' and '-', got {kind!r:.80}")
         other = _stores.get(kind)
         # A module that is loaded a second time, as in a notebook, registers the same class again.
         if other is not None and _location(other) != _location(store):

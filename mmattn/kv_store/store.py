@@ -9,6 +9,7 @@ from os import PathLike
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory
@@ -71,10 +72,7 @@ class Bank:
         check_dtype(dtype)
         memory = check_entries(memory)
         versions = weight_versions(model, model.active, memory.dim)
-        tokens, mask = (
-            torch.cat([torch.zeros_like(part[:1]), part]) if len(part) else part.new_zeros(1, *part.shape[1:])
-            for part in (memory.tokens, memory.real_slots())
-        )
+        tokens, mask = pad(memory.tokens, (0, 0, 0, 0, 1, 0)), pad(memory.real_slots(), (0, 0, 1, 0))
         tables = page_tables(model, versions, dtype, tokens, mask)
         tables["present"][0] = False
         return cls(model, versions, dtype, tables)

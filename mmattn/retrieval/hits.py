@@ -79,8 +79,7 @@ class Hits:
             ConfigError: the threshold is not a finite number.
         """
         mask = self.mask & (self.scores.detach() >= check_float("score_threshold", score_threshold))
-        columns = (self.vectors, self.ids, self.texts, self.metadata, self.tokens, self.token_dim)
-        return Hits(self.scores, mask, *columns)
+        return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens, self.token_dim)
 
     def first(self, count: int) -> Hits:
         """Return the first `count` hits of each query, or all where there are fewer.
@@ -107,12 +106,12 @@ class Hits:
         Raises:
             ConfigError: a hit has no text. Otherwise as the reranker.
         """
-        texts: list[list[Any]] = self.texts or [[None] * self.scores.shape[1]] * len(self)
+        texts = self.texts or [[None] * self.scores.shape[1]] * len(self)
         for i, j in self.mask.nonzero().tolist():
             if texts[i][j] is None:
                 name = f"hit {j} of query {i}" if self.ids is None else f"{self.ids[i][j]!r}, hit {j} of query {i},"
                 raise ConfigError(f"reranking reads texts, and {name} has none: give texts= when building the index")
-        ranked = reranker([queries] if isinstance(queries, str) else queries, texts, self.mask, batch_size=batch_size)
+        ranked = reranker([queries] if isinstance(queries, str) else queries, texts, batch_size=batch_size)
         return self._reordered(ranked.scores.to(self.scores.device), ranked.order.to(self.scores.device))
 
     def _reordered(self, scores: Tensor, places: Tensor) -> Hits:
@@ -163,21 +162,17 @@ class Hits:
             raise ConfigError(
                 "these hits have no encoded tokens; build the index with tokens=, a Memory with one row per entry"
             )
-        rows: list[Memory | None] = []
-        for i, line in enumerate(self.tokens):
-            parts = [(j, part) for j, part in enumerate(line) if part is not None]
-            if not parts:
-                rows.append(None)
-                continue
-            lengths = torch.tensor([len(part) for _, part in parts], device=self.scores.device)
-            ranks = torch.tensor([j for j, _ in parts], device=self.scores.device).repeat_interleave(lengths)
-            values = torch.cat([part for _, part in parts]).to(self.scores.device)
-            source = [{**self._source(i, j), "slot": slot} for j, part in parts for slot in range(len(part))]
-            rows.append(Memory(values[None], None, ranks[None], self.scores[i][ranks][None], [source]))
         if self.token_dim is None:
             raise ConfigError("no query found an entry, so the width of the tokens is unknown; use the vectors")
-        empty = Memory(torch.zeros(1, 0, self.token_dim, device=self.scores.device))
-        return Memory.stack([empty if row is None else row for row in rows] or [empty[:0]])
+        device, empty = self.scores.device, torch.zeros(0, self.token_dim)
+        rows = []
+        for i, line in enumerate(self.tokens):
+            parts = [(j, part) for j, part in enumerate(line) if part is not None]
+            values = torch.cat([part for _, part in parts]) if parts else empty
+            ranks = torch.tensor([j for j, part in parts for _ in range(len(part))], dtype=torch.long, device=device)
+            source = [{**self._source(i, j), "slot": slot} for j, part in parts for slot in range(len(part))]
+            rows.append(Memory(values.to(device)[None], None, ranks[None], self.scores[i][ranks][None], [source]))
+        return Memory.stack(rows or [Memory(empty[None].to(device))[:0]])
 
     def _source(self, row: int, rank: int) -> dict[str, Any]:
         source = {} if self.ids is None else {"id": self.ids[row][rank]}

@@ -73,11 +73,10 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
         except Exception as error:  # third parties' code, too, receives settings from a file
             what = str(error) if isinstance(error, MmattnError) else f"{type(error).__name__}: {error}"
             raise IndexFileError(f"{where}: its store {manifest.store!r} says: {what}") from error
-        try:
-            _check_contents(where, store, manifest)
-        except BaseException:
+        fault = _contradiction(store, manifest)
+        if fault is not None:
             store.close()
-            raise
+            raise IndexFileError(f"{where}: {fault}")
         store.about = About(encoder=manifest.encoder, next_id=manifest.next_id, token_dim=manifest.token_dim)
         return store
 
@@ -85,16 +84,15 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
     return {os.path.realpath(path): save}, store
 
 
-def _check_contents(where: str, store: VectorStore, manifest: _Manifest) -> None:
-    """Refuse files that do not hold what the manifest says."""
+def _contradiction(store: VectorStore, manifest: _Manifest) -> str | None:
+    """Return how the entries differ from what the manifest says, or None."""
     ids = store.ids
     highest = max((name for name in ids if isinstance(name, int)), default=-1)
     if len(ids) != manifest.count or highest >= manifest.next_id:
-        raise IndexFileError(
-            f"{where}: it holds {len(ids)} entries, the highest number {highest}; {manifest.count} below "
-            f"{manifest.next_id} were saved"
-        )
+        saved = f"{manifest.count} below {manifest.next_id} were saved"
+        return f"it holds {len(ids)} entries, the highest number {highest}; {saved}"
     tokens = store.get(ids[:1]).tokens
     width = tokens[0].shape[1] if tokens else None
     if ids and width != manifest.token_dim:
-        raise IndexFileError(f"{where}: its tokens have width {width}, and {manifest.token_dim} was saved")
+        return f"its tokens have width {width}, and {manifest.token_dim} was saved"
+    return None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.errors import ConfigError, NonFiniteError, ShapeError, TextError, check_bool_mask, check_int
+from mmattn.errors import ConfigError, NonFiniteError, ShapeError, TextError, check_int
 from mmattn.storage.hub import load_pretrained
 from mmattn.tokenization import check_text, refuse_empty, text_length, tokenize, warn_cut
 
@@ -71,7 +70,6 @@ class Reranker(nn.Module):
         self,
         queries: str | Iterable[str],
         texts: Sequence[str] | Sequence[Sequence[str | None]],
-        mask: Tensor | None = None,
         *,
         batch_size: int = 32,
     ) -> Reranked:
@@ -80,7 +78,6 @@ class Reranker(nn.Module):
         Args:
             queries: one query, or b of them.
             texts: k texts for one query, or b lists of k; None is no text.
-            mask: (b, k) bool, True = a text. Masked texts are not read.
             batch_size: pairs that the model reads at once.
 
         A UserWarning counts the texts that were cut to fit beside their query.
@@ -88,22 +85,16 @@ class Reranker(nn.Module):
         Raises:
             TextError: naming what is no text, or a query that leaves no room.
             ShapeError: lists that do not fit.
-            MaskError: a mask that is not bool.
             NonFiniteError: a score that is no number.
         """
         check_int("batch_size", batch_size)
         queries_list = check_text(queries)
-        rows: list[Any] = [texts] if isinstance(queries, str) else list(texts)
+        rows = [texts] if isinstance(queries, str) else list(texts)
         lengths = {len(row) if isinstance(row, (list, tuple)) else -1 for row in rows}
         if len(rows) != len(queries_list) or len(lengths) > 1 or -1 in lengths:
             raise ShapeError(f"{len(queries_list)} queries need as many lists of texts, all of one length")
         shape = (len(rows), max(lengths, default=0))
         present = torch.tensor([[text is not None for text in row] for row in rows], dtype=torch.bool).view(shape)
-        if mask is not None:
-            check_bool_mask("mask", mask)
-            if tuple(mask.shape) != shape:
-                raise ShapeError(f"mask must be (b, k) = {shape} as the texts are, got {tuple(mask.shape)}")
-            present = present & mask.cpu()
         places = present.nonzero().tolist()
         scores = torch.full(shape, -torch.inf)
         pairs = [(queries_list[row], rows[row][place]) for row, place in places]

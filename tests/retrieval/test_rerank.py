@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mmattn import Index, TextEncoder
 from mmattn.cli.app import main
-from mmattn.errors import AdapterFileError, ConfigError, MaskError, NonFiniteError, ShapeError, TextError
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, TextError
 from mmattn.retrieval import Hits
 from mmattn.retrieval.rerank import Reranker
 from tests.tiny_texts import POSITIONS, save_encoder
@@ -62,10 +62,7 @@ def test_scores_are_those_of_the_pair_alone(reranker: Reranker, alone: torch.Ten
 
 
 def test_missing_texts_stay_missing(reranker: Reranker, alone: torch.Tensor) -> None:
-    texts: list[list[Any]] = [[*TEXTS[0]], [None, *TEXTS[1][1:]]]
-    texts[0][1] = "\ud83c"
-    mask = torch.tensor([[True, False, True], [True, True, False]])
-    found = reranker(QUERIES, texts, mask)
+    found = reranker(QUERIES, [[TEXTS[0][0], None, TEXTS[0][2]], [None, TEXTS[1][1], None]])
     there = torch.tensor([[True, False, True], [False, True, False]])
     torch.testing.assert_close(found.scores[there], alone[there])
     assert (found.scores[~there] == -torch.inf).all()
@@ -103,13 +100,6 @@ def test_what_is_no_pair_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         reranker(queries, texts)
-
-
-def test_masks_are_bool_and_fit(reranker: Reranker) -> None:
-    with pytest.raises(MaskError, match="bool"):
-        reranker("a", ["b"], torch.ones(1, 1))
-    with pytest.raises(ShapeError, match=r"\(b, k\) = \(1, 1\)"):
-        reranker("a", ["b"], torch.ones(1, dtype=torch.bool))
 
 
 def test_models_that_are_no_rerankers(folder: Path, tmp_path: Path) -> None:

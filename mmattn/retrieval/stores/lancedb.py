@@ -75,10 +75,12 @@ class LanceStore(DatabaseStore):
             return False
         # Every search looks for what other processes have written.
         self._database = self._library.connect(self.uri, read_consistency_interval=timedelta(0))
-        names = self._database.list_tables().tables
-        if self.name not in names or f"{self.name}_about" not in names:
+        try:
+            self._open()
+        except ValueError as error:
+            if "not found" not in str(error):
+                raise
             return False
-        self._open()
         return True
 
     def _create(self) -> None:

@@ -169,20 +169,6 @@ def test_an_index_over_a_store_of_ones_own() -> None:
     assert mmattn.Index.build(torch.eye(3), store="hnsw", links=7).store.settings == index.store.settings
 
 
-@pytest.mark.parametrize(("store", "default"), [("ivfpq", 10), ("ivf", 32)])
-def test_lists_visited_by_default(tmp_path: Path, store: str, default: int) -> None:
-    """An eighth of them, of 83 ten, or 32 where vectors are whole, and not one more; in what was loaded, too."""
-    vectors, queries = torch.randn(3251, 12), torch.randn(29, 12)
-    found = {}
-    for visited in (None, default - 1, default, default + 1):
-        index = Index.build(vectors, store=store, lists=83, visited=visited)
-        found[visited] = index.search(queries, 31).ids
-        index.save(tmp_path / f"{visited}")
-        for mapped in (False, True):
-            assert Index.load(tmp_path / f"{visited}", mapped=mapped).search(queries, 31).ids == found[visited]
-    assert found[None] == found[default] and found[default] not in (found[default - 1], found[default + 1])
-
-
 @pytest.mark.slow
 def test_the_suite_needs_no_pytest() -> None:
     code = "import sys, mmattn.testing, mmattn.retrieval as r; r.HNSWStore; mmattn.testing.check_store(r.InMemoryStore)"

@@ -38,6 +38,7 @@ HOMES = {
     "transformers": (
         "encoders",
         "hosts",
+        "kv_store",
         "training",
         "pipelines",
         "storage.hub",

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
-    from mmattn.hosts.attach import attach
+    from mmattn.hosts.attach import attach, register_host
     from mmattn.hosts.diffusion.guidance import Guidance
     from mmattn.hosts.loading import load, load_published
-    from mmattn.hosts.registry import register_host
     from mmattn.inspect.diagnosis import doctor
     from mmattn.memory import Memory, MemoryStream, SharedMemory
     from mmattn.pipelines.base import pipeline

@@ -48,7 +48,7 @@ HOMES = {
     ),
     "accelerate": ("training",),
     "datasets": ("data",),
-    "peft": ("training", "hosts.lora"),
+    "peft": ("training", "hosts.interop.peft"),
     "tensorboard": ("training",),
     "torchao": ("pipelines.build",),
     "bitsandbytes": ("pipelines.build",),

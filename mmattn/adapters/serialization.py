@@ -168,7 +168,7 @@ def _check_folder(folder: str) -> None:
 
 
 def load_folder(
-    folder: Path, check: Callable[[dict[str, Any], Shapes], None] | None = None
+    folder: Path, check: Callable[[dict[str, Any], Shapes], object] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the config and the tensors that `save_folder` wrote."""
     folder = os.fspath(folder)
@@ -185,7 +185,7 @@ def load_folder(
 
 
 def _load(
-    folder: str, check: Callable[[dict[str, Any], Shapes], None] | None
+    folder: str, check: Callable[[dict[str, Any], Shapes], object] | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, shapes = _read_config(folder)
     if check is not None:

@@ -10,7 +10,7 @@ import typer
 
 
 def attach_check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's or pipeline's folder, or name on the hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or name on the hub.")],
     every: Annotated[int | None, typer.Option(min=1, help="A block at every n-th layer.")] = None,
     memory_dim: Annotated[int, typer.Option(min=1, help="Width of the memory.")] = 768,
     where: Annotated[str | None, typer.Option(help="decoder or encoder, of a model with both.")] = None,

@@ -1,18 +1,33 @@
-"""`attach`: an adapter on a frozen host."""
+"""`attach`: an adapter on a frozen host, which is of one of the registered kinds."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
 from mmattn.adapters.protocols import AdapterConfig
-from mmattn.errors import AttachError
-from mmattn.hosts.base import AdaptedModel
+from mmattn.errors import AttachError, ConfigError
+from mmattn.hosts.base import AdaptedModel, adapted
+from mmattn.hosts.diffusion.heads import is_of_diffusers
 from mmattn.hosts.interop.quantised import stored
-from mmattn.hosts.ownership import adapted, check_host
-from mmattn.hosts.registry import host_kind
+from mmattn.hosts.ownership import check_host
+from mmattn.lazy import Registry
+
+Kind = TypeVar("Kind", bound=type[AdaptedModel])
+
+_KINDS = Registry(
+    "the host kind",
+    {
+        "causal_lm": "mmattn.hosts.causal_lm.model",
+        "diffusion_transformer": "mmattn.hosts.diffusion.transformer",
+        "unet": "mmattn.hosts.diffusion.unet",
+        "encoder": "mmattn.hosts.encoder",
+        "encoder_decoder": "mmattn.hosts.encoder_decoder",
+    },
+)
 
 
 def attach(
@@ -82,3 +97,45 @@ def check_same_options(model: AdaptedModel, path: str | None, require_memory: bo
         raise AttachError(f"path={path!r} was given, and the first attach decided path={decided!r}: unload() first")
     if require_memory and not model.require_memory:
         raise AttachError("require_memory=True was given, and the first attach decided False: set model.require_memory")
+
+
+def register_host(host: Kind) -> Kind:
+    """Register a class of hosts, so that `attach` and `load` use it; a class decorator.
+
+    For a model, kinds that were registered later are tried first.
+
+    Args:
+        host: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: an attribute is missing, or another class has this kind.
+    """
+    lacks = [name for name in ("kind", "positions", "matches", "sites") if not getattr(host, name, None)]
+    if lacks:
+        raise ConfigError(f"{host.__name__} cannot be registered as a host: it lacks {lacks}")
+    _KINDS.add(host.kind, host)
+    return host
+
+
+def host_kind(model: nn.Module) -> type[AdaptedModel]:
+    """Return the host class for a model: the last registered one that matches it."""
+    config = getattr(model, "config", None)
+    possible = set(_KINDS) - (set() if is_of_diffusers(model) else {"diffusion_transformer", "unet"})
+    if not getattr(config, "is_encoder_decoder", False):
+        possible.discard("encoder_decoder")
+    # Kinds that are ruled out are not imported.
+    for name in reversed(list(_KINDS)):
+        if name in possible and (kind := _KINDS[name]).matches(model):
+            return kind
+    raise AttachError(
+        f"no registered kind of host matches {type(model).__name__} (registered: {', '.join(_KINDS)}): subclass "
+        "mmattn.hosts.AdaptedModel for it and decorate it with @mmattn.register_host"
+    )
+
+
+def host_kinds() -> Mapping[str, type[AdaptedModel]]:
+    """Return the registered host classes by kind."""
+    return _KINDS

@@ -6,24 +6,23 @@ seconds. Only `attach` itself checks that memory reaches the output.
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from mmattn.adapters.decoupled import DecoupledAdapter
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import Site
-from mmattn.errors import AdapterFileError, ConfigError, MmattnError
-from mmattn.hosts.diffusion.loading import empty_model, read_diffusers_config
-from mmattn.hosts.registry import host_kind
+from mmattn.errors import AdapterFileError, MmattnError
+from mmattn.hosts.attach import adapted_model, host_kind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 #: Where a config names no class.
@@ -71,7 +70,7 @@ class AttachReport:
 
 
 def attach_check(
-    config: Any,
+    config: PreTrainedConfig,
     *,
     memory_dim: int = 768,
     every: int | None = None,
@@ -81,49 +80,40 @@ def attach_check(
     """Check from a config whether a model can be a host, and where adapters would act.
 
     Args:
-        config: of transformers, for a `GatedAdapter`; or of a model of diffusers, a mapping, for a `DecoupledAdapter`
-            in every block.
+        config: of transformers.
         memory_dim: e, width of the memory.
         every: a block at every n-th layer; 4 by default, less in smaller models.
         where: as in `GatedAdapter`.
         path: as in `attach`.
 
     Raises:
-        AdapterFileError: neither transformers nor diffusers makes a model of this config.
-        ConfigError: `every`, `where` or `path` for a model of diffusers.
+        AdapterFileError: transformers makes no model of this config.
 
     >>> from transformers import LlamaConfig
     >>> report = attach_check(LlamaConfig(num_hidden_layers=80, hidden_size=8192))
     >>> report.ok, report.stacks
     (True, (('', 'model.layers', 80, 8192),))
     """
-    denoises = isinstance(config, Mapping)
-    if denoises and any(option is not None for option in (every, where, path)):
-        raise ConfigError("every=, where= and path= are for models of transformers; in diffusers' every block has one")
-    host = empty_model(config) if denoises else model_of(config)
-    name, kind = type(host).__name__, ""
+    host = model_of(config)
+    name, kind, whole = type(host).__name__, "", sum(parameter.numel() for parameter in host.parameters())
     stacks: tuple[tuple[str, str, int, int], ...] = ()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _without_values(host)
-            cls: Any = host_kind(host)
-            kind = cls.kind
-            model = cls(host) if path is None else cls(host, path)
-            stacks = _stacks(model.sites("inside" if denoises else "after"))
-            adapter: Any = DecoupledAdapter(memory_dim)
-            if not denoises:
-                adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
+            host.to_empty(device="cpu")  # inside of this mode still without values
+            kind = host_kind(host).kind
+            model = adapted_model(host, path)
+            stacks = _stacks(model.sites("after"))
+            adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
             built = adapter.build(adapter.sites(model))
             model.check_adapter(built)
     except MmattnError as error:
         outcome = "undecided" if isinstance(error.__cause__, _DEPENDS_ON_VALUES) else "refused"
         return AttachReport(name, kind, stacks, **{outcome: str(error)})  # type: ignore[arg-type]
     trained = sum(parameter.numel() for parameter in built.parameters())
-    whole = sum(parameter.numel() for parameter in host.parameters())
-    return AttachReport(name, kind, stacks, tuple(built.layers), (trained, whole))
+    return AttachReport(name, kind, stacks, built.layers, (trained, whole))
 
 
-def model_of(config: Any) -> nn.Module:
+def model_of(config: PreTrainedConfig) -> nn.Module:
     """Make the model of a config on the meta device."""
     import transformers
 
@@ -140,7 +130,7 @@ def model_of(config: Any) -> nn.Module:
     raise AdapterFileError(tried)
 
 
-def _make(make: Any, config: Any) -> nn.Module:
+def _make(make: Callable[..., nn.Module], config: PreTrainedConfig) -> nn.Module:
     try:
         model: nn.Module = make(config)
     except Exception as error:
@@ -148,43 +138,18 @@ def _make(make: Any, config: Any) -> nn.Module:
     return model.eval()
 
 
-def _without_values(host: nn.Module) -> None:
-    """Bring tensors from the meta device to the CPU; inside a `FakeTensorMode` they still have no values."""
-    here: dict[Any, Any] = {}  # tied weights stay one
-    for module in host.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or tensor.device.type != "meta":
-                    continue
-                if tensor not in here:
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    here[tensor] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-                tensors[name] = here[tensor]
-
-
-def read_config(name: str | PathLike[str]) -> Any:
-    """The config of transformers or diffusers under a name on the hub, or in a folder or file."""
+def read_config(name: str | PathLike[str]) -> PreTrainedConfig:
+    """Return the config of transformers under a name on the hub, or in a folder or file."""
     from transformers import AutoConfig
 
-    here = os.path.exists(name)
-    denoiser = read_diffusers_config(name) if here else None
-    if denoiser is not None:
-        return denoiser
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        denoiser = None if here else read_diffusers_config(name)
-        if denoiser is not None:
-            return denoiser
         said = " ".join(str(error).split())
-        raise AdapterFileError(f"{str(name)!r} is no config of transformers or diffusers: {said}") from error
+        raise AdapterFileError(f"{str(name)!r} is no config of transformers: {said}") from error
 
 
 def _stacks(sites: Sequence[Site]) -> tuple[tuple[str, str, int, int], ...]:
     """Return part, name, number of layers and width of each list of layers."""
-    stacks: Counter[tuple[str, str, int]] = Counter()
-    for site in sites:
-        inside = site.position == "inside"
-        path = re.sub(r"\.\d+\b", ".*", site.module) if inside else site.module.rpartition(".")[0]
-        stacks[site.part or "", path, site.width] += 1
+    stacks = Counter((site.part or "", site.module.rpartition(".")[0], site.width) for site in sites)
     return tuple((part, path, count, width) for (part, path, width), count in stacks.items())

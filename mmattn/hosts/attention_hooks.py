@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.context import Action, HookedModel, step_of
-from mmattn.hosts.probe import in_eval_mode, output_of
-from mmattn.hosts.probe_inputs import text_inputs
+from mmattn.hosts.probe import in_eval_mode, output_of, text_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 #: The name under which transformers knows our function.
 NAME = "mmattn"
@@ -33,7 +35,7 @@ class HookedConfig:
 
     _attn_implementation = NAME
 
-    def __init__(self, own: Any, listener: Callable[[HostAttention], HostAttention]) -> None:
+    def __init__(self, own: PreTrainedConfig, listener: Callable[[HostAttention], HostAttention]) -> None:
         self.own, self.listener = own, listener
 
     def __getattr__(self, name: str) -> Any:
@@ -48,19 +50,18 @@ class AttentionHook:
     def __init__(self, module: nn.Module, listener: Callable[[HostAttention], HostAttention]) -> None:
         _register()
         self.module = module
-        self.before: Any = module.config
+        self.before: PreTrainedConfig | HookedConfig = module.config
         if isinstance(self.before, HookedConfig):
             inner = self.before.listener
             self.hooked = HookedConfig(self.before.own, lambda x: listener(inner(x)))
         else:
             self.hooked = HookedConfig(self.before, listener)
-        config: Any = self.hooked
-        module.config = config
+        vars(module)["config"] = self.hooked
 
     def remove(self) -> None:
         """Give the layer the config that it had."""
         if vars(self.module).get("config") is self.hooked:
-            self.module.config = self.before
+            vars(self.module)["config"] = self.before
 
 
 class JoinMemory:
@@ -89,10 +90,10 @@ def hook_attention(model: HookedModel, module: nn.Module, layer: int) -> Attenti
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
-) -> tuple[Tensor, Any]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     """The attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None."""
-    config: Any = module.config
+    config: HookedConfig = module.config  # type: ignore[assignment]
     cache, function = options.get("cache"), own_function(module)
     if cache is not None and str(config.own._attn_implementation).removeprefix("paged|") == "sdpa":
         # As that function begins, so that a memory can stand before what is cached.
@@ -105,20 +106,22 @@ def attend(
     return x.result()
 
 
-def own_function(module: nn.Module) -> Callable[..., Any]:
+def own_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function that a hooked layer would call without the hook."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    config: Any = module.config
+    config: HookedConfig = module.config  # type: ignore[assignment]
     for kind in type(module).__mro__:  # a plain softmax is a function beside the layer's class
         plain = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
         if plain is not None:
             break
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.own._attn_implementation, plain)
+    function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+        config.own._attn_implementation, plain
+    )
     return function
 
 
-def check_function(config: Any) -> None:
+def check_function(config: PreTrainedConfig) -> None:
     """Refuse a host whose attention has no mask, only lengths of texts."""
     name = str(config._attn_implementation)
     if name.removeprefix("paged|") not in WITH_MASKS:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.protocols import BoundMemory
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.hosts.context import (
@@ -30,9 +30,9 @@ from mmattn.hosts.context import (
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
 from mmattn.hosts.keywords import check_keywords, shown_as
-from mmattn.hosts.named_adapters import NamedAdapters
 from mmattn.hosts.ownership import MARK, forget_compiled
 from mmattn.hosts.probe import Handle
+from mmattn.hosts.saving import SavedModel
 from mmattn.storage.hub import load_model
 
 
@@ -54,7 +54,7 @@ class CallOptions(TypedDict, total=False):
     window: int | None
 
 
-class AdaptedModel(NamedAdapters):
+class AdaptedModel(SavedModel):
     """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
 
     A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
@@ -94,7 +94,7 @@ class AdaptedModel(NamedAdapters):
         inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
 
-    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
         """Return a random batch of arguments of the host, without a memory; for the doctor and the shared tests."""
         raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
 
@@ -108,7 +108,7 @@ class AdaptedModel(NamedAdapters):
         host: nn.Module = load_model(cls.auto_class, name, f"host of kind {cls.kind!r}")
         return host
 
-    def read_single_file(self, path: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+    def read_single_file(self, path: str | PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
         """Return the settings and tensors of an adapter published as one file, for hosts that know such a layout."""
         raise AdapterFileError(
             f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
@@ -170,11 +170,11 @@ class AdaptedModel(NamedAdapters):
 
     def options_of(self, kwargs: Arguments) -> Arguments:
         """Take the keywords that belong to a memory out of those of a call; refuse near misses of them."""
-        check_keywords(self, kwargs)
+        check_keywords(self.host, self.memory_keywords, kwargs)
         return {name: kwargs.pop(name) for name in self.memory_keywords if name in kwargs}
 
     @contextlib.contextmanager
-    def condition(self, memory: object, **options: Unpack[CallOptions]) -> Iterator[Any]:
+    def condition(self, memory: object, **options: Unpack[CallOptions]) -> Iterator[Self]:
         """Give every call of the host inside the block this memory; None for no memory.
 
         Args:
@@ -213,7 +213,7 @@ class AdaptedModel(NamedAdapters):
             return self.host(*args, **kwargs)
 
     @contextlib.contextmanager
-    def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Any]:
+    def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Self]:
         """Inside the block these adapters do not exist, whatever memory a call gives.
 
         Args:
@@ -228,11 +228,6 @@ class AdaptedModel(NamedAdapters):
             self.adapter(name)
         with self.open_blocks.without(off, everything=off == set(self.adapters)):
             yield self
-
-    def check_attached(self) -> None:
-        """Refuse to act on a host from which these adapters were unloaded."""
-        if self.host.__dict__.get(MARK) is not self:
-            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
     def check_not_required(self) -> None:
         """Refuse a call without a memory, where one is required."""
@@ -348,7 +343,7 @@ class AdaptedModel(NamedAdapters):
                 "not reach them: unload() before you change the host, and attach again"
             )
 
-    def check_answer(self, step: ForwardStep, output: Any) -> None:
+    def check_answer(self, step: ForwardStep, output: object) -> None:
         """Refuse an output that is not finite."""
 
     # For `mmattn.inspect` -------------------------------------------------------------------------------------------
@@ -369,7 +364,13 @@ class AdaptedModel(NamedAdapters):
         return self.host.get_submodule(self.sites(position)[index].module)
 
 
-def check_unused(adapter_scale: Any = 1.0, **options: object) -> None:
+def adapted(host: nn.Module) -> AdaptedModel | None:
+    """Return the adapted model of a host that has adapters, or None."""
+    model = host.__dict__.get(MARK)
+    return model if isinstance(model, AdaptedModel) else None
+
+
+def check_unused(adapter_scale: object = 1.0, **options: object) -> None:
     """Refuse options of a call that only have a meaning together with a memory."""
     if not (isinstance(adapter_scale, (int, float)) and adapter_scale == 1):
         options["adapter_scale"] = adapter_scale

@@ -93,6 +93,8 @@ Keywords = Mapping[str, Any]
 Arguments = dict[str, Any]
 #: Arguments of a host by their place.
 Positional = tuple[Any, ...]
+#: The output of one layer of a host, hidden states first.
+LayerOutput = Tensor | tuple[Any, ...]
 
 
 class HookedModel(Protocol):
@@ -111,7 +113,7 @@ class HookedModel(Protocol):
     def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]: ...
     def lost_layers(self, step: ForwardStep) -> list[int]: ...
     def check_reached(self, layers: Sequence[int]) -> None: ...
-    def check_answer(self, step: ForwardStep, output: Any) -> None: ...
+    def check_answer(self, step: ForwardStep, output: object) -> None: ...
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ class OpenBlocks:
             stacklevel=2,
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OpenBlocks:
+    def __deepcopy__(self, memo: dict[int, object]) -> OpenBlocks:
         return OpenBlocks()
 
 

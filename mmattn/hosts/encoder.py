@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, text_config
-from mmattn.adapters.protocols import Site
+from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.errors import AttachError
+from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.context import Call, ForwardStep
+from mmattn.hosts.context import Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.layers import find_layers, layers_width
-from mmattn.hosts.probe import probe_adapter
-from mmattn.hosts.probe_inputs import host_inputs
-from mmattn.hosts.registry import register_host
+from mmattn.hosts.probe import host_inputs, probe_adapter
 
 #: Outputs of transformers with one value or vector per row.
 OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
@@ -65,7 +64,7 @@ class AdaptedEncoder(AdaptedModel):
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         """Return whether this is a model of transformers that does not generate."""
-        can_generate: Any = getattr(model, "can_generate", None)
+        can_generate: Callable[[], bool] | None = getattr(model, "can_generate", None)
         return can_generate is not None and hasattr(model, "main_input_name") and not can_generate()
 
     def sites(self, position: str) -> list[Site]:
@@ -87,7 +86,7 @@ class AdaptedEncoder(AdaptedModel):
         probe_adapter(self, adapter, partial(host_inputs, self.host), None, OUTPUTS)
 
     def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the sites that must be reached; the view of the memory is made at each of them."""
         names = [name for name in call.sources if name in self.active and name not in disabled]
@@ -96,7 +95,7 @@ class AdaptedEncoder(AdaptedModel):
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
         """Return ids of a random text, or random pictures or sounds."""
         for inputs in host_inputs(self.host, rows):
             for name, value in inputs.items():

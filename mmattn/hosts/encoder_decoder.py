@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, given_cache, text_config
-from mmattn.adapters.protocols import BoundMemory, Site
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.generation import asked
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
-from mmattn.hosts.context import Action, Call, ForwardStep
+from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.encoder import check_reads_at_once
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
-from mmattn.hosts.probe import LENGTH, probe_adapter
-from mmattn.hosts.probe_inputs import host_inputs, token_ids
-from mmattn.hosts.registry import register_host
+from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 DECODER, ENCODER = "decoder", "encoder"
 #: Names in configs of the number of layers.
@@ -34,8 +37,10 @@ _DEPTHS = {
     DECODER: ("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers"),
     ENCODER: ("encoder_layers", "num_layers", "encoder_num_hidden_layers", "num_hidden_layers"),
 }
+#: The output of an encoder, its last hidden states first or by name.
+EncoderOutput = Tensor | tuple[object, ...] | Mapping[str, object]
 #: By adapter, a memory and its scale.
-Sources = Mapping[str, tuple[BoundMemory, Any]]
+Sources = Mapping[str, tuple[BoundMemory, Scale]]
 
 
 @register_host
@@ -67,7 +72,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         AdaptedModel.__init__(self, host, require_memory)
-        parts: Any = host
+        parts: PreTrainedModel = host
         decoder = _stack(host, DECODER, parts.get_decoder(), 0)
         self.stacks = decoder, _stack(host, ENCODER, parts.get_encoder(), len(decoder.layers))
         self.encoder_outputs = EncoderOutputs()
@@ -75,7 +80,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         """Return whether this is a model of transformers with an encoder and a decoder."""
-        host: Any = model
+        host: PreTrainedModel = model
         if not getattr(getattr(host, "config", None), "is_encoder_decoder", False) or not hasattr(host, "get_decoder"):
             return False
         parts = [host, getattr(host, "base_model", host)]
@@ -100,7 +105,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         length = LENGTH if adapter.sites[0].part == DECODER else None
         probe_adapter(self, adapter, partial(_inputs, self.host), length)
 
-    def text_state(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TextState:
+    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """Return the decoder's ids or embeddings of this forward, and the length of its cache."""
         names = ["decoder_input_ids", "decoder_inputs_embeds"]
         if getattr(kwargs.get("labels"), "ndim", 0) == 2 and not kwargs["labels"].is_floating_point():
@@ -121,7 +126,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         )
 
     def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the actions of one forward; outputs of the encoder with another memory raise ConditionError."""
         if call.rows is None:  # inside generate they were checked before, or computed
@@ -137,7 +142,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             if name in self.active and name not in disabled and self.adapter(name).sites[0].part == ENCODER
         }
 
-    def _check_encoded(self, call: Call, disabled: frozenset[str], outputs: Any) -> None:
+    def _check_encoded(self, call: Call, disabled: frozenset[str], outputs: EncoderOutput | None) -> None:
         """Refuse outputs of the encoder that were not computed with these memories."""
         sources = self._encoder_sources(call, disabled)
         if outputs is None or self.encoder_outputs.match(outputs, sources):
@@ -148,20 +153,20 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             "model.condition(memory): model.get_encoder()(…), model(encoder_outputs=…)"
         )
 
-    def install_hooks(self) -> list[Any]:
+    def install_hooks(self) -> list[Handle]:
         """Hook the adapters to host and layers, and note with which memories the encoder was run."""
         hooks = super().install_hooks()
         if any(self.is_apart(layer) for layer, _ in self.hooked):
-            host: Any = self.host
+            host: PreTrainedModel = self.host
             hooks.append(host.get_encoder().register_forward_hook(self._note_encoder))
         return hooks
 
-    def _note_encoder(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _note_encoder(self, encoder: nn.Module, args: Positional, output: EncoderOutput) -> None:
         call, disabled = self.open_blocks.in_force()[1:]
         if call is not None and not torch.compiler.is_compiling():
             self.encoder_outputs.add(output, self._encoder_sources(call, disabled))
 
-    def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _host_generate(self, *args: object, **kwargs: Any) -> Tensor | ModelOutput:
         call, disabled = self.current_call()
         if call is not None:
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
@@ -184,7 +189,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             else {place: one for place, one in actions.items() if not self.is_apart(place[0])}
         )
 
-    def generate_batch(self, inputs: Sequence[list[int]], *, memory: Any = None, **kwargs: Any) -> Any:
+    def generate_batch(self, inputs: Sequence[list[int]], *, memory: object = None, **kwargs: object) -> NoReturn:
         """Raise ConditionError: transformers batches requests continuously for decoder-only models."""
         raise ConditionError(
             f"generate_batch is for models without an encoder, and {type(self.host).__name__} has one: use "
@@ -193,7 +198,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
         """Return ids of random texts for encoder and decoder; the probe's inputs for an encoder of another kind."""
         size = getattr(text_config(self.host), "vocab_size", 2)
         inputs = next(host_inputs(self.host, rows))
@@ -203,7 +208,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         return inputs | {"decoder_input_ids": ids.to(next(iter(inputs.values())).device)}
 
 
-def _inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
+def _inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
     """Yield inputs of the encoder with a text for the decoder."""
     for inputs in host_inputs(host, rows):
         yield inputs | {"decoder_input_ids": token_ids(host, rows)}
@@ -213,19 +218,19 @@ class EncoderOutputs:
     """The memories with which outputs of an encoder were computed, for as long as the outputs live."""
 
     def __init__(self) -> None:
-        self._computed: Any = WeakTensorKeyDictionary()
+        self._computed: MutableMapping[Tensor, tuple[Sources, dict[str, TensorVersion]]] = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[type[EncoderOutputs], tuple[()]]:
         return EncoderOutputs, ()
 
-    def add(self, output: Any, sources: Sources) -> None:
+    def add(self, output: EncoderOutput, sources: Sources) -> None:
         """Note what an encoder returned with these memories."""
         states = _first_states(output)
         if states is not None and sources:
             versions = {name: TensorVersion(source.sources()) for name, (source, _) in sources.items()}
             self._computed[states] = dict(sources), versions
 
-    def match(self, output: Any, sources: Sources) -> bool:
+    def match(self, output: EncoderOutput, sources: Sources) -> bool:
         """Return whether outputs are those that the encoder returned with these memories as they are now."""
         states = _first_states(output)
         earlier, versions = ({}, {}) if states is None else self._computed.get(states, ({}, {}))
@@ -239,7 +244,7 @@ class EncoderOutputs:
         return True
 
 
-def _first_states(output: Any) -> Tensor | None:
+def _first_states(output: EncoderOutput) -> Tensor | None:
     """Return the last hidden states (b, l, d) among the outputs of an encoder."""
     if isinstance(output, Tensor):
         return output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from mmattn.hosts.context import (
     ForwardStep,
     HookedModel,
     Keywords,
+    LayerOutput,
     Positional,
     step_of,
 )
@@ -60,7 +60,7 @@ class AfterLayer(CrossAttentionHook):
 
     position = "after"
 
-    def __call__(self, layer: nn.Module, args: Positional, output: Any) -> Any:
+    def __call__(self, layer: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
         if layer.training:
             refuse_other_context(layer)
         if isinstance(output, Tensor):
@@ -73,7 +73,7 @@ class BeforeLayer(CrossAttentionHook):
 
     position = "before"
 
-    def __call__(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> Any:
+    def __call__(self, layer: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
         if layer.training:
             refuse_other_context(layer)
         if args:
@@ -97,7 +97,7 @@ class BeforeHost:
         self.model = model
         self._signatures: dict[type, Signature] = {}
 
-    def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> Any:
+    def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
         model, outer = self.model, FORWARD.get()
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
@@ -162,7 +162,7 @@ class AfterHost:
     def __init__(self, model: HookedModel) -> None:
         self.model = model
 
-    def __call__(self, host: nn.Module, args: Positional, output: Any) -> None:
+    def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
         step = FORWARD.get()
         if step is None or step.model is not self.model:
             return

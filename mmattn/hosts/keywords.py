@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,16 +19,16 @@ from mmattn.hosts.interop.peft import inner_host
 NEAR = 0.81
 
 
-def check_keywords(model: Any, names: Iterable[str]) -> None:
+def check_keywords(host: nn.Module, options: Sequence[str], names: Iterable[str]) -> None:
     """Refuse keywords that are near misses of ours, and that no part of the host names."""
-    ours = ("memory", *model.memory_keywords)
+    ours = ("memory", *options)
     for name in names:
         if name in ours:
             continue
         near = ["memory"] if name == "memories" else difflib.get_close_matches(name, ours, 1, NEAR)
-        if near and name not in named_by_parts(model.host):
+        if near and name not in named_by_parts(host):
             raise ConfigError(
-                f"{type(model.host).__name__} with adapters was called with {name}=, which neither reads: did you mean "
+                f"{type(host).__name__} with adapters was called with {name}=, which neither reads: did you mean "
                 f"{near[0]}=?"
             )
 
@@ -57,14 +57,14 @@ def signature_of(host: nn.Module) -> Signature:
 
 
 @functools.cache
-def _parameters(forward: Callable[..., Any]) -> Mapping[str, Parameter]:
+def _parameters(forward: Callable[..., object]) -> Mapping[str, Parameter]:
     """The parameters that a forward names, but for the model itself."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return {one.name: one for one in parameters if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
 
 
 @functools.cache
-def _renamed(forward: Any) -> dict[str, str]:
+def _renamed(forward: Callable[..., object]) -> dict[str, str]:
     """The names of before that transformers' `deprecate_kwarg` takes around a forward, with those of today."""
     names: dict[str, str] = {}
     while inspect.isfunction(forward) and hasattr(forward, "__wrapped__"):

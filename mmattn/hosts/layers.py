@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import depth_of
 from mmattn.errors import AttachError
-from mmattn.hosts.probe import in_eval_mode
-from mmattn.hosts.probe_inputs import host_inputs
+from mmattn.hosts.context import LayerOutput
+from mmattn.hosts.probe import host_inputs, in_eval_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _ROWS = 3
 _WIDTHS = ("hidden_size", "d_model")
@@ -76,8 +79,8 @@ def _order(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[tuple[st
     """Return the layers of these lists in the order in which a text passes them."""
     order: list[tuple[str, int]] = []
 
-    def listen(name: str, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def listen(name: str, number: int) -> Callable[[nn.Module, object, LayerOutput], None]:
+        def hook(module: nn.Module, args: object, output: LayerOutput) -> None:
             states = output[0] if isinstance(output, (tuple, list)) and output else output
             if isinstance(states, Tensor) and states.dim() >= 3:
                 order.append((name, number))
@@ -102,7 +105,7 @@ def _order(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[tuple[st
     return order
 
 
-def layers_width(layers: nn.ModuleList, configs: Sequence[Any]) -> int:
+def layers_width(layers: nn.ModuleList, configs: Sequence[PreTrainedConfig | None]) -> int:
     """Width d of the hidden states: the one of a config that norms of a layer have, or what most of them have."""
     sizes = [size for size in map(_norm_width, layers[0].modules()) if size is not None]
     widths = [getattr(config, name, None) for config in configs for name in _WIDTHS]

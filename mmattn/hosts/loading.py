@@ -7,22 +7,21 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from os import PathLike
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.adapter_config import check_tensors, parse_config
+from mmattn.adapters.adapter_config import Shapes, check_tensors, parse_config
 from mmattn.adapters.language_models import depth_of, text_config, width_of
-from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
+from mmattn.adapters.protocols import AdapterConfig
 from mmattn.adapters.settings import adapter_kinds
+from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach, check_same_options
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.base import AdaptedModel, adapted
 from mmattn.hosts.interop.hub import local_folder
-from mmattn.hosts.ownership import adapted
-from mmattn.hosts.save_pretrained import SETTINGS, STATE, saved_settings
-from mmattn.hosts.saving import host_fingerprint, host_sizes
+from mmattn.hosts.saving import SETTINGS, STATE, Description, host_fingerprint, host_sizes, saved_settings
 from mmattn.storage.hub import read_weights
 
 
@@ -92,7 +91,7 @@ def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
     return inside if os.path.isfile(os.path.join(inside, TENSORS)) else folder
 
 
-def _check_fits(model: AdaptedModel, config: dict[str, Any], shapes: Any) -> Any:
+def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> AdapterConfig:
     """The settings of an adapter, everything checked against a host that is not changed."""
     settings = parse_config(config, adapter_kinds())
     host_class = type(model.host).__name__
@@ -125,7 +124,9 @@ def _check_fits(model: AdaptedModel, config: dict[str, Any], shapes: Any) -> Any
     return settings
 
 
-def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> tuple[Any, dict[str, Tensor]] | None:
+def _read_state(
+    model: AdaptedModel, folder: str | PathLike[str], name: str
+) -> tuple[AdapterConfig, dict[str, Tensor]] | None:
     """The settings and tensors of an adapter in the state dict that a Trainer wrote; None where there is none."""
     path = os.path.join(folder, STATE)
     if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, name)) for name in (CONFIG, TENSORS)):
@@ -148,7 +149,7 @@ def _read_state(model: AdaptedModel, folder: str | PathLike[str], name: str) -> 
     return settings, tensors
 
 
-def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
+def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
     """The settings and tensors of an adapter, everything checked against a host that is not changed."""
     config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
     settings = parse_config(config, adapter_kinds())
@@ -174,12 +175,12 @@ def _fingerprints(model: AdaptedModel) -> Iterator[str | None]:
 
 def _attach_with(
     host: nn.Module,
-    settings: Any,
+    settings: AdapterConfig,
     tensors: Mapping[str, Tensor],
     name: str,
     path: str | None,
     dtype: torch.dtype | Literal["auto"] | None = None,
-) -> Any:
+) -> AdaptedModel:
     chosen = _saved_dtype(tensors) if dtype == "auto" else dtype
     target = chosen or torch.get_default_dtype()
     for key, tensor in tensors.items():
@@ -268,7 +269,7 @@ def load_published(
 
 def _read_pretrained(weights: Mapping[str, Tensor] | str | PathLike[str]) -> tuple[Mapping[str, Tensor], str]:
     """Return tensors by name and their source for messages; a `.bin`, `.pt` or `.pth` is read with `weights_only`."""
-    state: Any = weights
+    state: object = weights
     source = "the state dict" if isinstance(weights, Mapping) else repr(os.fspath(weights))
     if not isinstance(weights, Mapping):
         path = os.fspath(weights)

@@ -1,20 +1,23 @@
-"""Adapters follow the host's `.to()` and `.train()`, stay out of its `state_dict`, and `unload()` removes them."""
+"""A host and its adapters by name: they follow its `.to()` and `.train()`, stay out of its `state_dict`, and unload."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from abc import abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mmattn.adapters.adapter_config import check_name
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.protocols import Site
+from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.settings import is_adapter, kinds_at
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.interop.peft import has_peft, host_attribute, inner_host, watch_peft
-from mmattn.hosts.interop.quantised import keep_stored, let_change
+from mmattn.hosts.interop.quantised import keep_stored, let_change, size_of
 from mmattn.hosts.interop.sharded import reshard
 from mmattn.hosts.probe import Handle
 from mmattn.hosts.recomputation import forget_context
@@ -38,12 +41,14 @@ class AttachedModel(nn.Module):
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
+        check_host(host)
         watch_peft(AttachedModel)
         self.training = host.training
         self.host = host
         self.adapters = nn.ModuleDict().train(host.training)
         # nn.Module finds sub-modules by `__getattr__`, which each call would go through several times.
         self.__dict__.update(host=host, adapters=self.adapters)
+        self.active: list[str] = []
         self._hooks: list[Handle] = []
         self._frozen: list[nn.Parameter] = []
         self._stored: list[nn.Module] = []
@@ -52,13 +57,19 @@ class AttachedModel(nn.Module):
     def sites(self, position: str) -> list[Site]:
         """Return every site of this position, in the order of the layers."""
 
-    def adapter(self, name: str) -> AdapterLayers:
-        """Return the trainable part of the adapter of this name."""
-        adapters: Any = self._modules["adapters"]
-        layers: AdapterLayers | None = adapters._modules.get(name)
-        if layers is None:
-            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(adapters) or 'none'}")
-        return layers
+    @abstractmethod
+    def refresh_hooks(self) -> None:
+        """Hook exactly the sites of the present adapters."""
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Check that changes at the sites of an adapter reach the output of the host."""
+
+    def check_attached(self) -> None:
+        """Refuse to act on a host from which these adapters were unloaded."""
+        if self.host.__dict__.get(MARK) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
+
+    # Being with the host --------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> AttachedModel:
         """Set training mode of host and adapters."""
@@ -72,11 +83,11 @@ class AttachedModel(nn.Module):
         self.training = mode
         return self.host
 
-    def _apply(self, fn: Any, recurse: bool = True) -> AttachedModel:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AttachedModel:
         self.host._apply(fn, recurse)
         return self
 
-    def _host_apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+    def _host_apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         type(self.host)._apply(self.host, fn, recurse)
         self.adapters._apply(fn, recurse)
         return self.host
@@ -117,29 +128,107 @@ class AttachedModel(nn.Module):
         except AttributeError:
             if name == "host":
                 raise
-            host: Any = super().__getattr__("host")
-            return host_attribute(host, name)
+            return host_attribute(self.host, name)
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.
         return type(inner_host(self.host)).__name__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttachedModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> AttachedModel:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             "a host with adapters cannot be pickled: use save_adapter(path) for the adapter, save_pretrained for the "
             "host, and mmattn.load(host, path)"
         )
 
+    # Adapters by name -----------------------------------------------------------------------------------------------
 
-def adapted(host: nn.Module) -> Any:
-    """Return the adapted model of a host that has adapters, or None."""
-    return host.__dict__.get(MARK)
+    def adapter(self, name: str) -> AdapterLayers:
+        """Return the trainable part of the adapter of this name."""
+        layers = self.adapters._modules.get(name)
+        if layers is None:
+            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
+        assert isinstance(layers, AdapterLayers)
+        return layers
+
+    def set_adapter(self, names: str | Sequence[str]) -> None:
+        """Make these adapters, in this order, the active ones; an empty list is none.
+
+        Raises:
+            AttachError: a name that is not attached.
+        """
+        selected = [names] if isinstance(names, str) else list(names)
+        for name in selected:
+            self.adapter(name)
+        self.active = selected
+
+    def add_adapter(self, name: str, adapter: AdapterConfig | None = None) -> None:
+        """Put another adapter on the host, active beside those that are.
+
+        Args:
+            name: to switch, combine and save it by.
+            adapter: its settings.
+
+        Raises:
+            AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
+            ConditionError: memory cannot reach its layers, or the adapters were unloaded.
+        """
+        if not isinstance(name, str):
+            raise AttachError(
+                f"add_adapter(name, settings) got {type(name).__name__} as the name; a LoRA is put on by "
+                "model.host.add_adapter or peft"
+            )
+        if self.adapters:
+            self.check_attached()
+        check_name(name)
+        if name in self.adapters:
+            raise AttachError(
+                f"an adapter {name!r} is already attached: choose another name or delete_adapter({name!r})"
+            )
+        if adapter is None or not (is_adapter(adapter) and set(adapter.positions) & set(self.positions)):
+            raise AttachError(
+                f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
+                f"{type(adapter).__name__}"
+            )
+        built = adapter.build(adapter.sites(self))
+        assert isinstance(built, AdapterLayers)
+        built.name = name
+        built.attach_to(self)
+        built.initialise(self)
+        # A block lives where the states that it changes are: with a device map, on several devices.
+        built.to_sites()
+        built.train(self.host.training)
+        self.adapters[name] = built
+        self.active.append(name)
+        self.refresh_hooks()
+
+    def delete_adapter(self, name: str) -> None:
+        """Remove an adapter and its weights; the last one goes with `unload`.
+
+        Raises:
+            AttachError: it is not attached, or the only one.
+        """
+        self.adapter(name)
+        if len(self.adapters) == 1:
+            raise AttachError(f"{name!r} is the only adapter: use unload()")
+        del self.adapters[name]
+        self.active = [other for other in self.active if other != name]
+        self.refresh_hooks()
+
+    def trainable_parameters(self) -> tuple[int, int]:
+        """Numbers of trained parameters and of all, host included."""
+        counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
+        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+    def print_trainable_parameters(self) -> None:
+        """Print the numbers in the words of peft."""
+        trained, total = self.trainable_parameters()
+        print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
 
 
 def forget_compiled() -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.context import FORWARD, OpenBlocks
+from mmattn.hosts.context import FORWARD, Arguments, LayerOutput, OpenBlocks, Positional
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 #: Tokens of the text in the forward of a probe.
 LENGTH = 2
 #: Relative error up to which two outputs count as equal, by bytes of a number.
 TOLERANCE = {8: 1e-4, 4: 1e-4, 2: 5e-2}
 #: Arguments to call a host with for a number of rows: the ways to try, one after the other.
-Inputs = Callable[[int], Iterable[dict[str, Any]]]
+Inputs = Callable[[int], Iterable[dict[str, Tensor]]]
 
 
 class Handle(Protocol):
@@ -97,7 +102,7 @@ def unreached(host: nn.Module, sites: Sequence[Callable[[int], Handle]], output:
     return [site for site in range(len(sites)) if torch.equal(changed[site + 1], changed[0])]
 
 
-def output_of(host: nn.Module, inputs: Iterable[dict[str, Any]], names: Sequence[str], rows: int) -> Tensor:
+def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], names: Sequence[str], rows: int) -> Tensor:
     """Call the host with the first arguments that it accepts, and return its outputs of these names (b, …)."""
     name, message, cause = type(host).__name__, "", None
     for kwargs in inputs:
@@ -106,7 +111,9 @@ def output_of(host: nn.Module, inputs: Iterable[dict[str, Any]], names: Sequence
         except MmattnError:
             raise
         except Exception as error:
-            shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in kwargs.items())
+            shapes = ", ".join(
+                f"{key} {tuple(value.shape)}" for key, value in kwargs.items() if isinstance(value, Tensor)
+            )
             message = message or f"{name} cannot be called with {shapes}: {type(error).__name__}: {error}"
             cause = cause or error
             continue
@@ -140,15 +147,16 @@ def probe_adapter(
     axes: dict[int, int | None] = {}
     shape = (len(layers) + 2, length, adapter.sites[0].width)
 
-    def change(x: Any, row: int) -> Tensor:
+    def change(x: object, row: int) -> Tensor:
         axes[row] = axis = stream_axis(x, *shape)
+        assert isinstance(x, Tensor)
         return disturb(x, row) if axis is None else change_streams(x, axis, lambda mean: disturb(mean, row))
 
     def hook(layer: nn.Module) -> Callable[[int], Handle]:
-        def after(row: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def after(row: int, module: nn.Module, args: Positional, output: LayerOutput) -> LayerOutput:
             return change(output, row) if isinstance(output, Tensor) else (change(output[0], row), *output[1:])
 
-        def before(row: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(row: int, module: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
             if args:
                 return (change(args[0], row), *args[1:]), kwargs
             return args, kwargs | {"hidden_states": change(kwargs.get("hidden_states"), row)}
@@ -182,7 +190,7 @@ def probe_adapter(
 # read the mean of the streams, and what they add is added to each.
 
 
-def stream_axis(x: Any, rows: int, length: int | None, width: int) -> int | None:
+def stream_axis(x: object, rows: int, length: int | None, width: int) -> int | None:
     """Return the axis of residual streams in hidden states of a text (rows, length, width), or None for (b, l, d)."""
     shape = tuple(x.shape) if isinstance(x, Tensor) else ()
     if len(shape) == 3 and shape[::2] == (rows, width):
@@ -203,3 +211,67 @@ def change_streams(x: Tensor, axis: int, change: Callable[[Tensor], Tensor]) -> 
     """Add to each residual stream what `change` adds to their mean (b, l, d)."""
     mean = x.mean(axis)
     return x + (change(mean) - mean).unsqueeze(axis)
+
+
+# Example inputs of models of transformers -----------------------------------------------------------------------------
+
+
+def text_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Yield rows of the same few tokens."""
+    ids = token_ids(host, rows)
+    yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def token_ids(host: nn.Module, rows: int) -> Tensor:
+    """Return ids (b, l) of a token that is not padding, and of the host's end token."""
+    config = getattr(host, "config", None)
+    end = getattr(config, "eos_token_id", None)
+    ids = torch.full((rows, LENGTH), 2 if getattr(config, "pad_token_id", None) == 1 else 1)
+    # A small model made from a config's defaults has the end of its large siblings, which is no token of its own.
+    if isinstance(end, int) and 0 <= end < (getattr(text_config(host), "vocab_size", None) or math.inf):
+        ids[:, -1] = end
+    return ids.to(device_of(embeddings_of(host)))
+
+
+def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs by the name of the host's main input: a text, pictures, or sounds in every layout."""
+    name = getattr(host, "main_input_name", "input_ids")
+    if name in ("input_ids", "inputs"):
+        yield from text_inputs(host, rows)
+        text = next(text_inputs(host, rows))
+        for shape in _picture_shapes(host):  # models that compare texts with pictures need both
+            yield text | {"pixel_values": _drawn(host, rows, shape)}
+    names = ("input_values", "input_features") if name == "inputs" else (name,) if name != "input_ids" else ()
+    for name in names:
+        for shape in _picture_shapes(host) if name == "pixel_values" else _sound_shapes(host):
+            yield {name: _drawn(host, rows, shape)}
+
+
+def _drawn(host: nn.Module, rows: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the same random input in every row."""
+    one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    return one.repeat(rows, *[1] * len(shape)).to(device_of(host), next(host.parameters()).dtype)
+
+
+def _picture_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:
+    config: PreTrainedConfig | None = getattr(host, "config", None)
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    yield getattr(config, "num_channels", 3), height, width
+
+
+def _sound_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Yield samples, features by time and times by feature; as long as the host has positions, or short."""
+    config: PreTrainedConfig | None = getattr(host, "config", None)
+    config = getattr(config, "audio_config", getattr(config, "encoder_config", config))
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size", "n_mels")
+    features = {size for size in (getattr(config, name, None) for name in names) if isinstance(size, int)}
+    times = [2 * positions for positions in [getattr(config, "max_source_positions", 0)] if isinstance(positions, int)]
+    times += [size for size in [getattr(config, "max_length", None)] if isinstance(size, int)]
+    for feature in sorted(features):
+        for length in [*(one for one in times if 0 < one < 10_000), 256]:
+            yield feature, length
+            yield length, feature
+    yield (4000,)
+    yield 1, 4000

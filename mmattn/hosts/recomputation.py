@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextvars import copy_context
-from typing import Any
 
 from torch import nn
 
 from mmattn.errors import ConditionError
+from mmattn.hosts.replaced import Method
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
 
@@ -15,13 +15,13 @@ _ATTRIBUTE = "_gradient_checkpointing_func"
 class InContext:
     """A checkpointing function whose second forward, in the backward pass, sees the memory of the first."""
 
-    def __init__(self, checkpoint: Any) -> None:
+    def __init__(self, checkpoint: Method) -> None:
         self.checkpoint = checkpoint
 
-    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: Method, *args: object, **kwargs: object) -> object:
         context = copy_context()
 
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*given: object, **named: object) -> object:
             return context.copy().run(module, *given, **named)
 
         return self.checkpoint(run, *args, **kwargs)
@@ -30,7 +30,7 @@ class InContext:
 def keep_context(host: nn.Module) -> None:
     """Have every checkpointing block of the host run again in the context of its first run, with its hooks."""
     for module in host.modules():
-        checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
+        checkpoint: Method | None = module.__dict__.get(_ATTRIBUTE)
         if checkpoint is not None and not isinstance(checkpoint, InContext):
             module.__dict__[_ATTRIBUTE] = InContext(checkpoint)
 
@@ -53,7 +53,7 @@ def runs_hooks_again(layer: nn.Module) -> bool:
 def refuse_reentrant(host: nn.Module) -> None:
     """Refuse recomputed layers in which the gradients of what was joined with their attention would be lost."""
     for module in host.modules():
-        checkpoint: Any = module.__dict__.get(_ATTRIBUTE)
+        checkpoint: Method | None = module.__dict__.get(_ATTRIBUTE)
         if checkpoint is None or not getattr(module, "gradient_checkpointing", False):
             continue
         inner = checkpoint.checkpoint if isinstance(checkpoint, InContext) else checkpoint

@@ -45,14 +45,18 @@ REPLACED = (
 )
 
 
-def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+#: A method that another one calls with what it was called with.
+Method = Callable[..., Any]
+
+
+def replace_method(owner: object, name: str, method: Method) -> Method:
     """Put a method on an object in place of the one of its class, and return that."""
-    original: Callable[..., Any] = getattr(owner, name)
+    original: Method = getattr(owner, name)
     vars(owner)[name] = method
     return original
 
 
-def restore_methods(owner: Any, *names: str) -> None:
+def restore_methods(owner: object, *names: str) -> None:
     """Give an object the methods of its class again."""
     for name in names:
         vars(owner).pop(name, None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmattn.data.sampling import EncodedBatches, LengthGroupedSampler, PairSampler, RowBatches, derive_seed
     from mmattn.data.splits import held_out_split, shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
-    from mmattn.hosts.lora import add_lora, load_lora, matched_lora
+    from mmattn.hosts.interop.peft import add_lora, load_lora, matched_lora
     from mmattn.progress import tracked
     from mmattn.training.checkpoints import last_step
     from mmattn.training.compare import (

@@ -184,7 +184,6 @@ def test_names_are_checked_by_every_verb(tmp_path):
         lambda: model.add_adapter("my pictures", GATED),
         lambda: mmattn.load(model, tmp_path, "my pictures"),
         lambda: mmattn.attach(model, GATED, "my pictures"),
-        lambda: model.add_weighted_adapter(["default"], [1.0], "my pictures"),
     ):
         with pytest.raises(AttachError, match="my pictures"):
             verb()

@@ -1,4 +1,4 @@
-"""What is told from a config alone, beside what `attach` does with weights."""
+"""`attach_check` from a config alone, beside `attach` with weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import LlamaConfig, T5Config
+from transformers import LlamaConfig
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, ConfigError
+from mmattn.errors import AdapterFileError, AttachError
 from mmattn.hosts import attach_check
-from mmattn.hosts.attach_report import model_of, read_config
-from tests import tiny_transformers, tiny_unets
 from tests.cli.running import call
 from tests.families.building import tiny_config, tiny_model
 
@@ -44,43 +42,6 @@ def test_it_tells_what_attach_does(family: str, auto: str, where: str | None) ->
     assert {path for _, path, _, _ in report.stacks} == paths
 
 
-DENOISERS = [
-    ("SD3Transformer2DModel", "transformer_blocks.*.attn"),
-    ("FluxTransformer2DModel", "single_transformer_blocks.*.attn"),
-    ("WanTransformer3DModel", "blocks.*.attn2"),
-    ("UNet2DConditionModel", "down_blocks.*.attentions.*.transformer_blocks.*.attn2"),
-]
-
-
-@pytest.mark.parametrize(("family", "path"), DENOISERS)
-def test_it_tells_what_attach_does_to_a_diffusion_model(family: str, path: str, tmp_path: Path) -> None:
-    host: Any = tiny_unets.make() if "UNet" in family else tiny_transformers.make(family)
-    host.save_config(tmp_path / "pipeline" / "transformer")
-    config = read_config(tmp_path / "pipeline")
-    assert config["_class_name"] == family
-    report = attach_check(config, memory_dim=13)
-    assert report.ok and report.undecided is None, str(report)
-    model = mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=13))
-    assert (report.host, report.kind) == (family, model.kind)
-    assert report.layers == model.adapter("default").layers
-    trained, whole = model.trainable_parameters()
-    assert report.parameters == (trained, whole - trained)
-    assert path in {each for _, each, _, _ in report.stacks}
-    with pytest.raises(ConfigError, match="every="):
-        attach_check(config, every=2)
-
-
-def test_a_diffusion_model_that_is_none() -> None:
-    report = attach_check(
-        {"_class_name": "LatteTransformer3DModel"} | tiny_transformers.SIZES["LatteTransformer3DModel"]
-    )
-    assert not report.ok and "film" in str(report)
-    with pytest.raises(AdapterFileError, match="no model 'Nothing'"):
-        attach_check({"_class_name": "Nothing"})
-    with pytest.raises(AdapterFileError, match="makes no SD3"):
-        attach_check({"_class_name": "SD3Transformer2DModel", "patch_size": "two"})
-
-
 @pytest.mark.parametrize(("family", "why"), [("xlnet", "no adapter can be put on it"), ("reformer", "reversible")])
 def test_it_refuses_what_attach_refuses(family: str, why: str) -> None:
     report = attach_check(tiny_config(family), every=1)
@@ -96,11 +57,9 @@ def test_what_depends_on_values_is_said() -> None:
 
 
 def test_a_model_of_any_size_takes_no_memory() -> None:
-    config = LlamaConfig(hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128)
+    config = LlamaConfig(hidden_size=65536, intermediate_size=212992, num_hidden_layers=2, num_attention_heads=128)
     report = attach_check(config)
-    assert report.parameters[1] > 400e9 and report.layers[-1] == 123
-    assert all(one.device.type == "meta" for one in model_of(config).parameters())
-    assert "decoder: decoder.block, 6 of width 512" in str(attach_check(T5Config()))
+    assert report.parameters[1] > 100e9 and report.layers == (1,)
 
 
 def test_what_is_no_model() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +19,12 @@ from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
-from mmattn.hosts.replaced import replace_method
+from mmattn.hosts.replaced import Method, replace_method
 from mmattn.memory import Memory
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 #: The keyword under which transformers carries a memory with its request.
 KEY = "memory"
@@ -38,12 +42,12 @@ class RequestMemory:
         return self  # transformers copies the state of a request for each further answer
 
 
-def states_of_step(processor: Any) -> list[Any]:
+def states_of_step(processor: ContinuousBatchProcessor) -> list[RequestState]:
     """Return the states of the requests in the step under way."""
     return [one.state for one in _requests_in_batch(processor)]
 
 
-def _requests_in_batch(processor: Any) -> list[Any]:
+def _requests_in_batch(processor: ContinuousBatchProcessor) -> list[FutureRequestState]:
     batches = processor.inputs_and_outputs
     if hasattr(batches, "io_pairs"):  # on a GPU the next batch is prepared while this one runs
         batches = batches.io_pairs[batches.current_pair].host_io
@@ -54,14 +58,14 @@ class RequestBoundary:
     """Keeps the requests of one manager apart."""
 
     def __init__(self) -> None:
-        self._processor: Any = None
-        self._own: dict[str, Any] = {}
+        self._processor: ContinuousBatchProcessor | None = None
+        self._own: dict[str, Method] = {}
         # Of the forward under way: which of its tokens have keys or values that are not finite, (t,) bool.
         self._broken: Tensor | None = None
         # Of steps whose tokens are not delivered yet: requests, and which tokens and logits are not finite.
-        self._steps: deque[tuple[list[Any], Tensor | None, Tensor]] = deque()
+        self._steps: deque[tuple[list[FutureRequestState], Tensor | None, Tensor]] = deque()
 
-    def guard(self, processor: Any) -> None:
+    def guard(self, processor: ContinuousBatchProcessor) -> None:
         """Replace the methods of a manager's parts that write to the cache, sample and update requests."""
         if self._processor is processor:
             return
@@ -74,7 +78,7 @@ class RequestBoundary:
         ):
             self._own[name] = replace_method(owner, name, getattr(self, name))
 
-    def admit(self, state: Any) -> Mapping[str, BoundMemory]:
+    def admit(self, state: RequestState) -> Mapping[str, BoundMemory]:
         """Return the memory of a request in a step by adapter; one that is not finite ends the request."""
         memory: RequestMemory | None = state.logit_processor_kwargs.get(KEY)
         if memory is None or state.error is not None:
@@ -94,13 +98,16 @@ class RequestBoundary:
 
     # In place of methods of transformers ------------------------------------------------------------------------------
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write keys and values (1, g, t, k) of a step to the cache, 0 for tokens that are not finite."""
         if not (may_read(key_states) and all_finite(key_states, value_states)):
             broken = self._note(_sizes(key_states) + _sizes(value_states))
             hidden = broken[None, None, :, None]
             key_states, value_states = key_states.masked_fill(hidden, 0), value_states.masked_fill(hidden, 0)
-        return self._own["update"](key_states, value_states, *args, **kwargs)
+        written: tuple[Tensor, Tensor] = self._own["update"](key_states, value_states, *args, **kwargs)
+        return written
 
     def keep(self, x: Tensor, adapted: Tensor) -> Tensor:
         """Return changed hidden states; tokens that are no longer finite keep their value from before.
@@ -118,7 +125,7 @@ class RequestBoundary:
         self._broken = broken if self._broken is None else self._broken | broken.to(self._broken.device)
         return broken
 
-    def _sample(self, scores: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _sample(self, scores: Tensor, *args: object, **kwargs: object) -> None:
         """Choose the next tokens; any token where scores (1, n, v) are not finite: its request ends."""
         lost = ~torch.isfinite(scores[0].amax(-1))
         self._steps.append((_requests_in_batch(self._processor), self._broken, lost))
@@ -132,11 +139,13 @@ class RequestBoundary:
         if self._steps:
             _mark_errors(*self._steps.popleft())
         self._own["update_batch"]()
-        scheduler = self._processor.scheduler
+        processor = self._processor
+        assert processor is not None
+        scheduler = processor.scheduler
         # Answers that were forked from a request have its error.
         for state in list(scheduler.active_requests.values()):
             if state.error is not None:
-                self._processor._handle_request_error(NonFiniteError(state.error), state)
+                processor._handle_request_error(NonFiniteError(state.error), state)
                 scheduler.finish_request(state.request_id)
                 # A batch that is prepared already passes over a request that has finished.
                 state.status = type(state.status).FINISHED
@@ -144,15 +153,16 @@ class RequestBoundary:
     def prepare_next_batch(self) -> bool:
         """Prepare a batch; where nothing is left, forget the memories of the last one."""
         is_prepared: bool = self._own["prepare_next_batch"]()
-        if not is_prepared and not self._processor.has_pending_requests():
-            for state in states_of_step(self._processor):
+        processor = self._processor
+        if processor is not None and not is_prepared and not processor.has_pending_requests():
+            for state in states_of_step(processor):
                 state.logit_processor_kwargs.pop(KEY, None)
         return is_prepared
 
 
-def _mark_errors(requests: Sequence[Any], broken: Tensor | None, lost: Tensor) -> None:
+def _mark_errors(requests: Sequence[FutureRequestState], broken: Tensor | None, lost: Tensor) -> None:
     """Set the error of the requests of a step that are not finite."""
-    bad: list[Any] = []
+    bad: list[RequestState] = []
     if broken is not None:
         owners = [one.state for one in requests for _ in range(one.query_length)]
         bad += [owners[token] for token in broken.nonzero()[:, 0].tolist() if token < len(owners)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
@@ -23,8 +23,13 @@ from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.boundary import KEY, RequestBoundary, RequestMemory, states_of_step
-from mmattn.hosts.context import Call
+from mmattn.hosts.context import Call, Keywords
 from mmattn.hosts.replaced import replace_method
+from mmattn.memory import Memory
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig, PreTrainedModel
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
 _PENDING: ContextVar[Iterator[object] | None] = ContextVar("mmattn_pending", default=None)
@@ -50,7 +55,7 @@ class Shared:
 class RequestMemories:
     """The memories of the requests of one manager; its `add_request` takes `memory=`."""
 
-    def __init__(self, model: AdaptedModel, manager: Any) -> None:
+    def __init__(self, model: AdaptedModel, manager: ContinuousBatchingManager) -> None:
         self.model, self.manager = model, manager
         self._running: WeakSet[RequestMemory] = WeakSet()
         self._shared: WeakValueDictionary[tuple[tuple[str, int], ...], Shared] = WeakValueDictionary()
@@ -71,7 +76,12 @@ class RequestMemories:
         return sum(one.nbytes() for one in used.values())
 
     def add_request(
-        self, input_ids: list[int], request_id: str | None = None, *args: Any, memory: object = None, **kwargs: Any
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        *args: object,
+        memory: object = None,
+        **kwargs: object,
     ) -> str | None:
         """Queue a request, with a memory of its own, one shared with others, or none."""
         pending = _PENDING.get()
@@ -110,7 +120,7 @@ class RequestMemories:
             states += [*scheduler.waiting_requests.values(), *scheduler.active_requests.values()]
         return {name for state in states for name in _names(state.request_id, state.num_children)}
 
-    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+    def _check_kwargs(self, kwargs: Keywords) -> None:
         """Check the keywords of a request, in place of `check_kwargs`; an error ends this request alone."""
         memory = kwargs.get(KEY)
         if isinstance(memory, RequestMemory):
@@ -203,15 +213,15 @@ def pending(memories: Sequence[object]) -> Iterator[None]:
         _PENDING.reset(token)
 
 
-def rows_of(memory: Any, requests: int) -> list[object]:
+def rows_of(memory: Sequence[object] | Memory | Tensor | None, requests: int) -> list[object]:
     """Return the memory of each request."""
     if memory is None:
         return [None] * requests
-    if isinstance(memory, (list, tuple)):
-        rows = list(memory)
+    rows: list[object]
+    if isinstance(memory, Tensor):
+        rows = list(memory.split(1))
     else:
-        count = memory.shape[0] if isinstance(memory, Tensor) else memory.batch
-        rows = [memory[row : row + 1] for row in range(count)]
+        rows = [memory[row : row + 1] for row in range(memory.batch)] if isinstance(memory, Memory) else list(memory)
     if len(rows) != requests:
         raise ShapeError(
             f"{requests} requests need {requests} memories, got {len(rows)}: give a list with one for each (None for "
@@ -229,13 +239,13 @@ class StartsBatching:
     def __init__(self, model: AdaptedModel, host: nn.Module) -> None:
         self.model, self.host = model, host
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> ContinuousBatchingManager:
         if self.model.open_blocks.in_force().call is not None:
             raise ConditionError(
                 "continuous batching runs in another thread, where this memory does not hold: use "
                 "model.generate_batch(inputs, memory=[…]) or manager.add_request(ids, memory=…)"
             )
-        host_class: Any = type(self.host)
+        host_class: type[PreTrainedModel] = type(self.host)
         options = inspect.signature(host_class.init_continuous_batching).bind(self.host, *args, **kwargs).arguments
         options["continuous_batching_config"] = _config_for_memories(options.get("continuous_batching_config"))
         manager = host_class.init_continuous_batching(**options)
@@ -244,7 +254,7 @@ class StartsBatching:
         return manager
 
 
-def _config_for_memories(config: Any) -> Any:
+def _config_for_memories(config: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
     """Return settings under which each request can have a memory of its own.
 
     Prompts that begin alike must not share keys and values, which depend on the memory, and a captured graph would run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import NOTED, Arguments, Call, Keywords, Positional
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.replaced import replace_method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
@@ -32,13 +35,13 @@ def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
 
 def prompt_name(host: nn.Module) -> str:
     """Return the name of the prompt argument of `generate`: "inputs", or as Whisper does "input_features"."""
-    host_class: Any = type(host)
+    host_class: type[PreTrainedModel] = type(host)
     parameters = [one for one in inspect.signature(host_class.generate).parameters.values() if one.name != "self"]
     first = parameters[0] if parameters else None
     return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
 
 
-def expansions_of(host: Any, kwargs: Arguments) -> frozenset[int]:
+def expansions_of(host: nn.Module, kwargs: Arguments) -> frozenset[int]:
     """Return the numbers of rows that `generate` may make of a prompt's row: one, beams, samples."""
     beams, returned = _number(host, kwargs, "num_beams"), _number(host, kwargs, "num_return_sequences")
     expansions = {1, max(beams, returned)}
@@ -49,7 +52,7 @@ def expansions_of(host: Any, kwargs: Arguments) -> frozenset[int]:
     return frozenset(expansions)
 
 
-def unexpanded_rows(host: Any, kwargs: Arguments, rows: int) -> frozenset[int]:
+def unexpanded_rows(host: nn.Module, kwargs: Arguments, rows: int) -> frozenset[int]:
     """Return the numbers of rows that `generate` may have before it expands them: all rows of the prompt.
 
     Whisper's own repeats its inputs for each answer first, and goes on with the rows that have not ended.
@@ -58,17 +61,17 @@ def unexpanded_rows(host: Any, kwargs: Arguments, rows: int) -> frozenset[int]:
     return frozenset({returned, 1}) if rows == 1 else frozenset({rows * returned})
 
 
-def _has_own_generate(host: Any) -> bool:
+def _has_own_generate(host: nn.Module) -> bool:
     generate = getattr(type(inner_host(host)), "generate", None)
     return getattr(generate, "__module__", "") != "transformers.generation.utils"
 
 
-def _number(host: Any, kwargs: Arguments, name: str) -> int:
+def _number(host: nn.Module, kwargs: Arguments, name: str) -> int:
     value = asked(host, kwargs, name)
     return value if isinstance(value, int) else 1
 
 
-def asked(host: Any, kwargs: Arguments, name: str) -> Any:
+def asked(host: nn.Module, kwargs: Arguments, name: str) -> object:
     """Return an option of `generate` from its arguments or its config."""
     config = kwargs.get("generation_config") or getattr(host, "generation_config", None)
     return kwargs.get(name, getattr(config, name, None))
@@ -111,7 +114,7 @@ class ExpandsInputs:
     def __init__(self, model: AdaptedModel, host: nn.Module) -> None:
         self.model, self.host = model, host
 
-    def __call__(self, expand_size: int = 1, **kwargs: Any) -> Any:
+    def __call__(self, expand_size: int = 1, **kwargs: Any) -> tuple[Tensor, Arguments]:
         call, ids = self.model.open_blocks.in_force().call, kwargs.get("input_ids")
         if call is not None and call.rows and ids is not None and len(ids) not in call.unexpanded:
             raise ConditionError(
@@ -119,23 +122,25 @@ class ExpandsInputs:
                 "memory is theirs is not known: generate one row at a time"
             )
         method = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
-        return method.__get__(self.host, type(self.host))(expand_size=expand_size, **kwargs)
+        expanded: tuple[Tensor, Arguments] = method.__get__(self.host)(expand_size=expand_size, **kwargs)
+        return expanded
 
 
 class TextNotes:
     """Wrapper of `prepare_inputs_for_generation`, where alone beams, drafts and chunks of a prompt appear in full."""
 
-    def __init__(self, model: AdaptedModel, host: Any) -> None:
+    def __init__(self, model: AdaptedModel, host: PreTrainedModel) -> None:
         self.model, self.host = model, host
         # generate asks the signature what it may pass on.
         self.__signature__ = inspect.signature(host.prepare_inputs_for_generation)
 
-    def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, *args: object, **kwargs: Any) -> Arguments:
         call = self.model.open_blocks.in_force().call
         if call is not None:
             mask = kwargs.get("attention_mask")
             NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
-        return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
+        inputs: Arguments = type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
+        return inputs
 
 
 def note_texts(model: AdaptedModel, host: nn.Module) -> None:

@@ -1,11 +1,12 @@
-"""Slots that are joined with a host's keys and values: sites, positions of the text after them, and probes."""
+"""Slots before or beside the text of a language model: their sites, the positions after them, probes, a reader."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,21 @@ from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.attention_hooks import AttentionHook, attention_hooks, attention_layers, check_function
-from mmattn.hosts.context import ForwardStep
-from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.probe import ProbedModel, bare_forward, is_close, output_of, relative_error, unreached
-from mmattn.hosts.probe_inputs import text_inputs
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.causal_lm.continuous_batching import paused
+from mmattn.hosts.causal_lm.generation import fewest_logits
+from mmattn.hosts.context import Arguments, Call, ForwardStep
+from mmattn.hosts.interop.peft import active_lora, inner_host
+from mmattn.hosts.probe import ProbedModel, bare_forward, is_close, output_of, relative_error, text_inputs, unreached
+from mmattn.hosts.recomputation import refuse_reentrant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 #: Tokens of the passage and of the text in the forwards of a probe.
 PASSAGE, TEXT = 7, 5
+#: Tokens of the vocabulary whose embeddings are measured.
+MEASURED = 4096
 _ADVICE = "take a GatedAdapter for this host"
 
 
@@ -36,7 +45,7 @@ def joined_sites(host: nn.Module, layers: nn.ModuleList, path: str, width: int) 
     ]
 
 
-def shift_text(step: ForwardStep, text: TextState, kwargs: dict[str, Any]) -> dict[str, Any]:
+def shift_text(step: ForwardStep, text: TextState, kwargs: Arguments) -> Arguments:
     """Return the arguments of a forward with the positions of tokens that have slots before them."""
     by_id = {id(view): view for site in step.actions.values() for view, *_ in site if view.stands_in_text}
     # Shift positions before anything reads them.
@@ -178,7 +187,7 @@ def _attention_modules(model: ProbedModel, sites: Sequence[Site]) -> dict[int, n
 
 def _check_masks(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        config: Any = module.config
+        config: PreTrainedConfig = module.config
         check_function(getattr(config, "own", config))
 
 
@@ -220,3 +229,79 @@ def _as_slots(captured: Capture) -> JoinedSlots:
     length = next(iter(captured.keys.values())).shape[2]
     real = torch.ones(1, length, dtype=torch.bool)
     return JoinedSlots(captured.keys, captured.values, real, torch.arange(length)[None], torch.tensor([length]))
+
+
+# Embeddings before the text -------------------------------------------------------------------------------------------
+
+
+class HostEmbeddingReader:
+    """Run a host on embeddings, in a forward without adapters; `turns_keys` if keys follow positions."""
+
+    def __init__(self, model: AdaptedModel, turns_keys: bool) -> None:
+        self.model, self.turns_keys = model, turns_keys
+        self._options = fewest_logits(model.host)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
+        # In a copy of the model it reads with the copy's host; a copy of an adapter alone stays with its host.
+        twin = copy.copy(self)
+        twin.model = memo.get(id(self.model), self.model)
+        return twin
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether a part of the host is in training mode."""
+        return any(module.training for module in self.model.host.modules())
+
+    @torch.no_grad()
+    def embedding_size(self) -> float:
+        """Return the root mean square of the embeddings of the host's tokens."""
+        size = getattr(text_config(self.model.host), "vocab_size", None) or 1
+        ids = torch.arange(0, size, max(size // MEASURED, 1))[None]
+        return float(self._embed(ids).float().square().mean().sqrt())
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights of the host."""
+        return self.model.host.parameters()
+
+    def state(self) -> Hashable:
+        """Return the active LoRA adapters."""
+        return active_lora(self.model.host)
+
+    def read(
+        self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
+    ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
+        """Return keys (b, g, m, k) and values (b, g, m, v) of each layer."""
+        host, captured = self.model.host, Capture()
+        function = str(getattr(text_config(host), "_attn_implementation", ""))
+        if function.startswith("paged|"):
+            raise ConditionError(
+                f"the host reads the memory of adapter {name!r}, but is in continuous batching: give memories to "
+                "model.generate_batch(inputs, memory=[…])"
+            )
+        if torch.is_grad_enabled() and host.training:
+            refuse_reentrant(host)
+        device, like = device_of(embeddings_of(host)), self._embed(torch.zeros(1, 1, dtype=torch.long))
+        # A row without slots gets one that no token attends to, so that its numbers are finite.
+        mask = (real | (torch.arange(real.shape[1], device=real.device) == 0)).long()
+        with paused(self.model), self.model.open_blocks.conditioned(Call({name: captured}, reads_memory=True)):
+            host(
+                inputs_embeds=embeddings.to(device, like.dtype),
+                attention_mask=mask.to(device),
+                position_ids=positions.to(device),
+                use_cache=False,
+                **self._options,
+            )
+        return dict(captured.keys), dict(captured.values)
+
+    @torch.no_grad()
+    def _embed(self, ids: Tensor) -> Tensor:
+        embeddings = embeddings_of(self.model.host)
+        embedded: Tensor = embeddings(ids.to(device_of(embeddings)))
+        return embedded
+
+
+def embedding_reader(model: AdaptedModel, sites: Sequence[Site]) -> HostEmbeddingReader:
+    """Return a reader of embeddings before the text of a host, after a check that it reads them as tokens."""
+    reader = HostEmbeddingReader(model, probe_before_text(model, sites) is not None)
+    check_reads_embeddings(model, sites[0].width)
+    return reader

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,14 @@ from mmattn.adapters.language_models import device_of, embeddings_of, text_confi
 from mmattn.core.tensor_cache import ModuleVersion, TensorVersion
 from mmattn.errors import ConditionError, ConfigError, MmattnError
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.context import LayerOutput
 from mmattn.hosts.interop.peft import active_lora, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.storage.fingerprints import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Tokens of the texts of the probe.
 LENGTHS = (7, 5)
@@ -42,13 +46,13 @@ class LowerLayers:
     def __init__(self, model: AdaptedCausalLM, count: int) -> None:
         self.model, self.count = model, count
         self.layers = list(model.layers)
-        host: Any = inner_host(model.host)
+        host: PreTrainedModel = inner_host(model.host)
         # OPT calls the decoder inside its base model.
-        self.reader: Any = host.get_decoder() or host.base_model
+        self.reader: PreTrainedModel = host.get_decoder() or host.base_model
         #: Number of outputs of each layer, None for a tensor; and the dtype of hidden states.
         self.outputs: list[int | None] = []
         self.dtype = torch.float32
-        self._fingerprint: tuple[ModuleVersion, TensorVersion, list[Tensor], Any, str] | None = None
+        self._fingerprint: tuple[ModuleVersion, TensorVersion, list[Tensor], object, str] | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -65,7 +69,9 @@ class LowerLayers:
                 if forward is not None:  # of accelerate, which loads offloaded weights
                     layer.__dict__["forward"] = forward
 
-    def _forward(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, number: int, forward: Callable[..., LayerOutput], *args: object, **kwargs: object
+    ) -> LayerOutput:
         skipped = _SKIPPED.get()
         if skipped is None or skipped[0] is not self:
             return forward(*args, **kwargs)
@@ -132,13 +138,13 @@ class LowerLayers:
 
 def _frozen(part: nn.Module) -> dict[str, Tensor]:
     """Return frozen weights and buffers of a module itself; offloaded ones are loaded."""
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, object] = {}
     # Scales of quantised weights are neither parameters nor buffers, but part of the state dict.
     part._save_to_state_dict(tensors, "", keep_vars=True)
     tensors |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and not value.requires_grad}
-    offloaded: Any = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
-    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in tensors.items()}
+    frozen = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and not value.requires_grad}
+    offloaded: Mapping[str, Tensor] | None = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
+    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in frozen.items()}
 
 
 def count_below(model: AdaptedCausalLM) -> int:
@@ -212,9 +218,9 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     """Return the logits of texts and the hidden states (b, l, d) after the lower layers."""
     model, name = lower.model, type(lower.model.host).__name__
     called: list[nn.Module] = []
-    last: list[Any] = []
+    last: list[Tensor] = []
 
-    def note(layer: nn.Module, args: Any, output: Any) -> None:
+    def note(layer: nn.Module, args: object, output: LayerOutput) -> None:
         called.append(layer)
         lower.outputs.append(len(output) if isinstance(output, tuple) else None)
         if len(called) == lower.count:
@@ -237,8 +243,9 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     return whole, states
 
 
-def _states_of(returned: Any) -> Any:
-    return returned[0] if isinstance(returned, tuple) else returned
+def _states_of(returned: LayerOutput) -> Tensor:
+    states: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return states
 
 
 def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:

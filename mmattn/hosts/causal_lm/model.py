@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from mmattn.adapters.language_models import (
     text_config,
     width_of,
 )
-from mmattn.adapters.protocols import Site
-from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
+from mmattn.adapters.text_state import PACKING_NAMES, packed_text
+from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.text_state import TextState
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError
+from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.continuous_batching import (
@@ -43,15 +45,15 @@ from mmattn.hosts.causal_lm.generation import (
     note_texts,
     prompt_name,
 )
-from mmattn.hosts.causal_lm.headless import HeadlessHost
-from mmattn.hosts.causal_lm.input_embeddings import embedding_reader
 from mmattn.hosts.causal_lm.joined_slots import (
+    embedding_reader,
     joined_sites,
     probe_before_text,
     probe_joined,
     probe_rotations,
     shift_text,
 )
+from mmattn.hosts.causal_lm.output_head import HeadlessHost
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import (
     NOTED,
@@ -64,14 +66,16 @@ from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import find_layers
 from mmattn.hosts.ownership import Handle
-from mmattn.hosts.probe import probe_adapter
-from mmattn.hosts.probe_inputs import text_inputs
+from mmattn.hosts.probe import probe_adapter, text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
-from mmattn.hosts.registry import register_host
 from mmattn.hosts.replaced import replace_method, restore_methods
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+    from transformers.generation.continuous_batching.requests import GenerationOutput
+    from transformers.utils import ModelOutput
+
     from mmattn.kv_store.store import Bank
 
 
@@ -230,7 +234,7 @@ class AdaptedCausalLM(AdaptedModel):
             f"{depth_of(self.host)}): they did not run or lost their hooks; unload() before you change the host"
         )
 
-    def check_answer(self, step: ForwardStep, output: Any) -> None:
+    def check_answer(self, step: ForwardStep, output: object) -> None:
         """Refuse logits that are not finite in the first forward of a text, or beside a memory that was not checked."""
         text, call, logits = step.details, step.call, getattr(output, "logits", None)
         if text is None or call is None or call.reads_memory:
@@ -287,7 +291,9 @@ class AdaptedCausalLM(AdaptedModel):
 
     # Calls ---------------------------------------------------------------------------------------------------------
 
-    def generate(self, inputs: Tensor | None = None, *, memory: object = None, **kwargs: Any) -> Any:
+    def generate(
+        self, inputs: Tensor | None = None, *, memory: object = None, **kwargs: object
+    ) -> Tensor | ModelOutput:
         """The host's `generate` with a memory, one row for each row of the prompt; beams share their row's.
 
         With `guidance_scale` both passes see the memory: it weighs the prompt, not the memory.
@@ -309,7 +315,9 @@ class AdaptedCausalLM(AdaptedModel):
         with self.open_blocks.conditioned(self.make_call(memory, **options)):
             return self._host_generate(**kwargs)
 
-    def generate_batch(self, inputs: Sequence[list[int]], *, memory: object = None, **kwargs: Any) -> Any:
+    def generate_batch(
+        self, inputs: Sequence[list[int]], *, memory: Sequence[object] | Memory | Tensor | None = None, **kwargs: object
+    ) -> Mapping[str, GenerationOutput]:
         """The host's `generate_batch`, continuous batching of requests of any lengths, each with its own memory.
 
         Prompts that begin alike do not share their cache, since it depends on the memory. Requests that come one by one
@@ -331,8 +339,9 @@ class AdaptedCausalLM(AdaptedModel):
         # transformers logs what is raised while it queues, and answers without it: so all is checked before.
         memories = check_memories(self, rows_of(memory, len(inputs)))
         with pending(memories):
-            host: Any = self.host
-            return host.generate_batch(inputs, **kwargs)
+            host: PreTrainedModel = self.host
+            outputs: Mapping[str, GenerationOutput] = host.generate_batch(inputs, **kwargs)
+            return outputs
 
     def set_options(
         self,
@@ -359,9 +368,9 @@ class AdaptedCausalLM(AdaptedModel):
             self.miss_memory()
         return call, disabled
 
-    def _host_generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _host_generate(self, *args: object, **kwargs: object) -> Tensor | ModelOutput:
         """Replace `host.generate`: check the rows before beams multiply them."""
-        host_class: Any = type(self.host)
+        host_class: type[PreTrainedModel] = type(self.host)
         call, _ = self.current_call()
         if call is None:
             return host_class.generate(self.host, *args, **kwargs)
@@ -386,7 +395,7 @@ class AdaptedCausalLM(AdaptedModel):
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
-    def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
+    def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
         """Ids of a random text, long enough for two chunks where there are chunks, and where images are in it."""
         text = text_config(self.host)
         longest = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
@@ -399,7 +408,7 @@ class AdaptedCausalLM(AdaptedModel):
         return batch
 
 
-def past_length(cache: Any) -> int | None:
+def past_length(cache: Cache) -> int | None:
     """Return how many tokens a host has in its cache, or None if it does not say."""
     try:
         return int(cache.get_seq_length())

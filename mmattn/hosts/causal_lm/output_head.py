@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import text_config
 from mmattn.errors import ConditionError, MmattnError
-from mmattn.hosts.causal_lm.headless import HeadlessHost
+from mmattn.hosts.base import AdaptedModel, check_unused
+from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.probe import bare_forward, is_close
-from mmattn.hosts.probe_inputs import text_inputs
+from mmattn.hosts.probe import bare_forward, is_close, text_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.utils import ModelOutput
 
 #: Names in configs of transformers of a softcap, of a factor of logits, and of a divisor of logits.
 _SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")
@@ -49,13 +53,62 @@ class OutputHead:
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
+class HeadlessHost:
+    """The `base_model` of an adapted language model; other attributes are those of the host's own."""
+
+    def __init__(self, model: AdaptedModel) -> None:
+        self._model = model
+        host: PreTrainedModel = inner_host(model.host)
+        self._own: PreTrainedModel = host.base_model
+
+    def __call__(self, *args: object, memory: object = None, **kwargs: object) -> ModelOutput:
+        """Call the host's base model with a memory; returns what it returns."""
+        model = self._model
+        options = model.options_of(kwargs)
+        if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConditionError(
+                "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
+                "adapted model"
+            )
+        if memory is None:
+            check_unused(**options)
+            self._check_trains()
+            return self._own(*args, **kwargs)
+        with model.open_blocks.conditioned(model.make_call(memory, **options)):
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: object, **kwargs: object) -> ModelOutput:
+        """The base model's forward, at which adapters act as in one of the whole host."""
+        output = None
+        args, kwargs = BeforeHost(self._model)(self._own, args, kwargs) or (args, kwargs)
+        try:
+            output = self._own(*args, **kwargs)
+        finally:
+            AfterHost(self._model)(self._own, args, output)
+        return output
+
+    def _check_trains(self) -> None:
+        """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached."""
+        model = self._model
+        if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().is_set:
+            return
+        if not any(parameter.requires_grad for parameter in model.host.parameters()):
+            raise ConditionError(
+                f"{type(model.host).__name__} was called in training without a memory. Give "
+                "SFTConfig(remove_unused_columns=False) and data_collator=mmattn.training.MemoryCollator(…)"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
 #: Heads that were checked, by host.
 _HEADS: WeakKeyDictionary[nn.Module, OutputHead] = WeakKeyDictionary()
 
 
 def output_head(model: nn.Module) -> OutputHead:
     """Return the head of a language model by its config, compared once with the logits of the host."""
-    host: Any = inner_host(getattr(model, "host", model))
+    host: PreTrainedModel = inner_host(getattr(model, "host", model))
     head, name = host.get_output_embeddings(), type(host).__name__
     weight = getattr(head, "weight", None)
     if type(head) is not nn.Linear or type(weight) is not nn.Parameter or weight.device.type == "meta":
@@ -70,19 +123,19 @@ def output_head(model: nn.Module) -> OutputHead:
     return checked
 
 
-def _head_by_config(head: nn.Linear, config: Any) -> OutputHead:
+def _head_by_config(head: nn.Linear, config: PreTrainedConfig) -> OutputHead:
     softcap = _first(config, _SOFTCAPS)
     scale = (_first(config, _FACTORS) or 1.0) / (_first(config, _DIVISORS) or 1.0)
     return OutputHead(head, scale, softcap)
 
 
-def _first(config: Any, names: tuple[str, ...]) -> float | None:
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> float | None:
     values = (getattr(config, name, None) for name in names)
     return next((float(value) for value in values if value), None)
 
 
 @torch.no_grad()
-def _check_head(model: nn.Module, host: Any, head: OutputHead) -> None:
+def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> None:
     """Compare the logits of a head with those of the host, for outputs of the linear layer that any cap bends, too."""
     name, linear, kwargs = type(host).__name__, head.linear, next(text_inputs(host, 1)) | {"use_cache": False}
     ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device).to(linear.weight.dtype)
@@ -103,10 +156,12 @@ def _check_head(model: nn.Module, host: Any, head: OutputHead) -> None:
         raise _refused(f"the config of {name} does not say how logits follow from its last hidden states")
 
 
-def last_hidden_states(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
+def last_hidden_states(model: nn.Module, kwargs: Mapping[str, object]) -> Tensor:
     """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
-    if not hasattr(model, "open_blocks"):
-        return inner_host(model).base_model(**kwargs).last_hidden_state  # type: ignore[operator]
+    if not isinstance(model, AdaptedModel):
+        host: PreTrainedModel = inner_host(model)
+        last: Tensor = host.base_model(**kwargs).last_hidden_state
+        return last
     without = kwargs.get("memory") is None and not model.open_blocks.in_force().is_set
     with model.condition(None) if without else contextlib.nullcontext():
         states: Tensor = HeadlessHost(model)(**kwargs).last_hidden_state

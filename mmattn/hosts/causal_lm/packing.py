@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from mmattn.adapters.language_models import device_of, embeddings_of, given_cache, text_config
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, TextState
 from mmattn.errors import ConditionError
-from mmattn.hosts.context import Call
+from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.probe import bare_forward
 
 #: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
@@ -35,7 +33,7 @@ def packed_state(call: Call, packed: PackedText, inputs: Tensor, cache: object) 
     )
 
 
-def keep_apart(host: nn.Module, kwargs: Mapping[str, Any], text: PackedText) -> dict[str, Any]:
+def keep_apart(host: nn.Module, kwargs: Keywords, text: PackedText) -> Arguments:
     """The arguments of a packed call with which the host keeps documents apart.
 
     transformers does so by itself where positions start again and neither a mask nor a cache is given. What does not

@@ -139,7 +139,7 @@ class AdaptedDenoiser(TextThroughCore):
             text_mask: as in `condition`.
             kwargs: the host's own.
         """
-        check_keywords(self, kwargs)
+        check_keywords(self.host, self.memory_keywords, kwargs)
         if memory is None:
             check_unused(adapter_scale)
             if text_mask is None:

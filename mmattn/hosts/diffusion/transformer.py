@@ -12,6 +12,7 @@ from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.context import Arguments, Keywords
+from mmattn.hosts.attach import register_host
 from mmattn.hosts.diffusion.attention import CoreProcessor, JointAttention, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.find_attention import CROSS, JOINT, SELF, PictureAttention, check_reaches, find_attention
@@ -25,7 +26,6 @@ from mmattn.hosts.diffusion.heads import (
 )
 from mmattn.hosts.diffusion.published import FluxLayout, PublishedLayout, SD3Layout
 from mmattn.hosts.diffusion.scale import Grid
-from mmattn.hosts.registry import register_host
 
 
 @register_host

@@ -11,12 +11,12 @@ from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError
 from mmattn.hosts.context import Arguments, Keywords
+from mmattn.hosts.attach import register_host
 from mmattn.hosts.diffusion.attention import CoreProcessor, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.heads import attention_names, head_size, is_of_diffusers, takes_hidden_states
 from mmattn.hosts.diffusion.published import PublishedLayout
 from mmattn.hosts.diffusion.scale import Grid
-from mmattn.hosts.registry import register_host
 
 #: Attributes of the `Attention` of diffusers in which only the picture has queries, with one output.
 _ATTENTION = ("heads", "inner_dim", "inner_kv_dim", "spatial_norm", "group_norm", "norm_q", "rescale_output_factor")

@@ -12,18 +12,24 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
-def shards(host: nn.Module) -> list[Any]:
-    """The modules of a host whose weights are sharded over several processes; none where it is not sharded."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
-    return [] if fsdp is None else [part for part in host.modules() if isinstance(part, fsdp.FSDPModule)]
+
+def shards(host: nn.Module) -> list[FSDPModule]:
+    """Return the modules of a host whose weights are sharded over several processes; none where it is not sharded."""
+    if "torch.distributed.fsdp" not in sys.modules:  # nothing is sharded
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in host.modules() if isinstance(part, FSDPModule)]
 
 
 def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
@@ -42,7 +48,7 @@ def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
         fully_shard(part, mesh=mesh)
 
 
-def tensor_parallel_size(host: Any) -> int:
+def tensor_parallel_size(host: nn.Module) -> int:
     """Return the number of processes that compute the layers of a host together; 1 where each has all of it."""
     sizes = (getattr(part, "tp_size", None) for part in host.modules())
     return next((size for size in sizes if isinstance(size, int)), 1)
@@ -66,7 +72,7 @@ def check_trained(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def gradients_throughout(model: Any) -> Iterator[None]:
+def gradients_throughout(model: nn.Module) -> Iterator[None]:
     """Inside the block gradients flow back to the embedded text, so through every layer, even without a memory."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is None:
@@ -81,6 +87,6 @@ def gradients_throughout(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _ask_gradient(module: nn.Module, inputs: Any, embedded: Tensor) -> None:
+def _ask_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> None:
     if torch.is_grad_enabled():
         embedded.requires_grad_()

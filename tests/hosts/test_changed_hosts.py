@@ -72,7 +72,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("position", ["after", "before"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "compiled" in name else name for name in CHANGES]
+)
 @torch.no_grad()
 def test_layers_of_a_language_model(name, position, ids):
     outcome, change = CHANGES[name]

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModel,
-    AutoModelForAudioClassification,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     CLIPConfig,
@@ -33,31 +31,6 @@ class PassedOn(torch.nn.Module):
 
 def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
     return mmattn.Memory(torch.randn(rows, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(seed)))
-
-
-@pytest.mark.parametrize(
-    ("family", "auto", "given"),
-    [
-        ("roberta", AutoModelForSequenceClassification, {"input_ids": torch.tensor([[5, 9, 3], [4, 6, 2]])}),
-        ("llama", AutoModelForSequenceClassification, {"input_ids": torch.tensor([[5, 9, 3], [4, 6, 2]])}),
-        ("modernbert", AutoModel, {"input_ids": torch.tensor([[5, 9, 3], [4, 6, 2]])}),
-        ("vit", AutoModelForImageClassification, {"pixel_values": PICTURES}),
-        ("hubert", AutoModelForAudioClassification, {"input_values": torch.randn(2, 2000)}),
-    ],
-)
-def test_each_row_sees_its_own_memory(family: str, auto: Any, given: dict[str, torch.Tensor]) -> None:
-    host = tiny_model(family, auto)
-    with torch.no_grad():
-        alone = host(**given)[0]
-        model = mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS))
-        assert torch.equal(model(**given, memory=memory())[0], alone)
-        tiny.open_gates(model)
-        answer, other = model(**given, memory=memory())[0], memory()
-        other.tokens[1] = other.tokens[1].flip(-1)
-        changed = model(**given, memory=other)[0]
-    assert tiny.differs(answer[:1], alone[:1]) and tiny.differs(answer[1:], alone[1:])
-    tiny.assert_close(changed[0], answer[0], 1e-6)
-    assert tiny.differs(changed[1:], answer[1:])
 
 
 def clip() -> CLIPModel:

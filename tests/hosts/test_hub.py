@@ -1,18 +1,14 @@
-"""Adapters from and to the hub: a cache kept from before, and a server on this machine that answers as the hub does."""
+"""Adapters from and to the hub: a cache that was filled before, and a client that records what is uploaded."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import shutil
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -76,100 +72,51 @@ def test_what_is_not_there(cache: Path) -> None:
     assert all(not part._forward_hooks for part in lm.modules())
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload of small files asks for."""
+class Hub:
+    """As much of `huggingface_hub.HfApi` as an upload uses; `said` records the arguments of each method."""
 
-    files: dict[str, bytes] = {}
-    said: dict[str, object] = {}
+    said: ClassVar[dict[str, dict[str, Any]]] = {}
+    files: ClassVar[dict[str, bytes]] = {}
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        address = f"http://127.0.0.1:{self.server.server_port}"  # type: ignore[attr-defined]
-        if self.path == "/api/repos/create":
-            self.said["create"] = json.loads(body)
-            answer: object = {"url": f"{address}/org/flowers"}
-        elif "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
-            answer = {"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in asked]}
-        elif self.path == "/api/models/org/flowers/branch/v1":
-            self.said["branch"] = json.loads(body)
-            answer = {}
-        elif self.path == "/api/validate-yaml":
-            answer = {"errors": [], "warnings": []}
-        else:
-            assert self.path == "/api/models/org/flowers/commit/v1", self.path
-            for line in map(json.loads, body.decode().splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                else:
-                    self.said["summary"] = line["value"]["summary"]
-            answer = {"commitUrl": f"{address}/org/flowers/commit/{NEW}", "commitOid": NEW, "pullRequestUrl": None}
-        self.reply(answer)
+    def __init__(self, token: str | None = None) -> None:
+        self.said["init"] = {"token": token}
 
-    def do_GET(self) -> None:
-        self.reply({"id": "org/flowers", "sha": OLD, "siblings": []})
+    def create_repo(self, repository: str, **options: Any) -> SimpleNamespace:
+        self.said["create"] = options
+        return SimpleNamespace(repo_id=repository)
 
-    def reply(self, answer: object) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def create_branch(self, repository: str, **options: Any) -> None:
+        self.said["branch"] = options
 
-    def log_message(self, *args: object) -> None:
-        pass
+    def upload_folder(self, folder_path: str, allow_patterns: list[str], **options: Any) -> str:
+        self.said["upload"] = options
+        self.files.clear()
+        self.files.update({name: Path(folder_path, name).read_bytes() for name in os.listdir(folder_path)})
+        assert set(self.files) <= set(allow_patterns)
+        return f"https://hub/{options['repo_id']}/commit/{NEW}"
 
 
-PUSH = """
-from mmattn.recipes import assets_folder
-from tests import tiny
-model = tiny.attach(tiny.make("llama"))
-model.save_adapter({folder!r})
-print(model.push_to_hub("org/flowers", private=True, revision="v1", token="hf_x", commit_message="Petals"))
-"""
+def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    model = tiny.attach(tiny.make("llama"))
+    model.save_adapter(tmp_path)
+    options = {"private": True, "revision": "v1", "token": "hf_x", "commit_message": "Petals"}
+    assert model.push_to_hub("org/flowers", **options) == f"https://hub/org/flowers/commit/{NEW}"
+    assert Hub.files == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert set(Hub.files) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert Hub.said["init"] == {"token": "hf_x"} and Hub.said["create"]["private"] is True
+    assert Hub.said["branch"]["branch"] == "v1" == Hub.said["upload"]["revision"]
+    assert Hub.said["upload"]["commit_message"] == "Petals"
 
 
-def pushed(program: str, tmp_path: Path) -> tuple[str, dict[str, bytes]]:
-    """What a program printed that talks to the hub, and the files it uploaded."""
-    Hub.files.clear()
-    server = HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        address = f"http://127.0.0.1:{server.server_port}"
-        env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2]
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert done.returncode == 0, done.stderr
-    return done.stdout, dict(Hub.files)
-
-
-@pytest.mark.slow
-def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path) -> None:
-    done, files = pushed(PUSH.format(folder=str(tmp_path / "kept")), tmp_path)
-    assert f"/org/flowers/commit/{NEW}" in done
-    kept = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir()}
-    assert files == kept and set(kept) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    assert Hub.said["summary"] == "Petals" and "branch" in Hub.said
-    asked = Hub.said["create"]
-    assert isinstance(asked, dict) and (asked.get("private") is True or asked.get("visibility") == "private"), asked
-
-
-@pytest.mark.slow
-def test_a_pipeline_is_pushed_with_what_it_needs(tmp_path: Path) -> None:
-    program = """
-import mmattn
-print(mmattn.pipeline("assets/rag/adapter").push_to_hub("org/flowers", revision="v1", token="hf_x"))
-"""
-    done, files = pushed(program, tmp_path)
-    assert f"/org/flowers/commit/{NEW}" in done
+def test_a_pipeline_is_pushed_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     folder = assets_folder() / "rag" / "adapter"
-    assert files == {file.name: file.read_bytes() for file in folder.iterdir()} and "pipeline_config.json" in files
-    assert Hub.said["summary"] == "Adapter for question-answering"
+    pipe: Any = mmattn.pipeline(folder)
+    assert pipe.push_to_hub("org/flowers", revision="v1", token="hf_x") == f"https://hub/org/flowers/commit/{NEW}"
+    assert Hub.files == {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert "pipeline_config.json" in Hub.files
+    assert Hub.said["upload"]["commit_message"] == "Adapter for question-answering"
 
 
 def test_a_pipeline_of_models_that_nobody_else_has_is_not_pushed(tmp_path: Path) -> None:

@@ -8,34 +8,10 @@ from transformers import AutoModelForCausalLM
 
 import mmattn
 from mmattn.errors import AttachError
-from mmattn.hosts.probe import change_streams, stream_axis
 from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 7], [4, 4, 6, 12], [8, 11, 6, 3]])  # as many tokens as streams
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis"), [((7, 5, 32), None), ((7, 5, 4, 32), 2), ((4, 7, 5, 32), 0), ((5, 7, 5, 32), 0)]
-)
-def test_which_axis_counts_streams(shape: tuple[int, ...], axis: int | None) -> None:
-    assert stream_axis(torch.zeros(shape), 7, 5, 32) == axis
-
-
-@pytest.mark.parametrize("shape", [(5, 7, 32), (7, 5, 31), (7, 4, 5, 32), (7, 5), (7, 5, 32, 4)])
-def test_other_states_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(AttachError, match="no adapter can be put on it"):
-        stream_axis(torch.zeros(shape), 7, 5, 32)
-    with pytest.raises(AttachError, match="tuple"):
-        stream_axis((), 7, 5, 32)
-
-
-@pytest.mark.parametrize("axis", [0, 2])
-def test_what_is_added_to_the_mean_is_added_to_every_stream(axis: int) -> None:
-    x = torch.randn(3, 5, 7, 11, dtype=torch.float64)
-    added = torch.randn(x.mean(axis).shape, dtype=torch.float64)
-    tiny.assert_close(change_streams(x, axis, lambda mean: mean + added), x + added.unsqueeze(axis), 1e-12)
-    assert torch.equal(change_streams(x, axis, lambda mean: mean), x)
 
 
 @pytest.mark.parametrize("position", ["after", "before"])

@@ -47,16 +47,6 @@ def test_its_own_pictures_and_a_memory(told: tuple[Any, dict[str, torch.Tensor]]
     assert torch.equal(model(**given).logits, alone)
 
 
-@torch.no_grad()
-def test_what_its_eye_says_is_untouched(told: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    model, given = told
-    tiny.open_gates(model)
-    seen = model.host.model.get_image_features(PICTURES).pooler_output
-    with model.condition(memory()):
-        again = model.host.model.get_image_features(PICTURES).pooler_output
-    assert all(torch.equal(one, other) for one, other in zip(seen, again, strict=True))
-
-
 def test_it_writes_about_both(told: tuple[Any, dict[str, torch.Tensor]]) -> None:
     model, given = told
     tiny.open_gates(model)

@@ -69,16 +69,3 @@ def test_everything_learns(setting):
     for name, parameter in model.adapters.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
         assert parameter.grad.abs().max() > 0, f"{name} never learns"
-
-
-@settings
-@torch.no_grad()
-def test_generating(setting):
-    ids, model, given = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting), memory()
-    how = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3}
-    together = model.generate(ids, memory=given, **how)
-    alone = torch.cat([model.generate(ids[i : i + 1], memory=given[i], **how) for i in range(ROWS)])
-    assert torch.equal(together, alone)
-    out = model.generate(ids, memory=given, max_new_tokens=4, do_sample=False)
-    full = model(out, memory=given).logits[:, LENGTH - 1 : -1]
-    assert torch.equal(full.argmax(-1), out[:, LENGTH:])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from mmattn.adapters.adapter_config import Shapes, check_tensors, parse_config
 from mmattn.adapters.language_models import depth_of, text_config, width_of
 from mmattn.adapters.protocols import AdapterConfig
-from mmattn.adapters.settings import adapter_kinds
 from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
+from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach, check_same_options
 from mmattn.hosts.base import AdaptedModel, adapted

@@ -22,9 +22,8 @@ from mmattn.adapters.language_models import (
     text_config,
     width_of,
 )
-from mmattn.adapters.text_state import PACKING_NAMES, packed_text
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host

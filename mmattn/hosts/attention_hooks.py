@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.context import Action, HookedModel, step_of
 from mmattn.hosts.probe import in_eval_mode, output_of, text_inputs
 
 if TYPE_CHECKING:
@@ -62,31 +61,6 @@ class AttentionHook:
         """Give the layer the config that it had."""
         if vars(self.module).get("config") is self.hooked:
             vars(self.module)["config"] = self.before
-
-
-class JoinMemory:
-    """Hands the attention of one layer of a host to the adapters."""
-
-    def __init__(self, model: HookedModel, layer: int) -> None:
-        self.model, self.layer = model, layer
-
-    def __call__(self, x: HostAttention) -> HostAttention:
-        """The attention with what the adapters joined to it."""
-        step = step_of(self.model)
-        site = self.layer, "joined"
-        if step is not None:
-            step.visited.add(self.layer)
-            actions: Sequence[Action] = step.actions.get(site, ())
-        else:
-            actions = self.model.actions_of_part(x.query.transpose(1, 2), site)
-        for view, block, adapter_scale in actions:
-            x = view.apply(x, block, self.layer, adapter_scale)
-        return x
-
-
-def hook_attention(model: HookedModel, module: nn.Module, layer: int) -> AttentionHook:
-    """Hook the adapters of a model to the attention of one layer."""
-    return AttentionHook(module, JoinMemory(model, layer))
 
 
 def attend(

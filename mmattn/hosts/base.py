@@ -15,24 +15,16 @@ from typing_extensions import Self, Unpack
 from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory
-from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.hosts.context import (
-    Action,
     Arguments,
     Call,
-    ForwardStep,
-    Keywords,
-    OpenBlocks,
-    Positional,
     prepared_for_graphs,
     scale_by_adapter,
 )
-from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer
+from mmattn.hosts.hooks import HookedModel
 from mmattn.hosts.keywords import check_keywords, shown_as
-from mmattn.hosts.ownership import MARK, forget_compiled
-from mmattn.hosts.probe import Handle
-from mmattn.hosts.saving import SavedModel
+from mmattn.hosts.ownership import MARK
 from mmattn.storage.hub import load_model
 
 
@@ -54,7 +46,7 @@ class CallOptions(TypedDict, total=False):
     window: int | None
 
 
-class AdaptedModel(SavedModel):
+class AdaptedModel(HookedModel):
     """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
 
     A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
@@ -73,14 +65,11 @@ class AdaptedModel(SavedModel):
     predicts_tokens: ClassVar[bool] = False
     # The class of transformers that loads such a host by name.
     auto_class: ClassVar[str] = ""
-    # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
-    stream_axis: int | None = None
 
     def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
         super().__init__(host)
         self.__class__ = shown_as(self, host)
         self.require_memory = require_memory
-        self.open_blocks = OpenBlocks()
 
     # Kinds of hosts ----------------------------------------------------------------------------
 
@@ -88,11 +77,6 @@ class AdaptedModel(SavedModel):
     @abstractmethod
     def matches(cls, model: nn.Module) -> bool:
         """Return True if a model is of this kind."""
-
-    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """Return the text of one forward; by default the first argument, without a cache."""
-        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-        return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
         """Return a random batch of arguments of the host, without a memory; for the doctor and the shared tests."""
@@ -229,122 +213,15 @@ class AdaptedModel(SavedModel):
         with self.open_blocks.without(off, everything=off == set(self.adapters)):
             yield self
 
+    def check_attached(self) -> None:
+        """Refuse to act on a host from which these adapters were unloaded."""
+        if self.host.__dict__.get(MARK) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
+
     def check_not_required(self) -> None:
         """Refuse a call without a memory, where one is required."""
         if self.require_memory:
             raise ConditionError("this host was attached with require_memory=True and no memory was given")
-
-    # One forward ---------------------------------------------------------------------------------------------------
-
-    def current_call(self) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a call made here, and the adapters that do not exist for it."""
-        is_set, call, disabled = self.open_blocks.in_force()
-        if not is_set:
-            self.miss_memory()
-        return call, disabled
-
-    def miss_memory(self) -> None:
-        """Warn of a memory that is set elsewhere, where a call finds none."""
-        if self.require_memory:
-            raise ConditionError(
-                "this host was attached with require_memory=True and called without: give memory= or use condition(); "
-                "a new thread does not inherit a block"
-            )
-        if not torch.compiler.is_compiling():
-            self.open_blocks.warn_of_others()
-
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
-        return self.current_call()
-
-    def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
-    ) -> ForwardStep:
-        """Return the actions of the adapters in one forward of the host."""
-        text = self.text_state(call, args, kwargs)
-        return ForwardStep(self, host, None, self.actions(call, disabled, text))
-
-    def actions(
-        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
-    ) -> dict[tuple[int, str], list[Action]]:
-        """Return the actions of the active adapters at each site, or at one."""
-        actions: dict[tuple[int, str], list[Action]] = {}
-        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
-        for name, source in call.sources.items():
-            adapter = adapters[name]
-            if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
-                continue
-            if source.follows_text:
-                # This very host may be called for it, without a memory.
-                with self.open_blocks.conditioned(None):
-                    view = source.step(text)
-            else:
-                view = source.step(text)
-            if text.packed is not None and not view.is_packed:
-                view = view.pack(text.packed)
-            blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
-            for place in adapter.places if site is None else [site]:
-                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))
-        return actions
-
-    def is_apart(self, layer: int) -> bool:
-        """Return whether a layer is in a part (an encoder) that is called by itself, with its own rows and tokens."""
-        return False
-
-    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
-        """Return the actions on hidden states x (b, l, d) if only a part of the host was called."""
-        call, disabled = self.current_call()
-        if call is None:
-            return ()
-        text = TextState(
-            x.shape[0],
-            x.shape[1],
-            images=call.images,
-            arrivals=call.arrivals,
-            expansions=call.expansions,
-            layer=site[0],
-        )
-        return self.actions(call, disabled, text, site).get(site, ())
-
-    def refresh_hooks(self) -> None:
-        """Hook exactly the sites of the present adapters."""
-        forget_compiled()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = self.install_hooks()
-
-    def install_hooks(self) -> list[Handle]:
-        """Hook the adapters to the host and its layers, and return the handles."""
-        hooks: list[Handle] = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(self), always_call=True),
-        ]
-        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
-        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
-
-    def used_sites(self) -> dict[tuple[int, str], str]:
-        """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
-        sites = {
-            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
-        }
-        return dict(sorted(sites.items()))
-
-    def lost_layers(self, step: ForwardStep) -> list[int]:
-        """Return the layers that memory was meant for in a forward and did not reach."""
-        return sorted({layer for layer, _ in step.actions} - step.visited)
-
-    def check_reached(self, layers: Sequence[int]) -> None:
-        """Refuse an output that memory did not reach because layers of the host were replaced."""
-        parts = set(self.host.modules())
-        lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
-        if lost:
-            raise ConditionError(
-                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after attach, and memory did "
-                "not reach them: unload() before you change the host, and attach again"
-            )
-
-    def check_answer(self, step: ForwardStep, output: object) -> None:
-        """Refuse an output that is not finite."""
 
     # For `mmattn.inspect` -------------------------------------------------------------------------------------------
 

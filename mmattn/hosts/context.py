@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -97,23 +97,11 @@ Positional = tuple[Any, ...]
 LayerOutput = Tensor | tuple[Any, ...]
 
 
-class HookedModel(Protocol):
-    """The part of an adapted model that its hooks call; `AdaptedModel` documents it."""
+class Handle(Protocol):
+    """A hook that can be removed."""
 
-    host: nn.Module
-    open_blocks: OpenBlocks
-    hooked: dict[tuple[int, str], nn.Module]
-    stream_axis: int | None
-
-    def is_apart(self, layer: int) -> bool: ...
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]: ...
-    def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
-    ) -> ForwardStep: ...
-    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]: ...
-    def lost_layers(self, step: ForwardStep) -> list[int]: ...
-    def check_reached(self, layers: Sequence[int]) -> None: ...
-    def check_answer(self, step: ForwardStep, output: object) -> None: ...
+    def remove(self) -> None:
+        """Remove the hook."""
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------

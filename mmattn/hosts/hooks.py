@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
-from mmattn.hosts.attention_hooks import hook_attention
+from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
     FORWARD,
+    Action,
     Arguments,
+    Call,
     ForwardStep,
-    HookedModel,
+    Handle,
     Keywords,
     LayerOutput,
     Positional,
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
-from mmattn.hosts.ownership import Handle
+from mmattn.hosts.ownership import forget_compiled
 from mmattn.hosts.probe import change_streams
 from mmattn.hosts.recomputation import keep_context, refuse_other_context
+from mmattn.hosts.saving import SavedModel
+
+States = TypeVar("States", Tensor, HostAttention)
 
 
 class CrossAttentionHook:
@@ -39,15 +49,16 @@ class CrossAttentionHook:
         """Apply the adapters to hidden states x, (b, l, d) or several streams of them."""
         return self.adapt(x) if self.stream_axis is None else change_streams(x, self.stream_axis, self.adapt)
 
-    def adapt(self, x: Tensor) -> Tensor:
-        """Apply the adapters to hidden states x (b, l, d)."""
+    def adapt(self, x: States) -> States:
+        """Apply the adapters to hidden states x (b, l, d), or to the attention of a layer."""
         step = FORWARD.get()
         if step is not None and step.model is not self.model:
             step = step_of(self.model)
         if step is not None:
             step.visited.add(self.layer)
         if step is None or self.apart:
-            actions = self.model.actions_of_part(x, self.site)
+            states = x if isinstance(x, Tensor) else x.query.transpose(1, 2)
+            actions = self.model.actions_of_part(states, self.site)
         else:
             actions = step.actions.get(self.site, ())
         for view, block, adapter_scale in actions:
@@ -81,10 +92,19 @@ class BeforeLayer(CrossAttentionHook):
         return args, kwargs | {"hidden_states": self.adapt_streams(kwargs["hidden_states"])}
 
 
+class JoinMemory(CrossAttentionHook):
+    """Called with the attention of a layer: joins memories with its keys and values."""
+
+    position = "joined"
+
+    def __call__(self, x: HostAttention) -> HostAttention:
+        return self.adapt(x)
+
+
 def hook_layer(model: HookedModel, module: nn.Module, layer: int, position: str) -> Handle:
     """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
     if position == "joined":
-        return hook_attention(model, module, layer)
+        return AttentionHook(module, JoinMemory(model, layer))
     if position == "before":
         return module.register_forward_pre_hook(BeforeLayer(model, layer), prepend=True, with_kwargs=True)
     return module.register_forward_hook(AfterLayer(model, layer), prepend=True)
@@ -178,3 +198,127 @@ class AfterHost:
                     self.model.check_reached(lost)
                 break
         self.model.check_answer(step, output)
+
+
+class HookedModel(SavedModel):
+    """The memories of one forward of a host, and the hooks that ask for them."""
+
+    # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
+    stream_axis: int | None = None
+    # Calls without a memory raise instead of giving the host's own answer.
+    require_memory: bool = False
+
+    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
+        """Return the text of one forward; by default the first argument, without a cache."""
+        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
+
+    def current_call(self) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a call made here, and the adapters that do not exist for it."""
+        is_set, call, disabled = self.open_blocks.in_force()
+        if not is_set:
+            self.miss_memory()
+        return call, disabled
+
+    def miss_memory(self) -> None:
+        """Warn of a memory that is set elsewhere, where a call finds none."""
+        if self.require_memory:
+            raise ConditionError(
+                "this host was attached with require_memory=True and called without: give memory= or use condition(); "
+                "a new thread does not inherit a block"
+            )
+        if not torch.compiler.is_compiling():
+            self.open_blocks.warn_of_others()
+
+    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
+        return self.current_call()
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
+    ) -> ForwardStep:
+        """Return the actions of the adapters in one forward of the host."""
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """Return the actions of the active adapters at each site, or at one."""
+        actions: dict[tuple[int, str], list[Action]] = {}
+        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
+        for name, source in call.sources.items():
+            adapter = adapters[name]
+            if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
+                continue
+            if source.follows_text:
+                # This very host may be called for it, without a memory.
+                with self.open_blocks.conditioned(None):
+                    view = source.step(text)
+            else:
+                view = source.step(text)
+            if text.packed is not None and not view.is_packed:
+                view = view.pack(text.packed)
+            blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
+            for place in adapter.places if site is None else [site]:
+                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))
+        return actions
+
+    def is_apart(self, layer: int) -> bool:
+        """Return whether a layer is in a part (an encoder) that is called by itself, with its own rows and tokens."""
+        return False
+
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
+        """Return the actions on hidden states x (b, l, d) if only a part of the host was called."""
+        call, disabled = self.current_call()
+        if call is None:
+            return ()
+        text = TextState(
+            x.shape[0],
+            x.shape[1],
+            images=call.images,
+            arrivals=call.arrivals,
+            expansions=call.expansions,
+            layer=site[0],
+        )
+        return self.actions(call, disabled, text, site).get(site, ())
+
+    def refresh_hooks(self) -> None:
+        """Hook exactly the sites of the present adapters."""
+        forget_compiled()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = self.install_hooks()
+
+    def install_hooks(self) -> list[Handle]:
+        """Hook the adapters to the host and its layers, and return the handles."""
+        hooks: list[Handle] = [
+            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
+            self.host.register_forward_hook(AfterHost(self), always_call=True),
+        ]
+        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
+
+    def used_sites(self) -> dict[tuple[int, str], str]:
+        """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
+        sites = {
+            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
+        }
+        return dict(sorted(sites.items()))
+
+    def lost_layers(self, step: ForwardStep) -> list[int]:
+        """Return the layers that memory was meant for in a forward and did not reach."""
+        return sorted({layer for layer, _ in step.actions} - step.visited)
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an output that memory did not reach because layers of the host were replaced."""
+        parts = set(self.host.modules())
+        lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
+        if lost:
+            raise ConditionError(
+                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after attach, and memory did "
+                "not reach them: unload() before you change the host, and attach again"
+            )
+
+    def check_answer(self, step: ForwardStep, output: object) -> None:
+        """Refuse an output that is not finite."""

@@ -16,10 +16,10 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.settings import is_adapter, kinds_at
 from mmattn.errors import AttachError, ConditionError
+from mmattn.hosts.context import Handle, OpenBlocks
 from mmattn.hosts.interop.peft import has_peft, host_attribute, inner_host, watch_peft
 from mmattn.hosts.interop.quantised import keep_stored, let_change, size_of
 from mmattn.hosts.interop.sharded import reshard
-from mmattn.hosts.probe import Handle
 from mmattn.hosts.recomputation import forget_context
 from mmattn.hosts.replaced import replace_method, restore_methods
 
@@ -49,6 +49,7 @@ class AttachedModel(nn.Module):
         # nn.Module finds sub-modules by `__getattr__`, which each call would go through several times.
         self.__dict__.update(host=host, adapters=self.adapters)
         self.active: list[str] = []
+        self.open_blocks = OpenBlocks()
         self._hooks: list[Handle] = []
         self._frozen: list[nn.Parameter] = []
         self._stored: list[nn.Module] = []
@@ -64,10 +65,9 @@ class AttachedModel(nn.Module):
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Check that changes at the sites of an adapter reach the output of the host."""
 
+    @abstractmethod
     def check_attached(self) -> None:
         """Refuse to act on a host from which these adapters were unloaded."""
-        if self.host.__dict__.get(MARK) is not self:
-            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
 
     # Being with the host --------------------------------------------------------------------------------------------
 

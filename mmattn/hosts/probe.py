@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.context import FORWARD, Arguments, LayerOutput, OpenBlocks, Positional
+from mmattn.hosts.context import FORWARD, Arguments, Handle, LayerOutput, OpenBlocks, Positional
+from mmattn.hosts.ownership import AttachedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,20 +26,6 @@ LENGTH = 2
 TOLERANCE = {8: 1e-4, 4: 1e-4, 2: 5e-2}
 #: Arguments to call a host with for a number of rows: the ways to try, one after the other.
 Inputs = Callable[[int], Iterable[dict[str, Tensor]]]
-
-
-class Handle(Protocol):
-    """A hook that can be removed."""
-
-    def remove(self) -> None:
-        """Remove the hook."""
-
-
-class ProbedModel(Protocol):
-    """An adapted model, as a probe uses it."""
-
-    host: nn.Module
-    open_blocks: OpenBlocks
 
 
 @contextlib.contextmanager
@@ -129,7 +116,7 @@ def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], names: Se
 
 
 def probe_adapter(
-    model: ProbedModel,
+    model: AttachedModel,
     adapter: AdapterLayers,
     inputs: Inputs,
     length: int | None = LENGTH,

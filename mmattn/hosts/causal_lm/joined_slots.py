@@ -24,7 +24,7 @@ from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Arguments, Call, ForwardStep
 from mmattn.hosts.interop.peft import active_lora, inner_host
-from mmattn.hosts.probe import ProbedModel, bare_forward, is_close, output_of, relative_error, text_inputs, unreached
+from mmattn.hosts.probe import bare_forward, is_close, output_of, relative_error, text_inputs, unreached
 from mmattn.hosts.recomputation import refuse_reentrant
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def shift_text(step: ForwardStep, text: TextState, kwargs: Arguments) -> Argumen
 
 
 @torch.no_grad()
-def probe_joined(model: ProbedModel, sites: Sequence[Site]) -> None:
+def probe_joined(model: AdaptedModel, sites: Sequence[Site]) -> None:
     """Check that a slot joined in the attention of each layer reaches the output."""
     host = model.host
     modules = [host.get_submodule(site.module) for site in sites]
@@ -100,7 +100,7 @@ def _join_slot(module: nn.Module, row: int) -> AttentionHook:
 
 
 @torch.no_grad()
-def probe_before_text(model: ProbedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
+def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
     """Check that a text after the K/V of a passage is as in one forward; return how each layer rotates keys.
 
     None for a layer whose keys do not follow positions; None for all where keys cannot be moved (learned positions).
@@ -131,7 +131,7 @@ def probe_before_text(model: ProbedModel, sites: Sequence[Site]) -> dict[int, Ke
 
 
 @torch.no_grad()
-def probe_rotations(model: ProbedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
+def probe_rotations(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
     """Return how each layer rotates keys with their positions, as `probe_before_text` does."""
     modules = _attention_modules(model, sites)
     with bare_forward(model.host, model.open_blocks):
@@ -139,7 +139,7 @@ def probe_rotations(model: ProbedModel, sites: Sequence[Site]) -> dict[int, KeyR
 
 
 @torch.no_grad()
-def check_reads_embeddings(model: ProbedModel, width: int) -> None:
+def check_reads_embeddings(model: AdaptedModel, width: int) -> None:
     """Check that the embeddings of a text give the output of its ids."""
     host, name, ids = model.host, type(model.host).__name__, short_text(model.host)
     mask = torch.ones_like(ids)
@@ -169,7 +169,7 @@ def short_text(host: nn.Module) -> Tensor:
     return ids.to(device_of(embeddings_of(host)))
 
 
-def _attention_modules(model: ProbedModel, sites: Sequence[Site]) -> dict[int, nn.Module]:
+def _attention_modules(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, nn.Module]:
     """Return the attention of each layer, of a host that takes positions and a mask."""
     host, name = model.host, type(model.host).__name__
     kinds = getattr(text_config(host), "layer_types", None) or ()

@@ -58,13 +58,13 @@ from mmattn.hosts.context import (
     NOTED,
     Call,
     ForwardStep,
+    Handle,
     Keywords,
     Positional,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import find_layers
-from mmattn.hosts.ownership import Handle
 from mmattn.hosts.probe import probe_adapter, text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.replaced import replace_method, restore_methods

@@ -27,7 +27,7 @@ from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.base import check_unused
-from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
+from mmattn.hosts.context import Action, Call, ForwardStep, Handle, Keywords, Positional
 from mmattn.hosts.diffusion.attention import TextThroughCore
 from mmattn.hosts.diffusion.call import DenoisingCall, RowsAndScale, after_block, inside_attention, watch_layer
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
@@ -46,7 +46,6 @@ from mmattn.hosts.diffusion.scale import (
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.keywords import check_keywords
-from mmattn.hosts.ownership import Handle
 from mmattn.hosts.recomputation import keep_context
 
 #: The model that a pipeline calls in this context, and the name of the prediction in diffusers' `cache_context`.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.attach_report import AttachReport, attach_check
     from mmattn.hosts.base import AdaptedModel
     from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+    from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning
     from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
     from mmattn.hosts.diffusion.unet import AdaptedUNet
     from mmattn.hosts.encoder import AdaptedEncoder
@@ -32,6 +33,7 @@ __all__ = [
     "attach_check",
     "host_kinds",
     "load",
+    "load_prefix_tuning",
     "load_published",
     "register_host",
 ]

@@ -15,7 +15,7 @@ import torch
 
 import mmattn
 from mmattn.errors import IndexFileError
-from mmattn.testing import check_store, store_checks
+from mmattn.testing import store_checks
 from tests.foreign.store import SqliteStore
 from tests.retrieval.searching import Letters
 
@@ -25,10 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
 def test_the_contract(check: Callable[[Any], None]) -> None:
     check(SqliteStore)
-
-
-def test_the_contract_at_once() -> None:
-    check_store(SqliteStore)
 
 
 def test_it_serves_an_index_by_its_name(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import mmattn
@@ -144,14 +143,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("names")
 
 
-@settings(max_examples=12)
-@given(st.one_of(st.text(max_size=12), st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)))
-@example("1")
-@example("x" * 100)
-@example("T")
-@example("class")
+@pytest.mark.parametrize("name", ["1", "x" * 100, "T", "class", "a-b_c"])
 def test_a_name_that_attach_takes_can_be_saved_and_loaded(folder, name):
-    saved_and_loaded(name, folder)
+    assert saved_and_loaded(name, folder)
 
 
 @pytest.mark.parametrize(

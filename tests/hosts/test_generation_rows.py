@@ -71,32 +71,6 @@ def test_a_call_with_other_rows_inside_generate_is_refused(way, rows):
     assert torch.equal(run(Asking(model.host, 0)), want)
 
 
-@pytest.mark.parametrize("way", ["beams", "answers", "assistant", "prompt lookup", "guidance", "early exit"])
-@torch.no_grad()
-def test_ways_to_generate_that_call_the_host_with_other_rows(way):
-    """What `generate` does by itself goes on working, each row with its own memory."""
-    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(ROWS)
-    how = {
-        "beams": {"num_beams": 3, "num_return_sequences": 3},
-        "answers": {"do_sample": True, "num_return_sequences": 2, "top_k": 1},
-        "assistant": {"assistant_model": tiny.make("gpt2")},
-        "prompt lookup": tiny.PROMPT_LOOKUP,
-        "guidance": {"guidance_scale": 1.7},
-        "early exit": {"assistant_early_exit": 2},
-    }[way]
-    how = {"max_new_tokens": NEW, "do_sample": False} | how
-    single = way in ("assistant", "prompt lookup", "early exit")
-    ids = tiny.text(ROWS)
-    alone = torch.cat([model.generate(ids[i : i + 1], memory=memory[i], **how) for i in range(ROWS)])
-    blind = torch.cat([model.generate(ids[i : i + 1], **how) for i in range(ROWS)])
-    assert not torch.equal(alone, blind)
-    if single:
-        plain = {"max_new_tokens": NEW, "do_sample": False}
-        assert torch.equal(alone, model.generate(ids, memory=memory, **plain))
-    else:
-        assert torch.equal(model.generate(ids, memory=memory, **how), alone)
-
-
 # What a model that reads along keeps of a text
 
 

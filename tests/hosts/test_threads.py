@@ -88,17 +88,6 @@ def test_a_thread_with_the_context_sees_the_memory(asked):
     assert asked() == "none"
 
 
-def test_a_required_memory_is_missed_in_a_thread(ids):
-    settings = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
-    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings, require_memory=True))
-    memory = tiny.memory(3)
-    with model.condition(memory):
-        for call in (lambda: model.host(ids), lambda: model.host.generate(ids, max_new_tokens=2)):
-            with pytest.raises(ConditionError, match="require_memory.*thread"):
-                in_a_thread(call)
-            in_a_thread(functools.partial(contextvars.copy_context().run, call))
-
-
 @pytest.mark.parametrize("started", ["with the context", "without", "with memory="])
 def test_the_streamer_of_transformers(asked, started):
     """`TextIteratorStreamer`: generate in a thread, read in this one."""

@@ -110,9 +110,6 @@ def test_verbs_that_users_of_peft_know(capsys, ids):
     assert f"{trained:,}" in printed and f"{total:,}" in printed and "%" in printed
 
 
-# A LoRA on the same host
-
-
 # Compiled hosts: of one layer, because tracing is what takes the time
 
 

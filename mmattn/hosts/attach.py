@@ -77,7 +77,7 @@ def attach(
 
 
 def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> AdaptedModel:
-    """The adapted model of a host that has none yet; the host is not changed."""
+    """Return an adapted model of a host that has none yet; the host is not changed."""
     kind = host_kind(check_host(host))
     options: dict[str, Any] = {"require_memory": require_memory}
     if path is not None:

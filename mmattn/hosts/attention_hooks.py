@@ -66,7 +66,7 @@ class AttentionHook:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None."""
+    """Return the attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None."""
     config: HookedConfig = module.config  # type: ignore[assignment]
     cache, function = options.get("cache"), own_function(module)
     if cache is not None and str(config.own._attn_implementation).removeprefix("paged|") == "sdpa":
@@ -81,7 +81,7 @@ def attend(
 
 
 def own_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that a hooked layer would call without the hook."""
+    """Return the function that a hooked layer would call without the hook."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config: HookedConfig = module.config  # type: ignore[assignment]
@@ -106,7 +106,7 @@ def check_function(config: PreTrainedConfig) -> None:
 
 
 def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[int, tuple[str, HeadSizes]]:
-    """The attention of each decoder layer by number: its dotted name and sizes, as a short text finds them."""
+    """Return the attention of each decoder layer by number: its dotted name and sizes, as a short text finds them."""
     by_layer: dict[int, list[tuple[str, HeadSizes]]] = {}
 
     def listener(layer: int, name: str) -> Callable[[HostAttention], HostAttention]:

@@ -1,4 +1,4 @@
-"""The keywords of a call: ours are read here, all others go to the host as they came, which judges them."""
+"""The keywords of a call: ours are read here, all others go to the host unchanged."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def signature_of(host: nn.Module) -> Signature:
 
 @functools.cache
 def _parameters(forward: Callable[..., object]) -> Mapping[str, Parameter]:
-    """The parameters that a forward names, but for the model itself."""
+    """Return the named parameters of a forward without `self`."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return {one.name: one for one in parameters if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
 
 
 @functools.cache
 def _renamed(forward: Callable[..., object]) -> dict[str, str]:
-    """The names of before that transformers' `deprecate_kwarg` takes around a forward, with those of today."""
+    """Return deprecated names that `deprecate_kwarg` of transformers takes around a forward, with those of today."""
     names: dict[str, str] = {}
     while inspect.isfunction(forward) and hasattr(forward, "__wrapped__"):
         nonlocals = inspect.getclosurevars(forward).nonlocals
@@ -76,7 +76,7 @@ def _renamed(forward: Callable[..., object]) -> dict[str, str]:
 
 
 def shown_as(model: Any, host: nn.Module) -> Any:
-    """The class of an adapted model whose forward has the signature of the host's, with our keywords beside it.
+    """Return the class of an adapted model whose forward has the signature of the host's, with our keywords beside it.
 
     Trainers ask a model's forward which columns of the data it reads, and its class which of them are labels.
     """

@@ -22,7 +22,7 @@ _WIDTHS = ("hidden_size", "d_model")
 
 
 def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
-    """The path and list of the layers of a host, of a language model those of its decoder."""
+    """Return the path and the list of the layers of a host; of a language model, of its decoder."""
     lists = _layer_lists(host)
     if path is not None:
         if path not in lists:
@@ -58,7 +58,7 @@ def _layer_lists(host: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:
-    """The lists whose layers a text passes one after the other; of several that take turns, the one that is last.
+    """Return the lists whose layers a text passes one after the other; of several that take turns, the last.
 
     A part that reads pictures or sounds is not run by a text. Where attention and feed-forward layers have lists of
     their own, what a layer hands on is what the last of them does.

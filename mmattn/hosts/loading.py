@@ -86,13 +86,13 @@ def check_dtype(dtype: object) -> None:
 
 
 def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
-    """The folder of the adapter of this name in one that `save_pretrained` wrote, or the folder itself."""
+    """Return the folder of the adapter of this name in one that `save_pretrained` wrote, or the folder itself."""
     inside = os.path.join(folder, str(name))
     return inside if os.path.isfile(os.path.join(inside, TENSORS)) else folder
 
 
 def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> AdapterConfig:
-    """The settings of an adapter, everything checked against a host that is not changed."""
+    """Return the settings of an adapter, everything checked against a host that is not changed."""
     settings = parse_config(config, adapter_kinds())
     host_class = type(model.host).__name__
     if not set(settings.positions) & set(model.positions):
@@ -127,7 +127,7 @@ def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> Ada
 def _read_state(
     model: AdaptedModel, folder: str | PathLike[str], name: str
 ) -> tuple[AdapterConfig, dict[str, Tensor]] | None:
-    """The settings and tensors of an adapter in the state dict that a Trainer wrote; None where there is none."""
+    """Return the settings and tensors of an adapter in the state dict that a Trainer wrote, or None."""
     path = os.path.join(folder, STATE)
     if not os.path.isfile(path) or any(os.path.exists(os.path.join(folder, name)) for name in (CONFIG, TENSORS)):
         return None
@@ -150,7 +150,7 @@ def _read_state(
 
 
 def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """The settings and tensors of an adapter, everything checked against a host that is not changed."""
+    """Return the settings and tensors of an adapter, everything checked against a host that is not changed."""
     config, tensors = load_folder(folder, lambda config, shapes: _check_fits(model, config, shapes))
     settings = parse_config(config, adapter_kinds())
     saved = config["host"]["fingerprint"]
@@ -165,7 +165,7 @@ def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Adap
 
 
 def _fingerprints(model: AdaptedModel) -> Iterator[str | None]:
-    """Of the host as it is, and as it would be in the dtypes that hosts are stored in."""
+    """Yield the fingerprints of the host as it is, and in the dtypes that hosts are stored in."""
     yield host_fingerprint(model)
     dtypes = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -198,7 +198,7 @@ def _attach_with(
 
 
 def _saved_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
-    """The dtype of most of the saved numbers; None where it is none that an adapter can run in."""
+    """Return the dtype of most of the saved numbers; None where it is none that an adapter can run in."""
     counts = Counter[torch.dtype]()
     for tensor in tensors.values():
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:

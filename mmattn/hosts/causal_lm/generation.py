@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
-    """The prompt among the arguments of `generate`."""
+    """Return the prompt among the arguments of `generate`."""
     prompt: Tensor | None
     if args:
         return args[0]
@@ -78,13 +78,13 @@ def asked(host: nn.Module, kwargs: Arguments, name: str) -> object:
 
 
 def inputs_of(args: Positional, kwargs: Keywords) -> Tensor | None:
-    """The ids (b, l) or embeddings (b, l, d) among the arguments of a forward."""
+    """Return the ids (b, l) or embeddings (b, l, d) among the arguments of a forward."""
     inputs = kwargs.get("input_ids", args[0] if args else None)
     return kwargs.get("inputs_embeds") if inputs is None else inputs
 
 
 def fewest_logits(host: nn.Module) -> dict[str, int]:
-    """The arguments with which a host is read whose logits are of no use: the last token's alone, where it can."""
+    """Return the arguments with which a host computes the fewest logits: of the last token alone, where it can."""
     forward = inspect.signature(type(inner_host(host)).forward).parameters
     return {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
 

@@ -129,7 +129,7 @@ class AdaptedCausalLM(AdaptedModel):
         return HeadlessHost(self)
 
     def sites(self, position: str) -> list[Site]:
-        """Every decoder layer; "joined", the attention of each."""
+        """Return every decoder layer; at "joined", the attention of each."""
         layers, width = self.layers, width_of(self.host)
         if position == "joined":
             with self.open_blocks.conditioned(None):
@@ -161,7 +161,7 @@ class AdaptedCausalLM(AdaptedModel):
         return embedding_reader(self, sites)
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """The ids or embeddings of this forward, what is cached, and what `generate` was given."""
+        """Return the ids or embeddings of this forward, the length of its cache, and the arguments of `generate`."""
         inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is None:
             inputs = kwargs.get("inputs_embeds")

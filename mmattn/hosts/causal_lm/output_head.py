@@ -78,7 +78,7 @@ class HeadlessHost:
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: object, **kwargs: object) -> ModelOutput:
-        """The base model's forward, at which adapters act as in one of the whole host."""
+        """Run the base model; adapters act as in a forward of the whole host."""
         output = None
         args, kwargs = BeforeHost(self._model)(self._own, args, kwargs) or (args, kwargs)
         try:

@@ -34,7 +34,7 @@ def packed_state(call: Call, packed: PackedText, inputs: Tensor, cache: object) 
 
 
 def keep_apart(host: nn.Module, kwargs: Keywords, text: PackedText) -> Arguments:
-    """The arguments of a packed call with which the host keeps documents apart.
+    """Return the arguments of a packed call with which the host keeps documents apart.
 
     transformers does so by itself where positions start again and neither a mask nor a cache is given. What does not
     (ALiBi, for one) may read a mask of four dimensions. Which it is, a call of seven tokens proves once for each host.

@@ -18,7 +18,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def local_folder(folder: str | PathLike[str], revision: str | None) -> str | PathLike[str]:
-    """The local folder of an adapter: the folder itself, or the downloaded files of a repository of that name."""
+    """Return the local folder of an adapter: the folder itself, or the downloaded files of that repository."""
     if os.path.exists(folder) or not (isinstance(folder, str) and _REPOSITORY.fullmatch(folder)):
         if revision is not None:
             raise ConfigError(f"revision={revision!r} is for names on the hub, and {os.fspath(folder)!r} is a path")

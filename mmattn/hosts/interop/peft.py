@@ -128,7 +128,7 @@ def _ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
 
 
 def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The two sides of each linear layer of a host, head excepted, by name."""
+    """Return the two sides of each linear layer of a host, head excepted, by name."""
     if hasattr(host, "adapters") and hasattr(host, "host"):
         raise ConfigError(f"this {type(host).__name__} has adapters, which peft would freeze: give its .host")
     if any(hasattr(module, "base_layer") for module in host.modules()):

@@ -1,4 +1,4 @@
-"""The verbs shared by all hosts: a memory for each call, and what happens in one forward."""
+"""The verbs shared by all hosts: a memory for each call or block."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory
 from mmattn.errors import AdapterFileError, ConditionError
-from mmattn.hosts.context import (
-    Arguments,
-    Call,
-    prepared_for_graphs,
-    scale_by_adapter,
-)
+from mmattn.hosts.context import Arguments, Call, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import HookedModel
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.ownership import MARK

@@ -37,13 +37,7 @@ from mmattn.hosts.causal_lm.continuous_batching import (
     pending,
     rows_of,
 )
-from mmattn.hosts.causal_lm.generation import (
-    ExpandsInputs,
-    arrivals_of,
-    generation_call,
-    note_texts,
-    prompt_name,
-)
+from mmattn.hosts.causal_lm.generation import ExpandsInputs, arrivals_of, generation_call, note_texts, prompt_name
 from mmattn.hosts.causal_lm.joined_slots import (
     embedding_reader,
     joined_sites,
@@ -54,14 +48,7 @@ from mmattn.hosts.causal_lm.joined_slots import (
 )
 from mmattn.hosts.causal_lm.output_head import HeadlessHost
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
-from mmattn.hosts.context import (
-    NOTED,
-    Call,
-    ForwardStep,
-    Handle,
-    Keywords,
-    Positional,
-)
+from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import find_layers
@@ -362,10 +349,7 @@ class AdaptedCausalLM(AdaptedModel):
         cache = kwargs.get("cache")
         if type(cache).__name__ == PAGED_CACHE and (step := call_of_step(self, cache)) is not None:
             return step, frozenset()
-        is_set, call, disabled = self.open_blocks.in_force()
-        if not is_set:
-            self.miss_memory()
-        return call, disabled
+        return self.current_call()
 
     def _host_generate(self, *args: object, **kwargs: object) -> Tensor | ModelOutput:
         """Replace `host.generate`: check the rows before beams multiply them."""

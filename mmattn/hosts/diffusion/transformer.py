@@ -11,8 +11,8 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.attach import register_host
+from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.attention import CoreProcessor, JointAttention, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.find_attention import CROSS, JOINT, SELF, PictureAttention, check_reaches, find_attention

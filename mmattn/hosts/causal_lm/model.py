@@ -349,7 +349,10 @@ class AdaptedCausalLM(AdaptedModel):
         cache = kwargs.get("cache")
         if type(cache).__name__ == PAGED_CACHE and (step := call_of_step(self, cache)) is not None:
             return step, frozenset()
-        return self.current_call()
+        is_set, call, disabled = self.open_blocks.in_force()  # not by `current_call`: a token may cost little
+        if not is_set:
+            self.miss_memory()
+        return call, disabled
 
     def _host_generate(self, *args: object, **kwargs: object) -> Tensor | ModelOutput:
         """Replace `host.generate`: check the rows before beams multiply them."""

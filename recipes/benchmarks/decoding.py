@@ -8,39 +8,15 @@ and values of the memory projected again at every step, as open_flamingo does it
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import mmattn
+from recipes.benchmarks.hosts import from_cache, make_host, open_gates
 from recipes.benchmarks.timing import Tables, interleaved, name_of, plural, ratio, ratios
 
 WIDTH = 768
-
-
-def make_host(dtype: torch.dtype, positions: int = 1024) -> torch.nn.Module:
-    """Return a random GPT-2 small for texts of `positions` tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    dropouts = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    config = GPT2Config(n_positions=positions, bos_token_id=None, eos_token_id=None, **dropouts)
-    return GPT2LMHeadModel(config).to(dtype).eval()
-
-
-def from_cache(host: torch.nn.Module, cache: object) -> dict[str, Any]:
-    """Return the argument for a KV cache: `cache` since transformers 5.24."""
-    parameters = inspect.signature(host.forward).parameters
-    return {"past_key_values" if "past_key_values" in parameters else "cache": cache}
-
-
-def open_gates(model: mmattn.hosts.AdaptedModel, dtype: torch.dtype) -> None:
-    """Bring adapters to a dtype and their gates to 0.5, so that the memory has an effect."""
-    model.adapters.to(dtype)
-    for name, parameter in model.adapters.named_parameters():
-        if "gate" in name:
-            parameter.data.fill_(0.5)
 
 
 def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[..., None]:

@@ -8,8 +8,7 @@ Two tasks, each with one right entry:
   among all paragraphs (the inverse cloze task, arXiv 1906.00300);
 - facts: "What is the currency of Inde?" finds "The currency of Inde is Indian Rupee." among facts of 140 languages.
 
-How many entries must be scored for the ten best of all: candidates by the nearest mean vectors (`num_candidates`), and
-as ColBERT does it, by the nearest vectors of each vector of the query, as many entries.
+How many entries must be scored for the ten best of all: candidates by the nearest mean vectors (`num_candidates`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Sequence
 from random import Random
 
 import torch
-from torch import Tensor
 
 import mmattn
 from mmattn.evaluation import retrieval_scores
@@ -68,13 +66,11 @@ def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str,
     vectors = pooled.encode(queries).tokens[:, 0]
     best = many.search(token_states, TOP)
     rows = {"one vector": _recall(one.search(vectors, TOP), right), "MaxSim": _recall(best, right)}
-    near = _by_tokens(many, token_states, max(CANDIDATES))
     for limit in CANDIDATES:
         hits = many.search(token_states, TOP, num_candidates=limit)
         rows[f"MaxSim, {limit} candidates"] = {
             **_recall(hits, right),
-            "of the ten best of all": _shared(hits.ids, best.ids),
-            "of them, among candidates by tokens": _shared([line[:limit] for line in near], best.ids),
+            "of the ten best of all": retrieval_scores(hits.ids, best.ids, ["R@1000"])["R@1000"],
         }
     times = interleaved(
         {
@@ -101,24 +97,6 @@ def measure(task: str, count: int = QUERIES, seconds: float = 20.0) -> dict[str,
 def _recall(hits: Hits, right: Sequence[int]) -> dict[str, float]:
     scores = retrieval_scores(hits, [[row] for row in right], ["R@1", f"R@{TOP}"])
     return {"recall@1": scores["R@1"], f"recall@{TOP}": scores[f"R@{TOP}"]}
-
-
-def _shared(ids: Sequence[Sequence[int]], best: Sequence[Sequence[int]]) -> float:
-    """Return the share of the best that are among these ids."""
-    return retrieval_scores(ids, best, ["R@1000"])["R@1000"]
-
-
-def _by_tokens(many: MultiVectorIndex, queries: Sequence[Tensor], count: int) -> list[list[int]]:
-    """Return for each query `count` entries in the order of the vectors nearest to its vectors."""
-    parts = [many[name].tokens for name in many.ids]
-    owner = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts]))
-    vectors = torch.nn.functional.normalize(torch.cat(parts), dim=-1)
-    lines = []
-    for query in queries:
-        nearest = (torch.nn.functional.normalize(query, dim=-1) @ vectors.T).topk(min(4 * count, len(vectors))).indices
-        ranked = owner[nearest].T.reshape(-1).tolist()  # the nearest of every vector first
-        lines.append(list(dict.fromkeys(ranked))[:count])
-    return lines
 
 
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.decoding import from_cache
+from recipes.benchmarks.hosts import from_cache
 from recipes.benchmarks.timing import Tables, interleaved, name_of, ratio
 
 SIZES = ((1, 257), (1, 1601), (1, 6404), (8, 257), (8, 1601))

@@ -12,7 +12,7 @@ import torch
 
 import mmattn
 from mmattn import training
-from recipes.benchmarks.bank import WIDTH, make_reader
+from recipes.benchmarks.hosts import WIDTH, make_reader
 from recipes.benchmarks.timing import Tables, interleaved, ratio
 
 DOCUMENTS, LONGEST, SLOTS = 8, 64, 64

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.bank import PASSAGE, PROMPT
-from recipes.benchmarks.decoding import make_host
+from recipes.benchmarks.hosts import PASSAGE, PROMPT, make_host
 from recipes.benchmarks.timing import Tables, interleaved, name_of, ratios
 
 PASSAGES, QUICK_PASSAGES = 16, 3

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from recipes.benchmarks.bank import PASSAGE, PROMPT, WIDTH, make_reader
-from recipes.benchmarks.decoding import from_cache, make_host
+from recipes.benchmarks.hosts import PASSAGE, PROMPT, WIDTH, from_cache, make_host, make_reader
 from recipes.benchmarks.timing import Tables, interleaved, name_of, ratios
 
 PASSAGES, QUICK_PASSAGES = (4, 16, 64), (4, 16)

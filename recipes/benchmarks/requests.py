@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.bank import WIDTH, make_reader
+from recipes.benchmarks.hosts import WIDTH, make_reader
 from recipes.benchmarks.timing import Rows, Tables
 
 COUNT, STATIC = 200, 8

@@ -18,14 +18,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import mmattn
 from mmattn import training
-from recipes.benchmarks.host_shapes import make_host
 from recipes.benchmarks.timing import Rows, Tables, interleaved, megabytes, ratio
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROWS, TOKENS, CHUNK = 2, 256, 256
 LORA, LORA_CHUNKS = "LoRA", "LoRA, loss in chunks"
@@ -47,6 +49,14 @@ class Setting:
         return f"{self.shape}, adapters after {where}{', gradient checkpointing' * self.checkpointing}"
 
 
+_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+_SMALL = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+#: Model type and config of transformers by the model of this shape.
+SHAPES: dict[str, tuple[str, dict[str, object]]] = {
+    "GPT-2 small": ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "Llama 1B": ("llama", {**_1B, "intermediate_size": 8192, "vocab_size": 128_256, "tie_word_embeddings": True}),
+    "small": ("llama", {**_SMALL, "intermediate_size": 256, "vocab_size": 997}),
+}
 SETTINGS = [
     Setting(shape, layers, memory, checkpointing)
     for shape, layers, memory in (
@@ -57,6 +67,15 @@ SETTINGS = [
     for checkpointing in (False, True)
 ]
 QUICK = [Setting("small", (3, 5), (7, 64), checkpointing) for checkpointing in (False, True)]
+
+
+def make_host(shape: str) -> PreTrainedModel:
+    """Return the model with random weights in bfloat16."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    family, sizes = SHAPES[shape]
+    config = CONFIG_MAPPING[family](bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False).eval()
 
 
 def trained_model(setting: Setting, name: str, host: Any) -> tuple[Any, training.TextBatch, int | None]:

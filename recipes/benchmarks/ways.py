@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 import mmattn
-from recipes.benchmarks.decoding import WIDTH, decoder, make_host, open_gates
+from recipes.benchmarks.decoding import WIDTH, decoder
+from recipes.benchmarks.hosts import make_host, open_gates
 from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, ratio
 
 SLOTS, QUICK_SLOTS = (64, 1024, 4096), (16,)

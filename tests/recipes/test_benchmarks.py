@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.benchmarks import core, mllama, requests, shared, streaming
+from recipes.benchmarks import core, mllama, requests
 from recipes.benchmarks.__main__ import table
 from recipes.benchmarks.timing import interleaved, ratio
 from tests.tiny import assert_close, differs
@@ -57,20 +57,6 @@ def test_small_ratios_keep_two_figures():
 def test_mixed_requests_answer_as_one_by_one():
     rows = requests.measure(count=5, slots=40, prompt=9, new=8)
     assert {name: row["answers equal"] for name, row in rows.items()} == dict.fromkeys(rows, 1.0)
-
-
-@pytest.mark.slow
-def test_an_answer_is_revised_when_a_frame_arrives():
-    rows = streaming.answers(steps=250, count=60, seeds=1)
-    assert rows["a stream"]["named within two tokens"] >= 0.9 and rows["a stream"]["named before"] == 0
-    assert all(row["named within two tokens"] <= 0.3 for name, row in rows.items() if name != "a stream")
-
-
-@pytest.mark.slow
-def test_what_a_shared_memory_and_a_stream_cost():
-    made = shared.measure(torch.float32, seconds=0.1, rows=3, shared=64)
-    assert made["difference of the logits"] < 1e-5 and made["bytes"] < 0.8
-    assert streaming.measure(frames=40, window=4)["megabytes held"] < 2
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mmattn.training.distributed import end_training, make_accelerator, shard_host
     from mmattn.training.evaluation import mean_loss
     from mmattn.training.hidden_states import cached_hidden_states
-    from mmattn.training.loop import train
+    from mmattn.training.loop import train, train_run
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
     from mmattn.training.metrics import DryRunEnded, MetricsLog, dry_run, memory_warning, read_metrics
     from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
@@ -107,6 +107,7 @@ __all__ = [
     "token_nats",
     "tracked",
     "train",
+    "train_run",
 ]
 
 

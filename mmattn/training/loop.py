@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from mmattn.training.distributed import FetchedBatch, Processes, fetch, prefetch
 from mmattn.training.evaluation import evaluate, loss_of
 from mmattn.training.metrics import MEASURED, DryRunEnded, Figures, StepClock, cost, is_dry_run
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
+from mmattn.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -125,6 +127,40 @@ def train(
         if is_dry_run():
             raise DryRunEnded(run.dry_run(label))
         return run.train(log if accelerator.is_main_process else None, label, progress and accelerator.is_main_process)
+
+
+def train_run(
+    run: RunFolder,
+    label: str,
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    config: TrainingConfig,
+    accelerator: Accelerator,
+    *,
+    progress: bool = True,
+) -> TrainingResult:
+    """Train as `train` does, log the metrics of this model into the folder of a run, and raise on Ctrl-C.
+
+    Args:
+        run: the folder.
+        label: names the model in `metrics.jsonl`, and stands before the progress bar.
+        model: as in `train`.
+        loss: as in `train`.
+        batches: as in `train`.
+        config: as in `train`.
+        accelerator: as in `train`.
+        progress: show a progress bar.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, which `train` alone would only note in its result: a row of a table that was stopped
+            early would flatter the others.
+    """
+    log = partial(run.log, model=label)
+    result = train(model, loss, batches, config, accelerator, log=log, label=label, progress=progress)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result
 
 
 @dataclass

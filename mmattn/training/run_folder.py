@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mmattn.storage.files import write_text
@@ -83,6 +83,19 @@ class RunFolder:
     def write_json(self, name: str, content: object) -> Path:
         """Write a JSON file and return its path; numbers that are not finite become null."""
         return self.write_text(name, json.dumps(_plain(content), indent=2, ensure_ascii=False))
+
+    def finish(self, content: dict[str, Any], table: Callable[[list[dict[str, Any]]], str]) -> str:
+        """Write the content of a finished run as `table.json` and its table as `table.md`, and print the table.
+
+        Args:
+            content: what `table` makes a text of, as JSON values.
+            table: from the contents of one or several runs to the text.
+        """
+        self.write_json("table.json", content)
+        text = table([content])
+        self.write_text("table.md", text)
+        print(text)
+        return text
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

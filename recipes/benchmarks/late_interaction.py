@@ -24,7 +24,7 @@ from mmattn.evaluation import retrieval_scores
 from mmattn.retrieval import Hits, MultiVectorIndex
 from recipes.benchmarks.timing import Tables, interleaved, ratio
 from recipes.rag.documents import load_topics, paragraphs
-from recipes.rag.facts import load_facts
+from recipes.rag.territories import load_facts
 
 TOP, QUERIES = 10, 500
 CANDIDATES = (10, 50, 200)

@@ -47,10 +47,7 @@ def main(settings: dict[str, Any]) -> Path:
     if not run.begin(config.model_dump(mode="json")):
         return run.path
     content = {"seed": config.seed, **Composition(config, run).table()}
-    run.write_json("table.json", content)
-    text = table([content])
-    run.write_text("table.md", text)
-    print(text)
+    run.finish(content, table)
     return run.path
 
 
@@ -194,16 +191,11 @@ class Composition:
             seed=self.config.seed,
             **options,
         )
-        log = partial(self.run.log, model=label)
         # The next adapter begins as if nothing had been trained before it.
         with torch.random.fork_rng():
-            result = training.train(
-                reader.model, loss, batches, config, self.accelerator, log=log, label=label,
-                progress=self.config.progress,
-            )  # fmt: skip
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return result.seconds
+            return training.train_run(
+                self.run, label, reader.model, loss, batches, config, self.accelerator, progress=self.config.progress
+            ).seconds
 
     def row(self, name: str, reader: Alone) -> dict[str, Any]:
         """Return a row: the shares of right answers in each task, and those of KV-arithmetic teacher-forced."""

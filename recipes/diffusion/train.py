@@ -39,10 +39,7 @@ def main(settings: dict[str, Any]) -> Path:
         accelerator = training.make_accelerator(device=config.device)
         stage = train_text if config.stage == "text" else train_style
         content = {"stage": config.stage, "seed": config.seed, **stage(config, run, accelerator)}
-        run.write_json("table.json", content)
-        text = table([content])
-        run.write_text("table.md", text)
-        print(text)
+        run.finish(content, table)
     return run.path
 
 

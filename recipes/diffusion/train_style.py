@@ -59,9 +59,7 @@ def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     # Training.
     generator = torch.Generator().manual_seed(config.seed)
     arguments = (config, data, model, host, encoder, run, accelerator, generator)
-    results = {}
-    results["decoupled"], losses = train(model.adapters, "decoupled", *arguments)
-    inspect.plot_curves({"loss": {"training": [losses]}}, run.path / "loss.png", log=True)
+    results = {"decoupled": train(model.adapters, "decoupled", *arguments)}
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     make_pipeline_config(config, host, len(data)).save(run.path / "adapter")
     concatenated = None
@@ -70,7 +68,9 @@ def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
         text_dim = host.prompts.encoder.config.hidden_size
         concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(accelerator.device)
         generator.manual_seed(config.seed)
-        results["concatenated"], _ = train(concatenated, "concatenated", *arguments)
+        results["concatenated"] = train(concatenated, "concatenated", *arguments)
+    curves = training.curves_of({"training": [training.read_run(run.path)]}, ["loss"])
+    inspect.plot_curves(curves, run.path / "loss.png", log=True)
 
     # Measuring.
     judge, examples = Judge(data, scale), held_out[: config.sample.examples]
@@ -110,9 +110,9 @@ def train(
     run: training.RunFolder,
     accelerator: Any,
     generator: torch.Generator,
-) -> tuple[training.TrainingResult, dict[int, float]]:
-    """Train the adapters of `model`, or a `Concatenated`; return the result and the losses by step."""
-    memories, optim, losses = style_memory(encoder, data.pictures), config.optim, {}
+) -> training.TrainingResult:
+    """Train the adapters of `model`, or a `Concatenated`."""
+    memories, optim = style_memory(encoder, data.pictures), config.optim
 
     def loss(rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         sentences = [row.sentence for row in rows]
@@ -133,19 +133,12 @@ def train(
         )
         return errors.sum(), len(rows)
 
-    def log(**metrics: Any) -> None:
-        losses[metrics["step"]] = metrics["loss"]
-        run.log(model=name, **metrics)
-
     settings = training.TrainingConfig(
         **optim.model_dump(exclude={"batch_size", "min_snr", "ema_decay"}), seed=config.seed
     )
     batches, progress = make_batches(config, data, host, generator), config.progress
     module.requires_grad_(True)
-    result = training.train(module, loss, batches, settings, accelerator, log=log, label=name, progress=progress)
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return result, losses
+    return training.train_run(run, name, module, loss, batches, settings, accelerator, progress=progress)
 
 
 def make_batches(

@@ -44,19 +44,9 @@ class Lesson:
         )
         # The next model starts from the same random numbers, whatever was trained before it.
         with torch.random.fork_rng():
-            result = training.train(
-                model,
-                loss,
-                batches(),
-                config,
-                self.accelerator,
-                log=lambda **metrics: self.run.log(model=label, **metrics),
-                label=label,
-                progress=self.config.progress,
-            )
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return result.seconds
+            return training.train_run(
+                self.run, label, model, loss, batches(), config, self.accelerator, progress=self.config.progress
+            ).seconds
 
 
 def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdapter:

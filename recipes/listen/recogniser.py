@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmattn
-from mmattn.errors import ConfigError
 
 from .learning import make_adapter
 from .settings import RecogniserSettings, SensorEncoderSettings
@@ -112,19 +111,6 @@ class Recogniser(nn.Module):
         self.model.host.save_pretrained(str(folder))
         self.model.save_adapter(folder / "audio", "audio")
         save_file(self.ear.state_dict(), folder / "ear.safetensors")
-
-    def load(self, folder: Path) -> None:
-        """Load the weights of a recogniser with the same settings."""
-        try:
-            self.ear.load_state_dict(load_file(folder / "ear.safetensors"))
-            lm = LlamaForCausalLM.from_pretrained(folder)
-            self.model.host.load_state_dict(lm.state_dict())
-            audio = mmattn.load(lm, folder / "audio", "audio").adapter("audio")
-            self.model.adapter("audio").load_state_dict(audio.state_dict())
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(
-                f"recogniser.saved={str(folder)!r} has no recogniser with these settings: {error}"
-            ) from error
 
 
 @torch.no_grad()

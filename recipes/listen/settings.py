@@ -63,7 +63,6 @@ class RecogniserSettings(OptimSettings):
     layers: int = Field(2, ge=1)  # of the language model
     heads: int = Field(4, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
-    saved: str | None = None  # the folder of one that an earlier run trained; null: train one
     places: float = Field(1.0, ge=0)  # weight of the ear's own loss: which word is spoken when
     adapter: AdapterSettings = AdapterSettings(head_dim=32, feed_forward=2.0, null_slot=False)
     max_steps: int = Field(1400, ge=1)
@@ -110,7 +109,6 @@ class LanguageModelSettings(OptimSettings):
 class DescribingSettings(Strict):
     adapter: AdapterSettings = AdapterSettings(num_heads=8, head_dim=16, null_slot=False, memory_norm=False)
     optim: OptimSettings = OptimSettings(max_steps=1200, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
-    memory_batch: int = Field(64, ge=1)  # rows of the training step whose memory is measured
 
 
 class Config(Strict):

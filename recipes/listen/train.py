@@ -12,11 +12,11 @@ from typing import Any
 from mmattn import training
 from mmattn.errors import import_extra
 
-from .memory_use import WAYS
 from .series import ATTRIBUTES
 from .settings import Config
 from .train_series import Describing
 from .train_speech import Listening
+from .voices import HELD_OUT
 
 TRAINED = {
     "parameters": ("trained parameters", 1, ",.0f", ""),
@@ -42,30 +42,15 @@ def main(settings: dict[str, Any]) -> Path:
     accelerator = training.make_accelerator(device=config.device)
     part = (Listening if config.part == "speech" else Describing)(config, run, accelerator)
     content = {"part": config.part, "seed": config.seed, **part.table()}
-    run.write_json("table.json", content)
-    text = table([content])
-    run.write_text("table.md", text)
-    print(text)
+    run.finish(content, table)
     return run.path
 
 
 def table(contents: list[dict[str, Any]]) -> str:
-    """Return the table of one or several `table.json`, and of series the cost of a training step."""
+    """Return the table of one or several `table.json`."""
     first = contents[0]
     runs = [[{"parameters": None, "seconds": None, **row} for row in one["rows"]] for one in contents]
     text = training.spread_table("", COLUMNS[first["part"]], runs)
     if first["part"] == "speech":
-        voices = len(first["voices"]["audio only"])
-        return f"{text}\n\n{first['held_out']} utterances of {voices} voices that were never trained on."
-    steps = []
-    for way, name in WAYS.items():
-        each = [one["memory"][way] for one in contents]
-        megabytes = training.mean_and_spread([one["megabytes"] for one in each], 1, ".0f", "")
-        seconds = training.mean_and_spread([one["seconds"] for one in each], 1, ".2f", "")
-        steps.append([name, megabytes, seconds])
-    ratios = [
-        one["memory"]["adapter"]["megabytes"] / max(1e-9, one["memory"]["inserted"]["megabytes"]) for one in contents
-    ]
-    ratio = training.mean_and_spread(ratios, 1, ".2f", "")
-    cost = training.markdown_table(["a training step", "peak MB above the loaded model", "seconds"], steps)
-    return f"{text}\n\n{cost}\n\n{first['patches']} patches; the adapter's peak is {ratio} of the other."
+        return f"{text}\n\n{first['held_out']} utterances of {len(HELD_OUT)} voices that were never trained on."
+    return f"{text}\n\n{first['patches']} patches."

@@ -14,7 +14,6 @@ from mmattn import training
 from mmattn.encoders import SeriesEncoder
 
 from .learning import Lesson, make_adapter, plot_losses
-from .memory_use import step_memory
 from .series import ATTRIBUTES, END, START, VOCABULARY, Description, batch, make_series, parse
 from .settings import Config, LanguageModelSettings
 
@@ -54,7 +53,7 @@ class Describing(Lesson):
         return descriptions, mmattn.Memory(whole.tokens.half(), whole.mask)
 
     def table(self) -> dict[str, Any]:
-        """Train the language model, the adapter and the LoRA; return every row, and the cost of a training step."""
+        """Train the language model, the adapter and the LoRA; return every row."""
         config = self.config
         torch.manual_seed(config.seed)
         lm = build(config.lm, self.train_memory.length + LONGEST + 2).to(self.device)
@@ -82,8 +81,7 @@ class Describing(Lesson):
             rows.append({**self.row("LoRA, no series", lora, None), "parameters": count, "seconds": seconds})
             lora.unload()
         plot_losses(self.run)
-        self.draw()
-        return {"rows": rows, "memory": step_memory(config), "patches": self.train_memory.length}
+        return {"rows": rows, "patches": self.train_memory.length}
 
     def any_series(self, random: Random, done: float) -> int:
         """Return the number of a training series."""
@@ -133,20 +131,3 @@ class Describing(Lesson):
             self.run.write_text("samples.txt", "\n\n".join(lines[:20]))
         shares = {one: sum(row[one] for row in right) / len(right) for one in ATTRIBUTES}
         return {"name": name, **shares, "all": sum(all(row.values()) for row in right) / len(right)}
-
-    def draw(self) -> None:
-        """Draw the first held-out series with their descriptions."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(4, 1, figsize=(9, 8), constrained_layout=True)
-        for row, axis in enumerate(axes[: len(self.held_out)]):
-            seed = training.derive_seed(self.config.seed, "held out", row)
-            axis.plot(make_series(self.held_out[row], self.config.series, seed), linewidth=0.4)
-            axis.set_title(f"said: {self.texts[row]}", fontsize=9, loc="left")
-            axis.margins(x=0)
-        axes[-1].set_xlabel("sample")
-        figure.savefig(self.run.path / "series.png", dpi=110)
-        plt.close(figure)

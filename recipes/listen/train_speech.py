@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,9 +27,6 @@ from .voices import WORDS, speak
 Row = tuple[Utterance, float]
 """An utterance and its signal-to-noise ratio in dB."""
 CLEAN = 30.0  # dB of a clean voice
-DRAWN = (
-    "audio only", "audio and sensor", "audio and another utterance's sensor", "audio, LoRA without a sensor",
-)  # fmt: skip
 
 
 class Listening(Lesson):
@@ -58,14 +54,10 @@ class Listening(Lesson):
         self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(accelerator.device)
 
     def table(self) -> dict[str, Any]:
-        """Train all models; return every row of the table, and the word error rates of each voice."""
+        """Train all models; return every row of the table."""
         config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
-        seconds = None
-        if config.recogniser.saved is None:
-            seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
-            recogniser.save(self.run.path / "recogniser")
-        else:
-            recogniser.load(Path(config.recogniser.saved))
+        seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
+        recogniser.save(self.run.path / "recogniser")
         recogniser.requires_grad_(False).eval()
         self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
         self.encoder.requires_grad_(False).eval()
@@ -92,10 +84,8 @@ class Listening(Lesson):
             rows.append({**self.row("audio, LoRA without a sensor"), "parameters": count, "seconds": seconds})
             lora.unload()
         plot_losses(self.run)
-        voices = {row["name"]: row.pop("voices") for row in rows}
-        draw_voices({name: voices[name] for name in DRAWN if name in voices}, self.run.path / "voices.png")
         self.samples(rows)
-        return {"rows": rows, "voices": voices, "held_out": len(self.measure.utterances), "least": self.least}
+        return {"rows": rows, "held_out": len(self.measure.utterances), "least": self.least}
 
     def louder(self, random: Random, done: float) -> Row:
         """Draw a row for the recogniser: with little noise at first, later as in the settings."""
@@ -157,7 +147,7 @@ class Listening(Lesson):
         return float(torch.cat(agreements).quantile(1 - sensor.passing))
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
-        """Return the word error rates of all voices and of each; `alone` measures the sensor without the recogniser."""
+        """Return the word error rates; `alone` measures the sensor without the recogniser."""
         options: dict[str, Any] = {"longest": self.longest, "shift": shift}
         if sensor:
             options |= {"sensor": self.encoder, "least": self.least}
@@ -168,7 +158,7 @@ class Listening(Lesson):
                 self.measure.transcribe(self.recogniser, snr, **options) for snr in (self.config.noise.snr, CLEAN)
             )
         rates = {"noisy": self.measure.rate(noisy), "clean": self.measure.rate(clean)}
-        return {"name": name, **rates, "voices": self.measure.by_voice(noisy), "written": noisy[:20]}
+        return {"name": name, **rates, "written": noisy[:20]}
 
     def samples(self, rows: list[dict[str, Any]]) -> None:
         """Save the transcripts of the first utterances."""
@@ -219,44 +209,11 @@ class Measure:
         seeds = [training.derive_seed(self.seed, "noise", row) for row in rows]
         return self.speech.batch([self.utterances[row] for row in rows], [snr] * len(rows), seeds)
 
-    def rate(self, transcripts: Sequence[Sequence[int]], voice: str | None = None) -> float:
-        """Return the word error rate, of all voices or of one."""
-        speakers = self.speech.spoken.speakers
-        pairs = [
-            (" ".join(map(str, words)), " ".join(map(str, one.words)))
-            for words, one in zip(transcripts, self.utterances, strict=True)
-            if voice in (None, speakers[one.speaker].voice)
-        ]
-        words, references = zip(*pairs, strict=True)
+    def rate(self, transcripts: Sequence[Sequence[int]]) -> float:
+        """Return the word error rate."""
+        words = [" ".join(map(str, words)) for words in transcripts]
+        references = [" ".join(map(str, one.words)) for one in self.utterances]
         return text_scores(words, references, ["wer"])["wer"]
-
-    def by_voice(self, transcripts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Return the word error rate of each voice."""
-        speakers = self.speech.spoken.speakers
-        voices = dict.fromkeys(speakers[one.speaker].voice for one in self.utterances)
-        return {voice: self.rate(transcripts, voice) for voice in voices}
-
-
-def draw_voices(rates: dict[str, dict[str, float]], path: Path) -> None:
-    """Draw the word error rate of each voice, by row of the table."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4), constrained_layout=True)
-    wide = 0.8 / len(rates)
-    for place, (name, voices) in enumerate(rates.items()):
-        axes.bar(
-            [x + place * wide for x in range(len(voices))], [100 * rate for rate in voices.values()], wide, label=name
-        )
-    names = list(next(iter(rates.values())))
-    axes.set_xticks([x + 0.4 - wide / 2 for x in range(len(names))], names, rotation=20, ha="right", fontsize=8)
-    axes.set_ylabel("word error rate in %")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def size(module: torch.nn.Module, trained: bool = False) -> int:

@@ -56,19 +56,10 @@ def train(
 ) -> float:
     """Train the weights of a module that are not frozen, with the settings of the run; return the seconds."""
     options = config.optim.model_dump(exclude={"batch_size"}) | {"max_steps": steps, "seed": config.seed}
-    result = training.train(
-        module,
-        loss,
-        batches,
-        training.TrainingConfig(**options),
-        accelerator,
-        log=lambda **metrics: run.log(model=label, **metrics),
-        label=label,
-        progress=config.progress,
-    )
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return result.seconds
+    settings = training.TrainingConfig(**options)
+    return training.train_run(
+        run, label, module, loss, batches, settings, accelerator, progress=config.progress
+    ).seconds
 
 
 def write_answers(

@@ -10,7 +10,7 @@ from typing import Any
 import mmattn
 from mmattn import inspect, pipelines
 
-from .facts import Fact, load_facts
+from .territories import Fact, load_facts
 from .train import some
 
 ENTRIES, QUESTIONS = 300, 4

@@ -16,7 +16,7 @@ from torch import Tensor
 import mmattn
 from mmattn.encoders import HybridEncoder
 
-from .facts import Fact
+from .territories import Fact
 
 BLOCK = 1 << 14  # texts
 

@@ -4,8 +4,7 @@
         [--query-scale 0.8]
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
-`Measure` with the mean and half the range over the adapters, and the seconds that one question took. Up to a hundred
-thousand entries it also prints how much of the weights of an exact search an approximate one finds.
+`Measure` with the mean and half the range over the adapters, and the seconds that one question took.
 """
 
 from __future__ import annotations
@@ -19,19 +18,16 @@ import torch
 import yaml
 
 import mmattn
-from mmattn import inspect, training
+from mmattn import training
 
-from .answering import batches_of, load_lm
-from .entries import EntrySet
-from .facts import prompt
+from .answering import load_lm
 from .measure import Measure, shares
 from .settings import Config
 from .train import FACTS, load_entries
 
-EXACT_UP_TO, COMPARED = 100_000, 16
 #: Besides the hits of attention in so many lists, the entries with the best scores are always in view.
 SETTINGS: dict[str, dict[str, Any]] = {"ivf": {"visited": 16}}
-FURTHER = {"seconds": ("seconds a question", 1, ".2f", ""), "found": ("weights found", 100, ".1f", " %")}
+FURTHER = {"seconds": ("seconds a question", 1, ".2f", "")}
 
 
 def main() -> None:
@@ -53,11 +49,9 @@ def main() -> None:
     _, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
     (one,) = measure.sets[args.size]
-    index = exact = None
+    index = None
     if "index" in args.ways:
         index = entries.index_of_slots(one.rows, args.store, **SETTINGS.get(args.store, {}))
-        if args.store != "exact" and args.size <= EXACT_UP_TO:
-            exact = entries.index_of_slots(one.rows)
     runs: list[list[dict[str, Any]]] = []
     for run in args.runs:
         model = mmattn.load(lm, run / "adapter")
@@ -66,10 +60,8 @@ def main() -> None:
         for way in args.ways:
             start = time.perf_counter()
             answers = measure.answers(model, one, way, index)
-            row: dict[str, Any] = {"name": f"{way}, {args.size:,} entries", **shares(answers), "found": None}
+            row: dict[str, Any] = {"name": f"{way}, {args.size:,} entries", **shares(answers)}
             row["seconds"] = (time.perf_counter() - start) / len(answers)
-            if way == "index" and exact is not None:
-                row["found"] = share_found(measure, model, one, index, exact)
             runs[-1].append(row)
             print(run, row, flush=True)
         model.unload()
@@ -85,22 +77,6 @@ def scale_queries(model: Any, factor: float) -> None:
     """
     for attention in model.attentions().values():
         attention.q_proj.weight.mul_(factor)
-
-
-@torch.no_grad()
-def share_found(measure: Measure, model: Any, one: EntrySet, *indexes: mmattn.Index | None) -> float:
-    """Return the share of the weights over the hits of an exact index (the second) on hits of an approximate one."""
-    prompts = [prompt(measure.entries.facts[row]) for row in one.questions[:COMPARED]]
-    weights = []
-    for index in indexes:
-        memory_of = measure.memory_of(one, "index", index)
-        with inspect.record(model) as recorded:
-            for rows, inputs in batches_of(model, measure.tokenizer, prompts, 1):
-                model(**inputs, memory=memory_of(rows))
-        weights.append([call for calls in recorded.values() for call in calls])
-    pairs = zip(*weights, strict=True)
-    parts = [(exact * (found > 0)).sum(-1) / exact.sum(-1).clamp(min=1e-9) for found, exact in pairs]
-    return float(torch.cat([part.flatten() for part in parts]).mean())
 
 
 if __name__ == "__main__":

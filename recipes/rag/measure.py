@@ -12,8 +12,8 @@ import mmattn
 
 from .answering import MemoryOf, most_attended, neighbour_answers, write_answers
 from .entries import Entries, EntrySet, entry_sets
-from .facts import UNKNOWN, prompt
 from .settings import Config
+from .territories import UNKNOWN, prompt
 
 IN_PROMPT = 6  # facts in a prompt, as the language model was trained to read them
 READ_ALL = ("prompt", "knn", "all")  # ways that read every entry

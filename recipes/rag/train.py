@@ -22,9 +22,9 @@ from mmattn.encoders import HybridEncoder
 
 from .answering import answer_batch, device_of, load_lm, train as train_module
 from .entries import Entries
-from .facts import UNKNOWN, Fact, load_facts, made_up, prompt
 from .measure import Measure
 from .settings import Config
+from .territories import UNKNOWN, Fact, load_facts, made_up, prompt
 from .train_docs import train_documents
 from .train_tokens import train_tokens
 
@@ -52,13 +52,10 @@ def main(settings: dict[str, Any]) -> Path:
     accelerator = training.make_accelerator(device=config.device)
     part = {"facts": train_facts, "docs": train_documents, "tokens": train_tokens}[config.part]
     content = {"part": config.part, "seed": config.seed, **part(config, run, accelerator)}
-    run.write_json("table.json", content)
-    text = table([content])
-    run.write_text("table.md", text)
+    results = run.finish(content, table)
     if config.part != "tokens":  # no pipeline has an adapter that searches while it reads
         pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
-        pipeline_config.model_copy(update={"results": text}).save(run.path / "adapter")
-    print(text)
+        pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
 
 

@@ -77,10 +77,7 @@ def main(settings: dict[str, Any]) -> Path:
         rows.append({"name": control, **score(held_out, other(sources)), **costs})
     content = {"seed": config.seed, "pairs": len(batches), "held_out": len(held_out), "steps": config.optim.max_steps}
     content |= {"rows": rows}
-    run.write_json("table.json", content)
-    text = table([content])
-    run.write_text("table.md", text)
-    print(text)
+    run.finish(content, table)
     return run.path
 
 

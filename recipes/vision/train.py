@@ -67,15 +67,14 @@ def main(config: dict[str, Any]) -> Path:
     run.write_text("samples_before.txt", name_captions(data, samples, captions))
 
     # Training.
-    result, losses = train(model, "adapter", data, ids, memory, settings, run, accelerator)
+    result = train(model, "adapter", data, ids, memory, settings, run, accelerator)
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     pipeline_config = make_pipeline_config(settings, tokenizer, data)
     pipeline_config.save(run.path / "adapter")
     if result.interrupted:
         print(f"stopped after {result.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
         return run.path
-    curves = {"adapter": [losses]}
-    inspect.plot_curves({"loss": curves}, run.path / "loss.png", log=True)
+    plot_losses(run)
 
     # Measuring: the right picture, shuffled pictures, no picture, and a text-only LoRA of equal size.
     try:
@@ -87,12 +86,11 @@ def main(config: dict[str, Any]) -> Path:
         save_captions(run, model, tokenizer, data, held_out, captions, samples, encoder.grid)
         model.unload()
         if settings.controls:
-            control, losses = train_lora(lm, parameters, data, ids, measure, settings, run, accelerator)
+            control = train_lora(lm, parameters, data, ids, measure, settings, run, accelerator)
             rows.insert(1, control)
             for row in rows:
                 row["bits_saved"] = bits_saved(row["nats"], control["nats"])
-            curves["LoRA, text only"] = [losses]
-            inspect.plot_curves({"loss": curves}, run.path / "loss.png", log=True)
+            plot_losses(run)
     except KeyboardInterrupt:
         print(f"stopped before the table was complete; the trained adapter is in {run.path / 'adapter'}")
         return run.path
@@ -104,11 +102,8 @@ def main(config: dict[str, Any]) -> Path:
         "seed": settings.seed,
         "rows": [{name: value for name, value in row.items() if name != "nats"} for row in rows],
     }
-    run.write_json("table.json", content)
-    text = table([content])
-    run.write_text("table.md", text)
-    pipeline_config.model_copy(update={"results": text}).save(run.path / "adapter")
-    print(text)
+    results = run.finish(content, table)
+    pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
 
 
@@ -129,9 +124,9 @@ def train(
     settings: Config,
     run: training.RunFolder,
     accelerator: Any,
-) -> tuple[training.TrainingResult, dict[int, float]]:
+) -> training.TrainingResult:
     """Train on pairs of a picture and one of its descriptions, without `memory` on the descriptions alone."""
-    optim, losses = settings.optim, {}
+    optim = settings.optim
     texts = [picture.species.texts for picture in data.train] * (2 if settings.data.flip else 1)
     pairs = training.PairSampler(texts, optim.batch_size, settings.seed)
     batches = ([(step, *pair) for pair in pairs.pairs(step)] for step in range(optim.max_steps))
@@ -146,16 +141,12 @@ def train(
         batch = training.collate([ids[text] for text in texts], batch_memory)
         return training.sum_nats(model, batch.to(accelerator.device))
 
-    def log(**metrics: Any) -> None:
-        losses[metrics["step"]] = metrics["loss"]
-        run.log(model=name, **metrics)
-
     options = optim.model_dump(exclude={"batch_size", "keep_fraction", "lora_learning_rate"}) | {"seed": settings.seed}
     if memory is None:
         options["learning_rate"] = optim.lora_learning_rate
     config = training.TrainingConfig(**options)
-    result = training.train(model, loss, batches, config, accelerator, log=log, label=name, progress=settings.progress)
-    return result, losses
+    log = partial(run.log, model=name)
+    return training.train(model, loss, batches, config, accelerator, log=log, label=name, progress=settings.progress)
 
 
 def train_lora(
@@ -167,18 +158,24 @@ def train_lora(
     settings: Config,
     run: training.RunFolder,
     accelerator: Any,
-) -> tuple[dict[str, Any], dict[int, float]]:
+) -> dict[str, Any]:
     """Train and measure the control: a LoRA on the texts, with as many parameters as the adapter."""
     torch.manual_seed(settings.seed)
     lora = training.matched_lora(lm, parameters)
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, text only: {count:,} trained parameters beside {parameters:,} of the adapter")
-    result, losses = train(lora, "lora", data, ids, None, settings, run, accelerator)
+    result = train(lora, "lora", data, ids, None, settings, run, accelerator)
     if result.interrupted:
         raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
     row, _ = measure.row("LoRA, text only", lora)
     lora.unload()
-    return row | {"parameters": count, "seconds": result.seconds}, losses
+    return row | {"parameters": count, "seconds": result.seconds}
+
+
+def plot_losses(run: training.RunFolder) -> None:
+    """Plot the loss of each model as `loss.png`."""
+    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
+    inspect.plot_curves(curves, run.path / "loss.png", log=True)
 
 
 def save_captions(

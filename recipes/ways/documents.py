@@ -111,19 +111,10 @@ class Documents:
             max_steps=optim.max_steps, learning_rate=optim.learning_rate, warmup_steps=optim.warmup_steps,
             max_grad_norm=optim.max_grad_norm, seed=self.config.seed,
         )  # fmt: skip
-        done = training.train(
-            model,
-            lambda rows, seeds: loss(model, [documents for documents, _ in rows], rows[0][1]),
-            batches(),
-            config,
-            self.accelerator,
-            log=lambda **figures: self.run.log(model=name, **figures),
-            label=f"prefix, {name}",
-            progress=self.config.progress,
-        )
-        if done.interrupted:
-            raise KeyboardInterrupt
-        return done.seconds
+        return training.train_run(
+            self.run, name, model, lambda rows, seeds: loss(model, [documents for documents, _ in rows], rows[0][1]),
+            batches(), config, self.accelerator, progress=self.config.progress,
+        ).seconds  # fmt: skip
 
     def next_token(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
         """Return -log p of the documents, one after the other, after their prefixes."""

@@ -54,21 +54,12 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
         nats = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
         return nats, int((labels != -100).sum())
 
-    done = training.train(
-        model,
-        loss,
-        _batches(config, world),
-        training.TrainingConfig(
-            max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100,
-            max_grad_norm=1.0, seed=config.seed,
-        ),
-        accelerator,
-        log=lambda **figures: run.log(model="reader", **figures),
-        label="reader",
-        progress=config.progress,
+    options = training.TrainingConfig(
+        max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100,
+        max_grad_norm=1.0, seed=config.seed,
     )  # fmt: skip
-    if done.interrupted:
-        raise KeyboardInterrupt
+    batches = _batches(config, world)
+    done = training.train_run(run, "reader", model, loss, batches, options, accelerator, progress=config.progress)
     model.save_pretrained(run.path / FOLDER)
     tokenizer.save_pretrained(run.path / FOLDER)
     rows = [

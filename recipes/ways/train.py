@@ -62,10 +62,7 @@ def main(settings: dict[str, Any]) -> Path:
     else:
         content = Study(config, run, accelerator).table()
     content |= {"seed": config.seed, "task": config.task}
-    run.write_json("table.json", content)
-    text = table([content])
-    run.write_text("table.md", text)
-    print(text)
+    run.finish(content, table)
     return run.path
 
 
@@ -168,19 +165,10 @@ class Study:
             max_grad_norm=optim.max_grad_norm,
             seed=self.config.seed,
         )
-        result = training.train(
-            way.model,
-            loss,
-            self.task.batches(),
-            config,
-            self.accelerator,
-            log=lambda **metrics: self.run.log(model=label, **metrics),
-            label=label,
+        return training.train_run(
+            self.run, label, way.model, loss, self.task.batches(), config, self.accelerator,
             progress=self.config.progress,
-        )
-        if result.interrupted:
-            raise KeyboardInterrupt  # a way that was stopped early would flatter the others
-        return result.seconds
+        ).seconds  # fmt: skip
 
 
 def _lora(lm: Any, parameters: int) -> Way:

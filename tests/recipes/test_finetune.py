@@ -254,24 +254,6 @@ class TestData:
         assert recipe.language.trace_texts(hidden, tokenizer, [row], ["It is blue."], memories) == []
 
 
-def test_few_pictures_beside_a_probe(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
-    """The script measures what it says: pictures that were not trained on, those of two flowers that look different."""
-    pytest.importorskip("sklearn")
-    few = load_files("finetune", "few_pictures").few_pictures
-    for name in ("daffodil", "foxglove"):
-        (tmp_path / "all" / name).mkdir(parents=True)
-        for number in range(4):
-            with Image.open(FLORA / f"{name}.png") as picture:
-                picture.rotate(5 * number).save(tmp_path / "all" / name / f"{number}.png")
-    changes = ["optim.max_steps=2", "progress=false", "device=cpu", "adapter.every=6", "caption.max_new_tokens=4"]
-    said = few.measure(tmp_path / "all", tmp_path / "out", "assets/clip", 3, 1, 1, changes)
-    assert said.startswith("6 pictures in 2 classes; of 2 new ones named right")
-    shares = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in said.splitlines()[4:]}
-    assert shares["logistic regression, mean of the patches"] == shares["logistic regression, pooled"] == "100.0 %"
-    assert set(shares) >= {"adapter, seed 0", "adapter, mean of 1"}
-    assert few.share_named(["A photo of a Daisy", "a photo of"], ["A photo of a daisy.", "A photo of a pansy."]) == 0.5
-
-
 class TestUNet:
     @pytest.mark.slow
     def test_it_learns_to_draw(self, recipe: SimpleNamespace, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.recipes.comparing import check_compared
 STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}
 SMALL = {"num_heads": 2, "head_dim": 6}
 FILES = (
-    "settings", "voices", "speech", "recogniser", "series", "memory_use", "train_speech", "train_series", "train",
+    "settings", "voices", "speech", "recogniser", "series", "train_speech", "train_series", "train",
 )  # fmt: skip
 
 
@@ -182,9 +182,9 @@ def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
     assert rows["audio, LoRA without a sensor"]["parameters"] == pytest.approx(
         rows["audio and sensor"]["parameters"], rel=0.05
     )
-    assert len(content["voices"]["audio only"]) == 8 and content["held_out"] == 16
+    assert content["held_out"] == 16
     assert "16 utterances of 8 voices" in (spoken_run / "table.md").read_text()
-    assert (spoken_run / "voices.png").stat().st_size > 1000 and (spoken_run / "loss.png").is_file()
+    assert (spoken_run / "loss.png").is_file()
     assert (spoken_run / "samples.txt").read_text().count("said") == 16
     logged = {json.loads(line)["model"] for line in (spoken_run / "metrics.jsonl").read_text().splitlines()}
     assert logged == {"recogniser", "encoder of the sensor", "adapter", "LoRA"}
@@ -207,24 +207,6 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
 
 def test_its_runs_can_be_compared(spoken_run: Path, tmp_path: Path) -> None:
     check_compared(spoken_run, tmp_path)
-
-
-def test_a_recogniser_of_an_earlier_run_is_taken(recipe: SimpleNamespace, spoken_run: Path, tmp_path: Path) -> None:
-    import yaml
-
-    settings = yaml.safe_load((spoken_run / "config.resolved.yaml").read_text())
-    settings |= {"out": str(tmp_path), "controls": False}
-    settings["recogniser"]["saved"] = str(spoken_run / "recogniser")
-    recipe.train.main(settings)
-    first, again = (
-        {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-        for run in (spoken_run, tmp_path)
-    )
-    for name in ("audio only", "audio and sensor", "sensor alone, read off its encoder"):
-        assert again[name]["noisy"] == first[name]["noisy"]
-    settings["recogniser"] |= {"saved": str(tmp_path)}
-    with pytest.raises(ConfigError, match="recogniser.saved="):
-        recipe.train.main(settings | {"out": str(tmp_path / "other")})
 
 
 def test_without_espeak_it_says_what_to_install(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,16 +277,13 @@ def series_settings() -> dict[str, Any]:
         "part": "series",
         "series": {"samples": 1100, "patch": 50, "train": 7, "held_out": 11},
         "lm": {**STEPS, "width": 16, "heads": 2, "layers": 2},
-        "describing": {"optim": STEPS, "memory_batch": 3, "adapter": SMALL},
+        "describing": {"optim": STEPS, "adapter": SMALL},
     }
 
 
 def test_a_run_over_series_has_its_controls(
-    recipe: SimpleNamespace, series_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: SimpleNamespace, series_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    # In this process, whose peak has been higher before.
-    ways = {way: {"megabytes": 8.0, "seconds": 0.5} for way in recipe.memory_use.WAYS}
-    monkeypatch.setattr(recipe.train_series, "step_memory", lambda config: ways)
     run = recipe.train.main(series_settings | {"out": str(tmp_path / "run")})
     content = json.loads((run / "table.json").read_text())
     assert [row["name"] for row in content["rows"]] == [
@@ -319,23 +298,4 @@ def test_a_run_over_series_has_its_controls(
     rows = {row["name"]: row for row in content["rows"]}
     for name in recipe.series.ATTRIBUTES:
         assert rows["adapter, no series"][name] == rows["frozen LM, no series"][name]
-    text = (run / "table.md").read_text()
-    assert "patches inserted as tokens" in text and "the adapter's peak is 1.00 of the other" in text
-    assert (run / "series.png").stat().st_size > 1000 and (run / "samples.txt").read_text().count("true:") == 11
-
-
-@pytest.mark.parametrize("way", ["adapter", "inserted"])
-def test_both_ways_of_a_step_train_what_they_should(
-    recipe: SimpleNamespace, series_settings: dict[str, Any], way: str
-) -> None:
-    found = recipe.memory_use.one_way(way, recipe.settings.Config(**series_settings))
-    assert found["megabytes"] >= 0 and found["seconds"] > 0
-
-
-@pytest.mark.slow
-def test_memory_of_a_step_is_measured_in_processes_of_their_own(
-    recipe: SimpleNamespace, series_settings: dict[str, Any]
-) -> None:
-    given = series_settings | {"series": {"samples": 16_000}, "lm": {}, "describing": {"memory_batch": 32}}
-    found = recipe.memory_use.step_memory(recipe.settings.Config(**given))
-    assert 0 < found["adapter"]["megabytes"] < found["inserted"]["megabytes"] / 2
+    assert "22 patches" in (run / "table.md").read_text() and (run / "samples.txt").read_text().count("true:") == 11

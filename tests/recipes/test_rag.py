@@ -34,8 +34,8 @@ HELD = {"tests": "A test calls a function and compares the value.\n\nArguments m
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = ("settings", "facts", "documents", "entries", "answering", "measure", "train", "train_docs")
-    return load_files("rag", *names, "large", "separation")
+    names = ("settings", "territories", "documents", "entries", "answering", "measure", "train", "train_docs")
+    return load_files("rag", *names, "large")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def make_lm() -> ModuleType:
 @pytest.fixture(scope="module")
 def facts(recipe: SimpleNamespace) -> Any:
     """Facts to train on and held-out facts."""
-    return recipe.facts.load_facts()
+    return recipe.territories.load_facts()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
 def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, make_lm: ModuleType, facts: Any) -> None:
     true = {(fact.question, fact.value) for part in facts for fact in part}
     said = [text.rsplit("Question: ", 1)[1].split("\nAnswer: ") for text in make_lm.questions(facts[0], 300, Random(0))]
-    answered = [(question, answer) for question, answer in said if answer != recipe.facts.UNKNOWN]
+    answered = [(question, answer) for question, answer in said if answer != recipe.territories.UNKNOWN]
     assert len(answered) > 200 and sum(pair in true for pair in answered) < 0.1 * len(answered)
     assert not {question for question, _ in said} & {fact.question for fact in facts[1]}
 
@@ -127,14 +127,14 @@ def test_half_of_the_answers_are_in_an_entry_set(recipe: SimpleNamespace, facts:
 
 def test_names_that_nobody_has_are_near_misses_of_real_ones(recipe: SimpleNamespace, facts: Any) -> None:
     known = facts[0][:3000]
-    made = recipe.facts.made_up(known, 2000)
+    made = recipe.territories.made_up(known, 2000)
     names = {fact.key for fact in known}
     assert len(made) == 2000 and not names & {fact.key for fact in made}
     assert len({(fact.key, fact.property) for fact in made}) == 2000, "no key means two things"
     assert {fact.value for fact in made} <= {fact.value for fact in known}
     near = sum(max(SequenceMatcher(None, fact.key, name).ratio() for name in names) > 0.85 for fact in made[:40])
     assert near > 15 and len({fact.property for fact in made}) == 3
-    assert recipe.facts.made_up(known, 700) == made[:700] != recipe.facts.made_up(known, 700, 1)
+    assert recipe.territories.made_up(known, 700) == made[:700] != recipe.territories.made_up(known, 700, 1)
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +149,17 @@ def test_training_has_the_most_alike_entries_of_indexes_of_every_size(recipe: Si
     data = {"per_query": 13, "absent": 0.4}
     config = recipe.settings.Config(data=data, optim={"batch_size": 400})
     rows = next(recipe.train.questions(config, known))
-    asked = {recipe.facts.prompt(fact): row for row, fact in enumerate(known.facts[:200])}
+    asked = {recipe.territories.prompt(fact): row for row, fact in enumerate(known.facts[:200])}
     absent, smaller = 0, 0
     for text, answer, memory in rows:
         row = asked[text]
         assert 1 <= memory.length <= 13 and memory.dim == 36
         torch.testing.assert_close(memory.scores[0], memory.tokens[0, :, :17] @ known.questions[row])
         there = (memory.tokens[0, :, :17] == known.titles[row]).all(1).any()
-        assert there == (answer != recipe.facts.UNKNOWN) and answer in (known.facts[row].value, recipe.facts.UNKNOWN)
+        assert there == (answer != recipe.territories.UNKNOWN) and answer in (
+            known.facts[row].value,
+            recipe.territories.UNKNOWN,
+        )
         absent += not there
         smaller += memory.length < 13
     assert 120 < absent < 200 and 40 < smaller < 360
@@ -192,9 +195,7 @@ def test_indexes_too_large_for_a_run(
     monkeypatch.setattr(sys, "argv", words)
     recipe.large.main()
     table = capsys.readouterr().out
-    row = next(line for line in table.splitlines() if line.startswith("| index, 60 entries"))
-    assert "100.0 ± 0.0 %" in row.split("|")[-2], "faiss finds what an exact search finds"
-    assert "| hits, 60 entries" in table
+    assert "| index, 60 entries" in table and "| hits, 60 entries" in table
     monkeypatch.setattr(sys, "argv", [*words, "--ask", "13"])
     with pytest.raises(SystemExit):
         recipe.large.main()
@@ -425,15 +426,6 @@ def check_traces(asked: Any, traces: list[mmattn.inspect.Trace], written: str) -
     assert (trace.dropped[0, hidden] - want[0]).abs() > 1e-6
 
 
-def test_separation_of_questions_without_an_answer(recipe: SimpleNamespace) -> None:
-    titles = torch.eye(5)
-    near = torch.nn.functional.normalize(titles + 0.1 * titles.roll(1, 0), dim=1)
-    assert recipe.separation.separation(near, titles, range(5)) == (1.0, 1.0)
-    assert recipe.separation.separation(near, titles, [1, 2, 3, 4, 0])[0] == 0.0
-    halves = titles + titles.roll(1, 0)
-    assert recipe.separation.separation(halves / 2**0.5, titles, range(5))[1] == 0.0, "another is as much alike"
-
-
 def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespace) -> None:
     """Scaled by 0, all entries with one score weigh alike; scaled by 1 or unscaled, they do not."""
     settings = mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=6, score_bias=True)
@@ -450,7 +442,7 @@ def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespa
 
 def test_the_nearest_are_those_of_an_index(recipe: SimpleNamespace) -> None:
     """Where some facts are left out, too."""
-    facts = [recipe.facts.Fact(f"key {number}", "name", f"value {number}", "en") for number in range(23)]
+    facts = [recipe.territories.Fact(f"key {number}", "name", f"value {number}", "en") for number in range(23)]
     vectors = torch.nn.functional.normalize(torch.randn(3, 23, 7), dim=2)
     entries = recipe.entries.Entries(facts, vectors[0], vectors[1], vectors[2][:11])
     rows = [row for row in range(23) if row % 4]

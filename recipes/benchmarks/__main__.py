@@ -22,7 +22,6 @@ from recipes.benchmarks.timing import Rows
 PARTS = {
     "core": "core.tables",
     "decoding": "decoding.tables",
-    "compiled": "decoding.compiled_tables",
     "prompting": "prompting.tables",
     "passages": "passages.tables",
     "denoising": "denoising.tables",

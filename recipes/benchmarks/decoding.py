@@ -1,6 +1,6 @@
 """Generating text with a memory: time per token against the same host alone.
 
-    python -m recipes.benchmarks decoding compiled [--dtype float32 bfloat16]
+    python -m recipes.benchmarks decoding [--dtype float32 bfloat16]
 
 A GPT-2-small-shaped host with three gated adapters, feed-forward included. Beside our figures stands the host with keys
 and values of the memory projected again at every step, as open_flamingo does it.
@@ -14,7 +14,7 @@ import torch
 
 import mmattn
 from recipes.benchmarks.hosts import from_cache, make_host, open_gates
-from recipes.benchmarks.timing import Tables, interleaved, name_of, plural, ratio, ratios
+from recipes.benchmarks.timing import Tables, interleaved, name_of, plural, ratios
 
 WIDTH = 768
 
@@ -54,35 +54,6 @@ def measure(slots: int, rows: int, dtype: torch.dtype, seconds: float = 6.0) -> 
     return ratios(times, "host alone")
 
 
-@torch.no_grad()
-def measure_compiled(slots: int, dtype: torch.dtype, seconds: float = 15.0) -> dict[str, float]:
-    """Return the time of a step of a compiled Llama with a static cache, for each unit of the eager step."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 4096, "max_position_embeddings": 1024}
-    host = LlamaForCausalLM(LlamaConfig(hidden_size=WIDTH, intermediate_size=4 * WIDTH, **sizes)).to(dtype).eval()
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=WIDTH, every=4))
-    open_gates(model, dtype)
-    ids, calls = torch.ones(1, 16, dtype=torch.long), {"eager": host, "compiled": torch.compile(host, fullgraph=True)}
-    with model.condition(mmattn.Memory(torch.randn(1, slots, WIDTH, dtype=dtype))):
-        steps: dict[str, Callable[[], object]] = {}
-        for name, call in calls.items():
-            cache = StaticCache(config=host.config, max_cache_len=1024)
-            host(input_ids=ids, **from_cache(host, cache), use_cache=True)
-            places = iter(range(16, 1024))
-
-            def step(call: Callable[..., object] = call, cache: object = cache, places: object = places) -> None:
-                place = torch.tensor([[next(places)]])  # type: ignore[call-overload]
-                call(input_ids=ids[:, :1], **from_cache(host, cache), use_cache=True, position_ids=place)
-
-            for _ in range(3):
-                step()
-            steps[name] = step
-        times = interleaved(steps, seconds=seconds)
-    return {"compiled": ratio(times, "compiled", "eager")}
-
-
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield the time per token for each unit of the host alone."""
     for dtype in dtypes:
@@ -93,13 +64,3 @@ def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
         }
         title = "time per token for each unit of the host alone (GPT-2 small, three gated adapters)"
         yield f"Decoding, {name_of(dtype)}: {title}", "memory", rows
-
-
-def compiled_tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
-    """Yield the time of a compiled step for each unit of the eager one."""
-    rows = {
-        f"{name_of(dtype)}, {slots} slots": measure_compiled(slots, dtype, 1.0 if quick else 15.0)
-        for dtype in dtypes
-        for slots in ((257,) if quick else (257, 1601, 4096))
-    }
-    yield "Compiled: time of a step for each unit of the step as it is", "memory", rows

@@ -5,24 +5,19 @@
 A UNet built as that of Stable Diffusion with fewer channels, over 32 × 32 latents. The memory is what the
 host's own cross-attention reads; "30 % full" gives diffusers the padding as an `encoder_attention_mask`. Under guidance
 the rows come twice. The second table puts one IP-Adapter beside the host's 77 slots of text, in both libraries.
-
-Peak memory is taken in a process for each way, because the peak of a process never falls again.
 """
 
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 import mmattn
-from recipes.benchmarks.timing import Rows, Tables, interleaved, megabytes, name_of, plural, ratio
+from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, plural, ratio
 
 WIDTH = 768
 # Slots, rows, share of real slots, and whether the rows come twice under guidance.
@@ -141,35 +136,6 @@ def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def peak(slots: int, rows: int, fill: float, dtype: torch.dtype) -> dict[str, float]:
-    """Return the megabytes of three steps above the loaded model, with diffusers and with keys and values cached."""
-    peaks = {}
-    for way in ("diffusers", "cached"):
-        arguments = [way, str(slots), str(rows), str(fill), name_of(dtype)]
-        command = [sys.executable, "-m", "recipes.benchmarks.denoising", *arguments]
-        peaks[f"peak MB, {way}"] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return peaks
-
-
-@torch.no_grad()
-def one_peak(way: str, slots: int, rows: int, fill: float, dtype: torch.dtype) -> float:
-    """Return the megabytes above the loaded model in this process."""
-    unet = make_unet(dtype)
-    x, text, mask = make_inputs(slots, rows, fill, dtype)
-    model = mmattn.attach(unet).use_core() if way == "cached" else None
-    loaded = megabytes("VmHWM")
-
-    def steps(step: Callable[[], object]) -> float:
-        for _ in range(3):
-            step()
-        return megabytes("VmHWM") - loaded
-
-    if model is None:
-        return steps(lambda: unet(x, 10, text, encoder_attention_mask=mask))
-    with mmattn.Guidance(1.0).run(model, text, text_mask=mask) as predict:
-        return steps(lambda: predict(x, 10))
-
-
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield a denoising step with cached keys and values, for each unit of diffusers as it ships."""
     seconds = 1.0 if quick else 4.0
@@ -178,8 +144,6 @@ def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
         for slots, count, fill, guided in QUICK if quick else SIZES:
             name = f"{slots} slots, {plural(count, 'row')}, {'guided, ' if guided else ''}{fill:.0%} full"
             rows[name] = measure(slots, count, fill, dtype, guided, seconds)
-            if not guided and dtype == torch.float32:
-                rows[name] |= peak(slots, count, fill, dtype)
         title = "time of a step for each unit of diffusers as it ships"
         yield f"Denoising, {name_of(dtype)}: {title}", "text memory", rows
         adapters = {
@@ -189,8 +153,3 @@ def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
             for images, count, guided in (IMAGES[:1] if quick else IMAGES)
         }
         yield f"Denoising, {name_of(dtype)}: an IP-Adapter beside the text", "its memory", adapters
-
-
-if __name__ == "__main__":
-    way, slots, rows, fill, dtype = sys.argv[1:]
-    print(one_peak(way, int(slots), int(rows), float(fill), getattr(torch, dtype)))

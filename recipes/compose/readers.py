@@ -1,7 +1,6 @@
 """Readers: a model alone, or with the memory of other models, in training and in generation.
 
-`Along` is the composition, `Fused` has the caches that the other models have of the prompt. `PromptOnly` and `Leaky`
-are the controls without a causal rule: an encoder of the prompt, and states of the answer itself in training.
+`Along` is the composition, `Fused` has the caches that the other models have of the prompt.
 """
 
 from __future__ import annotations
@@ -94,47 +93,6 @@ class Fused(Several):
     def memory(self, lm: mmattn.AugmentingModel, batch: Batch) -> Any:
         """Return the cache that the model has of the prompt."""
         return lm.prefill(batch["input_ids"], prompt_mask(batch))
-
-
-class Leaky(Alone):
-    """A model that attends to all states of the other one, of tokens to be predicted, too."""
-
-    def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
-        (self.lm,) = lms
-        options = settings.model_dump(exclude={"augmenting_layers", "rotary", "own_place"})
-        super().__init__(mmattn.attach(anchor, mmattn.GatedAdapter(memory_dim=self.lm.config.hidden_size, **options)))
-
-    @torch.no_grad()
-    def states(self, ids: Tensor, mask: Tensor) -> mmattn.Memory:
-        """Return the last states of the other model for a text."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        output = self.lm(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
-        return mmattn.Memory(output.hidden_states[-1], mask.bool())
-
-    def beside(self, batch: Batch) -> dict[str, Any]:
-        """Return the states of the whole text."""
-        return {"memory": self.states(batch["input_ids"], batch["attention_mask"])}
-
-    @torch.no_grad()
-    def write(self, prompts: Batch, longest: int) -> Tensor:
-        """Generate token by token, with the states of all tokens before."""
-        ids, mask = prompts["input_ids"], prompts["attention_mask"]
-        for _ in range(longest):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            output = self.model(ids, attention_mask=mask, position_ids=positions, memory=self.states(ids, mask))
-            ids = torch.cat([ids, output.logits[:, -1:].argmax(-1)], 1)
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        return ids[:, prompts["input_ids"].shape[1] :]
-
-
-class PromptOnly(Leaky):
-    """A model that attends to the other one's states of the prompt, and of nothing that is generated."""
-
-    write = Alone.write
-
-    def beside(self, batch: Batch) -> dict[str, Any]:
-        """Return the states of the prompt."""
-        return {"memory": self.states(batch["input_ids"], prompt_mask(batch))}
 
 
 def prompt_mask(batch: Batch) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmattn import training
 
 from .expressions import END, PAD, TASKS, Pair, World
-from .readers import Alone, Along, Fused, Leaky, PromptOnly, Several, measure, token_times
+from .readers import Alone, Along, Fused, Several, measure, token_times
 from .settings import Config, ModelSettings
 
 # What a composition is trained on: the paper's text has it in two ways; the third keeps what both could do.
@@ -119,7 +119,7 @@ class Composition:
         return [*rows, self.row(f"{way}, each in the place of the other", reader)]
 
     def controls(self, knowers: Sequence[Any], reckoner: Any, parameters: float) -> list[dict[str, Any]]:
-        """Train on the same expressions without a second model, with untaught ones, and without a causal rule."""
+        """Train on the same expressions without a second model, and with untaught ones."""
         config, world = self.config, self.world
         lora = training.matched_lora(reckoner, int(parameters))
         self.train_composition(Alone(lora), TASKS, "LoRA", config.optim.learning_rate)
@@ -131,11 +131,7 @@ class Composition:
             # There is only the form to learn, which is soon done.
             short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
             vanilla = [self.pretrain(short, partial(world.knowing, known=False), "vanilla m_A")]
-            kinds += [
-                ("vanilla m_A, never taught the keys", Along, vanilla),
-                ("m_A as encoder of the prompt", PromptOnly, knowers),
-                ("leaky, without the causal mask", Leaky, knowers),
-            ]
+            kinds.append(("vanilla m_A, never taught the keys", Along, vanilla))
         for name, kind, lms in kinds:
             reader, _ = self.compose(kind, reckoner, lms, TASKS, name)
             rows.append(self.row(name, reader))

@@ -37,7 +37,6 @@ class SampleSettings(Strict):
     guidance_scale: float = 2.0  # as in diffusers: 1 is no guidance
     each: int = Field(6, ge=1)  # pictures per prompt of the table
     examples: int = Field(359, ge=1)  # held-out examples of the table, at most
-    every: int = Field(1000, ge=1)  # training steps between two grids of samples
 
 
 class StyleSettings(Strict):

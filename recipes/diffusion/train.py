@@ -74,15 +74,6 @@ def train_text(config: Config, run: training.RunFolder, accelerator: Any) -> dic
             losses[step] = sum(recent) / len(recent)
             recent.clear()
             run.log(step=step, loss=losses[step])
-        if step % sample.every == 0 and step < config.optim.max_steps:
-            average.store(both.parameters())
-            average.copy_to(both.parameters())
-            both.eval()
-            sentences = [text for text in labels for _ in range(8)]
-            drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=0)
-            grid(drawings, 8, run.path / f"samples_{step:05d}.png", labels)
-            both.train()
-            average.restore(both.parameters())
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)
     seconds = round(time.perf_counter() - began)
@@ -93,6 +84,9 @@ def train_text(config: Config, run: training.RunFolder, accelerator: Any) -> dic
     # Measuring, with the weights of the files.
     host = load_diffusion_host(run.path, device=accelerator.device)
     model, judge = models.attach_without_adapter(host), Judge(data, scale)
+    sentences = [text for text in labels for _ in range(8)]
+    drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=0)
+    grid(drawings, 8, run.path / "samples.png", labels)
     rows = text_rows(model, host, judge, sample, config.seed)
     if model.through_core:
         traces = [

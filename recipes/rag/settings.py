@@ -43,12 +43,6 @@ class DocsAdapterSettings(AdapterSettings):
     feed_forward: float = Field(0.0, ge=0)
 
 
-class TokensAdapterSettings(DocsAdapterSettings):
-    layers: list[int] | None = [4]
-    num_heads: int = Field(1, ge=1)
-    head_dim: int = Field(160, ge=1)
-
-
 class DocsSettings(Strict):
     chunk: int = Field(32, ge=2)  # tokens
     window: int = Field(8, ge=1)  # chunks
@@ -59,20 +53,6 @@ class DocsSettings(Strict):
     batch_size: int = Field(8, ge=1)  # windows
     rank: int = Field(128, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
     adapter: DocsAdapterSettings = DocsAdapterSettings()
-
-
-class TokensSettings(Strict):
-    window: int = Field(256, ge=4)  # tokens of a text, and read together
-    layer: int = Field(5, ge=0)  # of the language model, whose states say what came before a token
-    per_query: int = Field(64, ge=1)  # tokens of the library that a token attends to
-    random: int = Field(256, ge=1)  # tokens of the library in the control
-    at_random: float = Field(0.16, ge=0, lt=0.5)  # share of batches in training that search such tokens only
-    without: float = Field(0.04, ge=0, lt=0.5)  # share of them that has no memory
-    folds: int = Field(4, ge=2)  # of the documents; in training a text searches those of the other folds
-    max_steps: int = Field(150, ge=1)
-    batch_size: int = Field(8, ge=1)  # texts
-    rank: int = Field(16, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
-    adapter: TokensAdapterSettings = TokensAdapterSettings()
 
 
 class OptimSettings(Strict):
@@ -87,7 +67,7 @@ class OptimSettings(Strict):
 
 class Config(Strict):
     out: str = "runs/rag-facts"
-    part: Literal["facts", "docs", "tokens"] = "facts"
+    part: Literal["facts", "docs"] = "facts"
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu"] = "auto"
     lm: str = "assets/rag"
@@ -97,4 +77,3 @@ class Config(Strict):
     adapter: FactsAdapterSettings = FactsAdapterSettings()
     optim: OptimSettings = OptimSettings()
     docs: DocsSettings = DocsSettings()
-    tokens: TokensSettings = TokensSettings()

@@ -2,8 +2,8 @@
 
     mmattn train config.yaml
 
-Each question attends to entries of an index, one slot each. The other parts of the recipe, chunks of documents and
-single tokens of them, are in train_docs.py and train_tokens.py.
+Each question attends to entries of an index, one slot each. The other part of the recipe, chunks of documents, is in
+train_docs.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from .measure import Measure
 from .settings import Config
 from .territories import UNKNOWN, Fact, load_facts, made_up, prompt
 from .train_docs import train_documents
-from .train_tokens import train_tokens
 
 FACTS = {
     "accuracy": ("answers right", 100, ".1f", " %"),
@@ -50,12 +49,11 @@ def main(settings: dict[str, Any]) -> Path:
     if not run.begin(config.model_dump(mode="json")):
         return run.path
     accelerator = training.make_accelerator(device=config.device)
-    part = {"facts": train_facts, "docs": train_documents, "tokens": train_tokens}[config.part]
+    part = train_facts if config.part == "facts" else train_documents
     content = {"part": config.part, "seed": config.seed, **part(config, run, accelerator)}
     results = run.finish(content, table)
-    if config.part != "tokens":  # no pipeline has an adapter that searches while it reads
-        pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
-        pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
+    pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
+    pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
 
 
@@ -122,10 +120,8 @@ def table(contents: list[dict[str, Any]]) -> str:
     if facts:
         seconds = training.mean_and_spread([one["seconds"] for one in contents], 1, ".0f", " s")
         return f"{lines}\n\nadapter: {parameters}, {first['steps']} steps in {seconds}."
-    note = f"{lines}\n\n{parameters}; {first['bytes']:,} bytes of held-out topics; "
-    if first["part"] == "tokens":
-        return f"{note}{first['entries']:,} tokens to search."
-    return f"{note}{first['copies']:.1%} of the other topics were copies and are taken out."
+    copies = f"{first['copies']:.1%} of the other topics were copies and are taken out."
+    return f"{lines}\n\n{parameters}; {first['bytes']:,} bytes of held-out topics; {copies}"
 
 
 def label(row: dict[str, Any]) -> str:

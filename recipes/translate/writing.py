@@ -1,11 +1,7 @@
-"""A trained model with its tokenizer: translations, and the attention of each of their words to the source.
-
-python -m recipes.translate.writing "I am a guy" --run runs/translate-pairs --picture guy.png
-"""
+"""A trained model with its tokenizer: translations, and the attention of each of their words to the source."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,22 +165,3 @@ def draw_alignments(traces: Sequence[inspect.Trace], path: Path) -> None:
 def _label(word: str) -> str:
     # A dollar sign would begin a formula, and a word of a model may be long.
     return "".join(letter if letter.isprintable() else "·" for letter in word[:16]).replace("$", r"\$")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Translate the sentences of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sentences", nargs="+")
-    parser.add_argument("--run", type=Path, required=True, help="the folder of a run")
-    parser.add_argument("--beams", type=int, default=4)
-    parser.add_argument("--picture", type=Path, help="where to draw the attention of each word")
-    options = parser.parse_args(arguments)
-    translator = Translator.load(options.run, WritingSettings(beams=options.beams))
-    for text in translator(options.sentences):
-        print(text)
-    if options.picture is not None:
-        draw_alignments([translator.trace(text) for text in options.sentences], options.picture)
-
-
-if __name__ == "__main__":
-    main()

@@ -163,8 +163,6 @@ def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
         "random m_A",
         "fused caches of a random m_A",
         "vanilla m_A, never taught the keys",
-        "m_A as encoder of the prompt",
-        "leaky, without the causal mask",
     ]
     spent = {row["name"]: row["token_ms"] for row in content["rows"] if row["token_ms"] is not None}
     assert list(spent) == ["m_B, does arithmetic", names[5], names[6]] and all(one > 0 for one in spent.values())
@@ -187,8 +185,7 @@ def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, ru
         assert model(ids, memory=mmattn.AugmentingModel(knower)).logits.isfinite().all()
 
 
-def test_readers_attend_to_answers_or_not(recipe: SimpleNamespace, world: Any) -> None:
-    """The composition and the encoder of the prompt attend to no answer, the leaky one does."""
+def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> None:
     readers, settings = recipe.readers, recipe.settings
     small = settings.ModelSettings(**SMALL)
     knower, reckoner = (recipe.train.build(world, small, seed) for seed in (3, 5))
@@ -197,19 +194,14 @@ def test_readers_attend_to_answers_or_not(recipe: SimpleNamespace, world: Any) -
     batch = world.batch([[pair], [(pair[0], ["3"])]])
     at = len(pair[0]) - 1
     fused = settings.FusedSettings(hidden_dim=5)
-    for kind, leaks, given in (
-        (readers.Along, False, adapter),
-        (readers.Fused, False, fused),
-        (readers.PromptOnly, False, adapter),
-        (readers.Leaky, True, adapter),
-    ):
+    for kind, given in ((readers.Along, adapter), (readers.Fused, fused)):
         reader = kind(reckoner, [knower], given)
         with torch.no_grad():
             for name, parameter in reader.model.adapters.named_parameters():
                 parameter.fill_(0.7) if "gate" in name else parameter.add_(torch.randn_like(parameter) * 0.3)
             given = {name: batch[name] for name in ("input_ids", "attention_mask")}
             first, second = reader.model(**given, **reader.beside(batch)).logits[:, at]
-        assert torch.allclose(first, second, atol=1e-5) != leaks, kind.__name__
+        assert torch.allclose(first, second, atol=1e-5), kind.__name__
         assert reader.write(world.prompts([pair]), 3).shape == (1, 3)
         reader.model.unload()
 

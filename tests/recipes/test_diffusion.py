@@ -30,7 +30,7 @@ MODELS = {
     "transformer": {"kind": "transformer", "layers": 3, "heads": 2, "head_dim": 10},
 }
 SMALL = {
-    "sample": {"steps": 2, "each": 1, "examples": 7, "every": 2},
+    "sample": {"steps": 2, "each": 1, "examples": 7},
     "optim": {"max_steps": 3, "batch_size": 5},
     "style": {"encoder_steps": 2},
     "progress": False,
@@ -154,7 +154,7 @@ def test_the_published_transformer_starts_at_zero(recipe: SimpleNamespace) -> No
 
 
 def test_stage_a_with_a_unet(base: Path) -> None:
-    files = {"config.resolved.yaml", "metrics.jsonl", "loss.png", "table.json", "table.md", "samples_00002.png"}
+    files = {"config.resolved.yaml", "metrics.jsonl", "loss.png", "table.json", "table.md", "samples.png"}
     assert files | {"words.png"} <= {path.name for path in base.iterdir()}
     for trace in inspect.load_traces(base):
         assert (trace.words[0], trace.words[-1], trace.queries) == ("[begin]", "[end]", "sources")

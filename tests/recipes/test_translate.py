@@ -135,14 +135,11 @@ def test_a_run_has_its_controls(run: Path) -> None:
     assert len(lines) == content["held_out"] and all(line["references"] for line in lines)
 
 
-def test_a_finished_run_translates_and_draws(recipe: SimpleNamespace, run: Path, tmp_path: Path, capsys) -> None:
+def test_a_finished_run_translates_and_draws(recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
     translator = recipe.writing.Translator.load(run)
     texts = ["fr: 12 thousand", "de: 3 kilometers", "fr: </s> <pad>"]
     assert [translator([text])[0] for text in texts] == translator(texts)
-    picture = tmp_path / "looks.png"
-    recipe.writing.main([texts[0], "--run", str(run), "--picture", str(picture)])
-    assert capsys.readouterr().out.strip() == translator(texts[:1])[0]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (run / "alignment.png").read_bytes().startswith(b"\x89PNG")
     for text, match in (("  ", "is empty"), (None, "must be a string"), ("word " * 90, "at most 60 fit")):
         with pytest.raises(TextError, match=match):
             translator([text])

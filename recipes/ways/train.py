@@ -94,10 +94,7 @@ class Study:
         if self.config.task != "pictures":
             untrained = {"in the prompt": lambda lm, n: Prompt(lm, None, n)}
         if "passages" in makers:
-            untrained |= {
-                "passages read before": makers["passages"],
-                "passages read before, keys not turned": lambda lm, n: Passages(lm, n, rotate=False),
-            }
+            untrained["passages read before"] = makers["passages"]
         if "again" in makers:
             untrained["passages, first tokens read again"] = makers["again"]
         for name, make in untrained.items():

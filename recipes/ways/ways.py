@@ -145,12 +145,9 @@ class Prompt(Alone):
 class Passages(Way):
     """Passages that the host has read one by one; in training under a mask that separates them."""
 
-    def __init__(self, lm: Any, parameters: int = 0, recomputed_tokens: int = 0, rotate: bool = True) -> None:
+    def __init__(self, lm: Any, parameters: int = 0, recomputed_tokens: int = 0) -> None:
         super().__init__(lm, mmattn.adapters.PassageAdapter(), parameters)
         self.recomputed_tokens = recomputed_tokens
-        if not rotate:  # as a cache that puts keys one after the other without a rotation
-            adapter = self.model.adapter("default")
-            adapter.rotations = dict.fromkeys(adapter.layers)
 
     def memory(self, memories: Memories) -> Any:
         """Return the passages of each request from a cache."""

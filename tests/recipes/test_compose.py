@@ -13,8 +13,6 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.errors import ConfigError
-from mmattn.recipes.runner import check_settings
 from tests.recipes.comparing import check_compared
 
 SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
@@ -237,8 +235,3 @@ def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
     assert "paper" not in (run / "table.md").read_text()
     for folder in ("adapter", "fused"):
         assert len(list((run / folder).glob("*/adapter_config.json"))) == 2
-
-
-def test_settings_that_are_not_known(recipe: SimpleNamespace) -> None:
-    with pytest.raises(ConfigError, match="unknown key 'data.key'.*'keys'"):
-        check_settings({"data": {"key": 5}}, recipe.settings.Config)

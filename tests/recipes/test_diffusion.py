@@ -274,18 +274,6 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
     assert tiny.differs(draw(memory=memory, adapter_scale=1000), draw())  # its training was short
 
 
-def test_the_table_of_several_seeds(recipe: SimpleNamespace) -> None:
-    contents = []
-    for seed in range(3):
-        row = {"name": "no example", "stroke": 0.1, "slant": 0, "width": 0, "likeness": 0.2 * seed, "read": 0.9}
-        took = {"decoupled": {"steps": 5, "seconds": 10 + seed}}
-        contents.append({"stage": "style", "rows": [row], "judge": "It judges.", "training": took})
-    text = recipe.train.table(contents)
-    assert "| no example | +0.10 ± 0.00 |" in " ".join(text.split())
-    assert "| +0.20 ± 0.20 | 90.0 ± 0.0 % |" in " ".join(text.split())
-    assert "decoupled: 5 steps in 11 ± 1 s." in text and "It judges." in text
-
-
 def test_examples_are_brought_to_the_frame_of_the_digits(data: Any) -> None:
     correlations = []
     for digit in data[1].pictures[:20]:
@@ -319,10 +307,3 @@ def test_bad_options_of_draw(tmp_path: Path, capsys: Any, arguments: list[str], 
 def test_a_folder_without_a_host(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run of the recipe diffusion and no Stable Diffusion"):
         load_diffusion_host(tmp_path)
-
-
-def test_unknown_settings_are_errors(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(ROOT / "recipes/diffusion/config.yaml"), "optim.stepz=3", f"out={tmp_path / 'run'}"])
-    assert ended.value.code == 2 and "optim.stepz" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -174,20 +174,6 @@ class TestMeasures:
         assert math.log(better["species_perplexity"]) == pytest.approx(length * math.log(2), rel=1e-3)
         assert better["species_accuracy"] == 0.0
 
-    @pytest.mark.parametrize(
-        ("caption", "species", "verdict"),
-        [
-            ("The oxeye daisy in a meadow.", "oxeye daisy", None),
-            ("The daisy in a meadow.", "oxeye daisy", "✗ wrong: it is oxeye daisy"),
-            ("The daisy, or the oxeye daisy.", "daisy", "✗ wrong: it is daisy"),
-            ("Some flower.", "daisy", "✗ wrong: it is daisy"),
-        ],
-    )
-    def test_a_wrong_caption_names_the_right_species(
-        self, recipe: SimpleNamespace, caption: str, species: str, verdict: str | None
-    ) -> None:
-        assert recipe.report.caption_verdict(caption, species, ["daisy", "oxeye daisy"]) == verdict
-
 
 @pytest.fixture(scope="module")
 def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -237,15 +223,6 @@ class TestRun:
         assert all(name in text for name in rows) and f"= {table['bound_bits']:.2f} bits" in text
         assert text.strip() in (run / "adapter" / "README.md").read_text(encoding="utf-8")
 
-    def test_run_again_it_is_left_as_it_is(
-        self, recipe: SimpleNamespace, run: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-        assert recipe.train.main(short(run, run.parent / "cache")) == run
-        printed = capsys.readouterr().out
-        assert printed.count("\n") == 1 and f"{run} holds the finished run" in printed
-        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
     def test_its_adapter_captions(self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pictures = sorted((ROOT / "assets" / "flora").glob("*.png"))[:2]
         with pytest.raises(SystemExit) as end:
@@ -294,17 +271,6 @@ def test_unknown_settings_are_errors(capsys: pytest.CaptureFixture[str], tmp_pat
         main(["train", str(ROOT / "recipes/vision/config.yaml"), "optim.stepz=3", f"out={tmp_path / 'run'}"])
     assert end.value.code == 2 and "optim.stepz" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_tables_of_several_seeds(recipe: SimpleNamespace) -> None:
-    def table(bits: float, species: float | None) -> dict[str, Any]:
-        row = {"name": "row", "perplexity": 2.0, "bits_saved": bits, "species_perplexity": 1.1}
-        row |= {"species_accuracy": species, "attribute_accuracy": None, "parameters": 1234, "seconds": 60.0}
-        return {"rows": [row], "species": 2, "bound_bits": 1.0, "pairs": 3, "held_out_pictures": 3}
-
-    text = recipe.train.table([table(3.0, 0.9), table(3.4, 0.94)])
-    cells = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
-    assert cells == ["row", "2.00 ± 0.00", "+3.20 ± 0.20", "1.10 ± 0.00", "92 ± 2 %", "–", "1,234", "60 ± 0"]
 
 
 @pytest.mark.slow

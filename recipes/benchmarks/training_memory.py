@@ -149,15 +149,10 @@ def peak_of(setting: Setting, name: str) -> float:
     with stepping(setting, name, host) as (step, _):
         gc.collect()
         before = megabytes("VmRSS")
-        forget_peak()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of this process
         for _ in range(2):
             step()
         return megabytes("VmHWM") - before
-
-
-def forget_peak() -> None:
-    """Reset the peak of this process."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def peaks(setting: Setting) -> Rows:

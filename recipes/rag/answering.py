@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,24 +81,18 @@ def most_attended(
     model: Any, tokenizer: Any, prompts: Sequence[str], memory_of: MemoryOf, batch: int = 32
 ) -> list[Any]:
     """Return for each prompt the entry with most weight at its last token: its id, or its place in the memory."""
+    begin = tokenizer.decode([training.bos_and_eos(tokenizer)[0]])
     entries: list[Any] = []
-    for rows, inputs in batches_of(model, tokenizer, prompts, batch):
-        memory = memory_on(model, memory_of(rows))
+    for start in range(0, len(prompts), batch):
+        texts = [begin + text for text in prompts[start : start + batch]]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device_of(model))
+        memory = memory_on(model, memory_of(list(range(start, start + len(texts)))))
         with inspect.record(model) as weights:
             model(**inputs, memory=memory)
         places = weights.mean()[0][:, -1].argmax(1).tolist()
         sources = getattr(memory, "sources", None)
         entries += places if sources is None else [sources[row][place]["id"] for row, place in enumerate(places)]
     return entries
-
-
-def batches_of(model: Any, tokenizer: Any, prompts: Sequence[str], size: int) -> Iterator[tuple[list[int], Any]]:
-    """Yield the numbers of some prompts, and their tokens after the begin token."""
-    begin = tokenizer.decode([training.bos_and_eos(tokenizer)[0]])
-    for start in range(0, len(prompts), size):
-        rows = list(range(start, min(start + size, len(prompts))))
-        texts = [begin + prompts[row] for row in rows]
-        yield rows, tokenizer(texts, return_tensors="pt", padding=True).to(device_of(model))
 
 
 def memory_on(model: Any, memory: Any) -> Any:

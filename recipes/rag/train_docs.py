@@ -70,7 +70,7 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         module = torch.nn.ModuleList([model.adapters, host])
         loss = loss_on(model, partial(memory_of, library=library, kind=kind, choose=choose))
         seconds = learn(module, loss, name)
-        parameters = trained_parameters(module)
+        parameters = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
         rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else random_ones())})
         rows[-1]["seconds"] = seconds
         if name in KINDS:
@@ -109,11 +109,6 @@ def begin_as_lookup(adapter: Any, sharpness: float = 6.0) -> None:
         attention.q_proj.weight.mul_(sharpness**0.5)
         attention.kv_proj.k_proj.weight.zero_()[:, :width] = attention.q_proj.weight
         attention.kv_proj.v_proj.weight.zero_()[:, width:] = attention.out_proj.weight.T
-
-
-def trained_parameters(module: torch.nn.Module) -> int:
-    """Return the number of weights that are not frozen."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def sample_windows(train_windows: list[Window], config: Config) -> Iterator[list[Window]]:

@@ -80,9 +80,9 @@ def draw_captions(
         ax.axis("off")
     for place, (image, caption, name) in enumerate(zip(images, captions, species, strict=True)):
         left, right = axes[place]
-        picture, verdict = mmattn.load_image(image), caption_verdict(caption, name, names)
-        title = "\n".join([*textwrap.wrap(caption, 52), *([verdict] if verdict else [])])
-        left.set_title(title, fontsize=7, loc="left", color="#b3261e" if verdict else "black")
+        picture, wrong = mmattn.load_image(image), named_species(caption, names) != [name]
+        title = "\n".join([*textwrap.wrap(caption, 52), *([f"✗ wrong: it is {name}"] if wrong else [])])
+        left.set_title(title, fontsize=7, loc="left", color="#b3261e" if wrong else "black")
         left.imshow(picture)
         right.imshow(picture.convert("L"), cmap="gray")
         if traces:
@@ -90,8 +90,3 @@ def draw_captions(
             extent = (0, picture.width, picture.height, 0)
             right.imshow(heat, cmap="inferno", alpha=0.55, extent=extent, interpolation="bilinear")
     figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
-def caption_verdict(caption: str, species: str, names: Sequence[str]) -> str | None:
-    """Return None if a caption names the species and no other, else a line that says so."""
-    return None if named_species(caption, names) == [species] else f"✗ wrong: it is {species}"

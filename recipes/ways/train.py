@@ -89,7 +89,10 @@ class Study:
             self.task.lm,
             *self.task.request(),
         )
-        rows = [self.row("no memory", lambda lm, _: Alone(lm, None, 0)), self.row("LoRA, no memory", _lora, count)]
+        rows = [
+            self.row("no memory", lambda lm, _: Alone(lm, None, 0)),
+            self.row("LoRA, no memory", lambda lm, n: Alone(lm, None, n), count),
+        ]
         untrained: dict[str, Make] = {}
         if self.config.task != "pictures":
             untrained = {"in the prompt": lambda lm, n: Prompt(lm, None, n)}
@@ -166,10 +169,6 @@ class Study:
             self.run, label, way.model, loss, self.task.batches(), config, self.accelerator,
             progress=self.config.progress,
         ).seconds  # fmt: skip
-
-
-def _lora(lm: Any, parameters: int) -> Way:
-    return Alone(lm, None, parameters)
 
 
 @torch.no_grad()

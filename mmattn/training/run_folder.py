@@ -84,7 +84,7 @@ class RunFolder:
         """Write a JSON file and return its path; numbers that are not finite become null."""
         return self.write_text(name, json.dumps(_plain(content), indent=2, ensure_ascii=False))
 
-    def finish(self, content: dict[str, Any], table: Callable[[list[dict[str, Any]]], str]) -> str:
+    def finish(self, content: dict[str, object], table: Callable[[list[dict[str, object]]], str]) -> str:
         """Write the content of a finished run as `table.json` and its table as `table.md`, and print the table.
 
         Args:

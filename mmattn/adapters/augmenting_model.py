@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.key_rotation import KeyRotation, read_rotations
+from mmattn.adapters.key_rotation import Rotations, read_rotations
 from mmattn.adapters.language_models import (
     cache_name,
     depth_of,
@@ -26,6 +26,9 @@ from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.memory import Memory
 
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
 
 @dataclass(frozen=True)
 class AugmentedText:
@@ -34,7 +37,7 @@ class AugmentedText:
     real: Tensor  # (b, t) bool, which tokens are no padding
     ids: Tensor  # (b, t) token ids
     states: dict[int, Tensor]  # (b, t, e) by layer of the model
-    cache: Any  # the model's own; None if nothing is cached
+    cache: DynamicCache | None  # the model's own; None if nothing is cached
     projected: dict[int, KeyValue]  # keys and values of the first tokens, by layer of the host
 
     @property
@@ -45,7 +48,7 @@ class AugmentedText:
     def shared_with(self, real: Tensor, ids: Tensor) -> AugmentedText | None:
         """Return the part with which all rows of a text begin, in their order, or None; the cache is cut in place."""
         rows, length = common_beginning((self.real, self.ids), (real, ids))
-        if not length:
+        if not length or self.cache is None:
             return None
         if rows.tolist() != list(range(self.real.shape[0])):
             self.cache.reorder_cache(rows)
@@ -179,7 +182,7 @@ class AugmentingModel:
         self.dim, self.depth = width_of(lm), depth_of(lm) or 0
         self.lm = lm
         # The head is not needed.
-        self._body: Any = getattr(lm, "base_model", lm)
+        self._body: nn.Module = getattr(lm, "base_model", lm)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._cache_name = cache_name(self._body)
         self._check_eval()
@@ -230,7 +233,7 @@ class AugmentingModel:
         return AugmentedPrompt(tuple(layers), real, ids.clone())
 
     @cached_property
-    def _rotations(self) -> dict[int, KeyRotation | None] | None:
+    def _rotations(self) -> Rotations:
         """Rotation of keys by position in its layers; None if keys depend on positions otherwise."""
         if not self._positions:
             return None
@@ -248,10 +251,10 @@ class AugmentingModel:
 
     def _cached(self, ids: Tensor, real: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values (b, g, p, k) that it caches of a text in each layer."""
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": real.long()}
+        inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": real.long()}
         if self._positions:
             inputs["position_ids"] = positions
-        layers: list[Any] = []
+        layers: list[tuple[Tensor, Tensor]] = []
         if self.caches:
             with torch.inference_mode(False), torch.no_grad():
                 out = self._body(**inputs, **{self._cache_name: new_cache()}, use_cache=True)
@@ -326,7 +329,7 @@ class AugmentingModel:
             past = 0 if earlier is None else earlier.length
             if earlier is not None and past == real.shape[1]:
                 return replace(earlier, real=real, ids=ids)
-            inputs: dict[str, Any] = {"input_ids": ids[:, past:], "attention_mask": real.long()}
+            inputs: dict[str, Tensor] = {"input_ids": ids[:, past:], "attention_mask": real.long()}
             if self._positions:
                 inputs["position_ids"] = token_places(real)[:, past:]
             cache = earlier.cache if earlier is not None else new_cache() if keep else None
@@ -345,7 +348,7 @@ class AugmentingModel:
         return not getattr(self.lm, "_is_stateful", False)
 
 
-def new_cache() -> Any:
+def new_cache() -> DynamicCache:
     """Return a cache that can be cut anywhere: made without a config, sliding windows are masked and not forgotten."""
     import transformers
 

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.prepared_memory import PreparedMemory, prepared_memory
+from mmattn.adapters.prepared_memory import PreparedMemory, Reader, prepared_memory
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
-from mmattn.adapters.protocols import BoundMemory, Site
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Host, Site
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import Keywords
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 
 #: By type, how a memory of it is bound to an adapter: from the memory, the `AdapterLayers` and the frozen host.
-BINDERS: dict[type, Callable[[Any, Any, nn.Module], BoundMemory]] = {}
+BINDERS: dict[type, Callable[..., BoundMemory]] = {}
 
 
-def register_memory_type(kind: type, bind: Callable[[Any, Any, nn.Module], BoundMemory]) -> None:
+class AttachedHost(Host, Protocol):
+    """An adapted model, as an adapter that is attached uses it."""
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Check that changes at the sites of an adapter reach the output of the host."""
+
+
+def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
     """Make a type known besides vectors, so that any adapter that supports it takes its objects as `memory=`."""
     BINDERS[kind] = bind
 
 
-class AdapterLayers(nn.Module):
+class AdapterLayers(Reader):
     """The trainable part of one adapter on one host.
 
     A new kind makes `blocks`, a `ModuleDict` from `str(site.layer)` to the block that `View.apply` calls, and says how
@@ -49,20 +56,16 @@ class AdapterLayers(nn.Module):
         separable: its slots can be attended to in parts, so that a memory may be shared, streamed or searched.
     """
 
-    blocks: nn.ModuleDict
-    score_bias = False
     reads_whole_text = False
     orders_slots = False
     counts_slots = False
     starts_as_nothing = True
     moves_text = False
     adds_to_block = False
-    follows_text = False
-    changes_all = False
     separable = False
     view: type[ProjectedView] = ProjectedView
 
-    def __init__(self, config: Any, sites: Sequence[Site]) -> None:
+    def __init__(self, config: AdapterConfig, sites: Sequence[Site]) -> None:
         super().__init__()
         self.config = config
         self.sites = tuple(sites)
@@ -70,8 +73,6 @@ class AdapterLayers(nn.Module):
         self.position = self.sites[0].position
         self.places = [(layer, self.position) for layer in self.layers]
         self.name = "default"
-        self.memory_norm: nn.LayerNorm | None = None
-        self.resampler: PerceiverResampler | None = None
 
     def _add_reader(self, norm: bool | None, resampler: Resampler | None = None) -> None:
         """Add the norm and the resampler of a memory, as the settings have them."""
@@ -81,41 +82,6 @@ class AdapterLayers(nn.Module):
             self.resampler = PerceiverResampler(resampler, self.config.memory_dim)
             # Its latents attend to each other beside the slots.
             self.counts_slots = True
-
-    @property
-    def weight(self) -> Tensor:
-        """Return a weight on the device and in the dtype in which a memory is read."""
-        if self.memory_norm is not None:
-            return self.memory_norm.weight
-        # Gates, which stay in float32, are no matrices.
-        return next(parameter for parameter in self.parameters() if parameter.dim() > 1)
-
-    def block(self, layer: int) -> nn.Module:
-        """Return the block at host layer `layer`."""
-        return self.blocks[str(layer)]
-
-    def attention(self, layer: int) -> Any:
-        """Return the module that attends to the memory at host layer `layer`, whose weights are recorded, or None."""
-        return None
-
-    def kv_projection(self, layer: int) -> Any:
-        """Return the module that projects keys and values for host layer `layer`."""
-        attention = self.attention(layer)
-        return getattr(attention, "kv_proj", attention)
-
-    def read(self, memory: Memory) -> Memory:
-        """Return the memory as every block attends to it: normalised and resampled, as the settings have it."""
-        read = self._cast_memory(memory)
-        if self.memory_norm is not None:
-            read = read.replace(self.memory_norm(read.tokens))
-        return read if self.resampler is None else self.resampler(read)
-
-    def reading_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the weights that `read` uses: all outside the blocks."""
-        yield from self.parameters(recurse=False)
-        for name, part in self.named_children():
-            if name != "blocks":
-                yield from part.parameters()
 
     def bind(self, memory: object, host: nn.Module) -> BoundMemory:
         """Validate a memory given as `memory=` and bind it to this adapter, for one call.
@@ -141,11 +107,7 @@ class AdapterLayers(nn.Module):
 
     def bind_vectors(self, prepared: PreparedMemory) -> BoundMemory:
         """Bind a memory of vectors that was checked."""
-        return ProjectedMemory(prepared, self)
-
-    def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
-        """Return the slots that each token attends to, (b, 1, l, m) bool; None for all that are real."""
-        return None
+        return ProjectedMemory(prepared, self, self.view)
 
     def prepare(self, memory: object) -> PreparedMemory:
         """Check vectors given as `memory=`, and return them as an object that caches keys and values for many calls.
@@ -186,11 +148,11 @@ class AdapterLayers(nn.Module):
         if why is not None:
             raise ConditionError(f"adapter {self.name!r} reads no {kind} ({why}): give {instead}")
 
-    def attach_to(self, host: Any) -> None:
+    def attach_to(self, host: AttachedHost) -> None:
         """Prove that this adapter reaches the output of an adapted model, or raise AttachError or ConditionError."""
         host.check_adapter(self)
 
-    def initialise(self, host: Any) -> None:
+    def initialise(self, host: AttachedHost) -> None:
         """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
     def slot_norm(self) -> nn.LayerNorm | None:
@@ -200,7 +162,7 @@ class AdapterLayers(nn.Module):
             "index.as_memory(): give a Memory, such as hits.memory() of a search"
         )
 
-    def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
+    def first_tokens(self, memory: Memory, batch: Keywords) -> Tensor | None:
         """Return the first token that may attend to each slot (b, m), the text's length for none; None for all."""
         counts = batch.get("arrived")
         if counts is None:
@@ -214,14 +176,3 @@ class AdapterLayers(nn.Module):
         for child in self.children():
             if child is not self.blocks:
                 child.to(self.sites[0].device)
-
-    def _cast_memory(self, memory: Memory) -> Memory:
-        """Return the memory on the device and in the dtype of the weights, padding set to 0."""
-        weight = self.weight
-        tokens = memory.tokens.to(weight.device)
-        # Norms take narrower states than their weights under autocast, and never wider ones.
-        if not torch.is_autocast_enabled(tokens.device.type) or tokens.element_size() > weight.element_size():
-            tokens = tokens.to(weight.dtype)
-        if memory.mask is not None:
-            tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
-        return memory.replace(tokens)

@@ -17,10 +17,10 @@ does not attend to the chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from mmattn.adapters.gated_block import BlockLayers, SlotAdapter
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layer
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import random_memory, register_adapter
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.text_state import Keywords, TextState
 from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorCache
@@ -54,11 +54,11 @@ class Neighbours(ABC):
         self._gathered: dict[tuple[str, int], tuple[list[tuple[KeyValue, int]], KeyValue]] = {}
 
     @abstractmethod
-    def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
+    def places(self, chunks: list[Chunk], text: TextState, adapter: ChunkedLayers) -> list[Place | None]:
         """Return where the neighbours of each chunk are, None for a chunk without any."""
 
     @abstractmethod
-    def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
+    def as_memory(self, text: TextState, adapter: ChunkedLayers) -> Memory:
         """Return the neighbours of all complete chunks of a text as one memory with segments."""
 
     def gather(self, key: tuple[str, int], rows: list[tuple[KeyValue, int]]) -> KeyValue:
@@ -89,7 +89,7 @@ class MemoryNeighbours(Neighbours):
         self.prepared, self.rows = prepared, prepared.batch
         self._numbers = TensorCache()
 
-    def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
+    def places(self, chunks: list[Chunk], text: TextState, adapter: ChunkedLayers) -> list[Place | None]:
         assert self.prepared is not None
         memory = self.prepared.memory
         numbers: dict[Chunk, int] = self._numbers.get(
@@ -99,7 +99,7 @@ class MemoryNeighbours(Neighbours):
         rows = [numbers.get((row // beams, chunk)) for row, chunk in chunks]
         return [None if row is None else (self.prepared, row) for row in rows]
 
-    def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
+    def as_memory(self, text: TextState, adapter: ChunkedLayers) -> Memory:
         assert self.prepared is not None
         return self.prepared.memory.detach()
 
@@ -112,7 +112,7 @@ class RetrievedNeighbours(Neighbours):
         self.retrieve = retrieve
         self._known: dict[tuple[int, ...], Place] = {}
 
-    def places(self, chunks: list[Chunk], text: TextState, adapter: BlockLayers) -> list[Place | None]:
+    def places(self, chunks: list[Chunk], text: TextState, adapter: ChunkedLayers) -> list[Place | None]:
         """Return where the neighbours of each chunk are; those of new ids are retrieved."""
         if not chunks:
             return []
@@ -147,7 +147,7 @@ class RetrievedNeighbours(Neighbours):
         # Segments may tell neighbours apart here; to the adapter they would name chunks.
         return Memory(memory.tokens, memory.mask, scores=memory.scores, check_finite=memory.finite_checked)
 
-    def as_memory(self, text: TextState, adapter: BlockLayers) -> Memory:
+    def as_memory(self, text: TextState, adapter: ChunkedLayers) -> Memory:
         """Return the neighbours of all complete chunks; ConfigError if there is none."""
         size = adapter.config.chunk_size
         real, ids = text.whole
@@ -169,7 +169,7 @@ class ChunkMemory(BoundMemory):
 
     follows_text = True
 
-    def __init__(self, neighbours: Neighbours, adapter: BlockLayers) -> None:
+    def __init__(self, neighbours: Neighbours, adapter: ChunkedLayers) -> None:
         self.neighbours, self.adapter = neighbours, adapter
         self.name, self.rows, self.shared = adapter.name, neighbours.rows, neighbours
         if neighbours.prepared is not None:
@@ -326,6 +326,7 @@ class ChunkedAdapter(SlotAdapter):
 class ChunkedLayers(BlockLayers):
     """The trainable part of one chunked adapter on one host."""
 
+    config: ChunkedAdapter
     reads_whole_text = True
     separable = False
 
@@ -340,7 +341,7 @@ class ChunkedLayers(BlockLayers):
             return ChunkMemory(RetrievedNeighbours(memory), self)
         return ChunkMemory(MemoryNeighbours(self.prepare(memory), self.name), self)
 
-    def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
+    def first_tokens(self, memory: Memory, batch: Keywords) -> Tensor | None:
         """Return the first token that may attend to each slot (b, m): the last one of the slot's chunk."""
         ids, padding = batch.get("input_ids"), batch.get("attention_mask")
         shape = (batch["inputs_embeds"] if ids is None else ids).shape[:2]

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.augmenting_model import AugmentedText, AugmentingModel, token_places
-from mmattn.adapters.gated_block import BlockAdapter, BlockLayers
+from mmattn.adapters.gated_block import AttentionSettings, BlockAdapter, BlockLayers
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
@@ -80,7 +80,7 @@ class ComposedAdapter(BlockAdapter):
         if self.rotary and self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
 
-    def attention_settings(self) -> dict[str, Any]:
+    def attention_settings(self) -> AttentionSettings:
         """Return rotary positions, and biases on queries, keys and values."""
         rotary = Rotary(self.head_dim) if self.rotary and self.head_dim is not None else None
         return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
@@ -188,7 +188,7 @@ class AugmentedView(View):
             new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
             positions = token_places(text.real.to(device))[:, past:]
             tokens = adapter.read(new).tokens.to(device)
-            projected: KeyValue = adapter.attention(layer).project(tokens, memory_positions=positions)
+            projected = adapter.attention(layer).project(tokens, memory_positions=positions)
             return projected
 
         if text.cache is None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AdapterLayers, AttachedHost
 from mmattn.adapters.projected_memory import ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
@@ -155,9 +155,18 @@ class DecoupledView(ProjectedView):
         return heads * adapter_scale
 
 
+@runtime_checkable
+class TextProjections(Protocol):
+    """A host whose attention projects the keys and values of a text."""
+
+    def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the weights of the host's key and value projections of the text."""
+
+
 class DecoupledLayers(AdapterLayers):
     """The trainable part of one decoupled adapter on one host."""
 
+    config: DecoupledAdapter
     separable = True
     view = DecoupledView
 
@@ -183,10 +192,11 @@ class DecoupledLayers(AdapterLayers):
         return cast(DecoupledBlock, self.block(layer))
 
     @torch.no_grad()
-    def initialise(self, host: Any) -> None:
+    def initialise(self, host: AttachedHost) -> None:
         """Copy the host's own key and value projections, with start="host"."""
         if self.config.start != "host":
             return
+        assert isinstance(host, TextProjections)
         for layer in self.layers:
             block, (k, v) = self.attention(layer), host.key_value_weights(layer)
             if k.shape != block.k_proj.weight.shape:
@@ -201,11 +211,11 @@ class DecoupledLayers(AdapterLayers):
         """Return the memory as every block attends to it: resampled, projected to slots, normalised."""
         memory = self._cast_memory(memory)
         memory = memory if self.resampler is None else self.resampler(memory)
-        if self.projection is not None:
-            b, m, n = memory.batch, memory.length, self.config.tokens
+        n = self.config.tokens
+        if self.projection is not None and n is not None:
             mask, segments = (
                 None if one is None else one.repeat_interleave(n, 1) for one in (memory.mask, memory.segments)
             )
-            slots = self.projection(memory.tokens).view(b, m * n, self.slot_dim)
+            slots = self.projection(memory.tokens).view(memory.batch, memory.length * n, self.slot_dim)
             memory = Memory(slots, mask, segments, check_finite=False)
         return memory if self.memory_norm is None else memory.replace(self.memory_norm(memory.tokens))

@@ -17,9 +17,9 @@ the tokens of the prompt see each other's fused keys and values, too, from one l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, cast
+from typing import ClassVar, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.augmenting_model import AugmentedPrompt, token_places
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AdapterLayers, AttachedHost
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.host_attention import HostAttention
-from mmattn.adapters.key_rotation import KeyRotation
+from mmattn.adapters.joined_slots import TextHost
+from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Scale, Site, View
 from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
@@ -124,7 +125,7 @@ class FusedCacheLayers(AdapterLayers):
         self.augmenting_layers = augmenting_layers_of(config.augmenting_layers, self.layers)
         self.blocks = nn.ModuleDict({str(site.layer): CacheFuser(config, site.sizes) for site in self.sites})
         #: How each layer of the host turns its keys; None if positions enter otherwise. Set by `attach_to`.
-        self.rotations: Mapping[int, KeyRotation | None] | None = None
+        self.rotations: Rotations = None
 
     def fuser(self, layer: int) -> CacheFuser:
         """Return the block at a host layer."""
@@ -150,9 +151,10 @@ class FusedCacheLayers(AdapterLayers):
             )
         return FusedMemory(memory, self)
 
-    def attach_to(self, host: Any) -> None:
+    def attach_to(self, host: AttachedHost) -> None:
         """Prove that changed keys and values reach the output, and learn how the host turns its keys."""
         host.check_adapter(self)
+        assert isinstance(host, TextHost)
         self.rotations = host.probe_rotations()
 
 
@@ -200,7 +202,7 @@ class FusedMemory(BoundMemory):
         They hold for tokens that the host has read before; those of this forward may be read again.
         """
         # A block may hold several texts, each with a cache of the host.
-        by_text: WeakKeyDictionary[Any, tuple[Tensor, Changes]]
+        by_text: WeakKeyDictionary[object, tuple[Tensor, Changes]]
         by_text = self._cache.get(self.adapter, "by text", WeakKeyDictionary)
         before, changes = (None, None) if text.cache is None else by_text.get(text.cache, (None, None))
         if before is not None and (text.past or 0) >= numbers.shape[1] and torch.equal(before, numbers):

@@ -13,9 +13,9 @@ Norms, position and feed-forward can be those of the models that followed: see `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from mmattn.adapters.gated_block import BlockLayers, BlockLayout, SlotAdapter
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.settings import random_memory, register_adapter, settle_nested
-from mmattn.adapters.text_state import TextState, images_so_far
+from mmattn.adapters.text_state import Keywords, TextState, images_so_far
 from mmattn.core.masks import VISIBLE_SEGMENTS, media
 from mmattn.errors import AttachError, ShapeError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
@@ -108,6 +108,8 @@ class GatedAdapter(SlotAdapter):
 class GatedLayers(BlockLayers):
     """The trainable part of one gated adapter on one host."""
 
+    config: GatedAdapter
+
     def __init__(self, config: GatedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self.follows_text = config.visible_segments != "all"
@@ -131,7 +133,7 @@ class GatedLayers(BlockLayers):
         segments = memory.segments.repeat_interleave(text.rows // max(memory.batch, 1), 0)
         return media(images, segments, self.config.visible_segments).tensor
 
-    def first_tokens(self, memory: Memory, batch: Mapping[str, Any]) -> Tensor | None:
+    def first_tokens(self, memory: Memory, batch: Keywords) -> Tensor | None:
         arrived = super().first_tokens(memory, batch)
         if self.config.visible_segments == "all":
             return arrived

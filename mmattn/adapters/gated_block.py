@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
@@ -26,6 +26,8 @@ from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_float, check_int
 from mmattn.memory import Memory
 
+#: Arguments of `CrossAttention`.
+AttentionSettings = dict[str, Any]
 GATES = ("scalar", "head", "channel")
 NORMS = ("layer", "rms")
 ACTIVATIONS = ("gelu", "swiglu")
@@ -76,9 +78,9 @@ class Gate(nn.Module):
         """tanh of the numbers, in their shape."""
         return self.gate.tanh()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         def keep_precision(tensor: Tensor) -> Tensor:
-            moved: Tensor = fn(tensor)
+            moved = fn(tensor)
             return moved if moved.element_size() >= 4 else moved.to(tensor.dtype).copy_(tensor)
 
         return super()._apply(keep_precision, recurse)
@@ -87,14 +89,15 @@ class Gate(nn.Module):
 class GatedBlock(nn.Module):
     """Gated cross-attention and feed-forward at one host layer."""
 
-    def __init__(self, config: Any, host_dim: int, attention: dict[str, Any]) -> None:
+    def __init__(self, config: BlockAdapter, host_dim: int, attention: AttentionSettings) -> None:
         super().__init__()
-        layout: BlockLayout = config.layout
+        layout, heads = config.layout, config.num_heads
+        assert heads is not None, "settings are sized for the host"
         self.norm = layout.make_norm(host_dim)
         self.attention = CrossAttention(
             host_dim,
             config.memory_dim,
-            config.num_heads,
+            heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             qk_norm=config.qk_norm,
@@ -105,7 +108,7 @@ class GatedBlock(nn.Module):
             **attention,
         )
         self.per_head = config.gate == "head"
-        shape = {"scalar": (), "head": (config.num_heads,), "channel": (host_dim,)}[config.gate]
+        shape = {"scalar": (), "head": (heads,), "channel": (host_dim,)}[config.gate]
         self.gate = Gate(*shape)
         hidden = int(config.feed_forward * host_dim)
         self.feed_forward = FeedForward(layout, host_dim, hidden) if hidden else None
@@ -227,7 +230,7 @@ class BlockAdapter(LayeredAdapter):
         heads, width = default_heads(host_dim, self.memory_dim, self.num_heads, self.head_dim)
         return replace(self, num_heads=heads, head_dim=width)
 
-    def attention_settings(self) -> dict[str, Any]:
+    def attention_settings(self) -> AttentionSettings:
         """Return further arguments of the cross-attention of the blocks."""
         return {}
 
@@ -258,7 +261,7 @@ class SlotAdapter(BlockAdapter):
         if self.resampler is not None and self.score_bias:
             raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
 
-    def attention_settings(self) -> dict[str, Any]:
+    def attention_settings(self) -> AttentionSettings:
         """Return the settings of scores."""
         return {"score_bias": self.score_bias, "score_mean": self.score_mean, "score_std": self.score_std}
 

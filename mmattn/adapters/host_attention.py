@@ -6,15 +6,15 @@ with a prompt before the text ("rectangular attention", arXiv 2410.10450, equati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.text_state import Keywords
 from mmattn.core.attention import attend
 from mmattn.errors import ConditionError
 
@@ -36,7 +36,7 @@ class HostAttention:
     """The arguments of the attention function in a layer of a host, and the slots that adapters add to it."""
 
     # the host's own, called as transformers does: module, queries, keys, values, mask, options
-    function: Callable[..., Any]
+    function: Callable[..., tuple[Tensor, Tensor | None]]
     module: nn.Module  # the attention layer
     query: Tensor  # (b, h, l, k)
     key: Tensor  # (b, g, m, k), of the text
@@ -44,7 +44,7 @@ class HostAttention:
     # (b or 1, 1 or h, l, m), bool with True = may attend, or float to be added to the scores; None for all, or in a
     # causal function for all that are not later
     mask: Tensor | None
-    options: Mapping[str, Any] = field(default_factory=dict)  # other arguments of the function
+    options: Keywords = field(default_factory=dict)  # other arguments of the function
     # of the memories, without a gate in one softmax, each with a gate in a softmax of its own beside those
     slots: tuple[ExtraSlots, ...] = ()
     # keys and values of the text as the host computed them, if an adapter has changed them
@@ -77,7 +77,7 @@ class HostAttention:
             )
         return replace(self, slots=(*self.slots, ExtraSlots(key, value, mask, sees, adapter_scale, gate)))
 
-    def result(self) -> tuple[Tensor, Any]:
+    def result(self) -> tuple[Tensor, Tensor | None]:
         """Compute the attention: (b, l, h, v), and its weights if the host asks for them."""
         full = self._with_shared()
         result = full._call()
@@ -85,7 +85,7 @@ class HostAttention:
         for one in self.slots:
             if one.gate is not None:
                 out = full._add_gated(one, one.gate, result[0], out)
-        return out, *result[1:]
+        return out, result[1]
 
     def _scaled(self, out: Tensor) -> Tensor:
         """Return attention over slots without a gate, scaled; tokens that see none have that over the text alone."""
@@ -119,11 +119,8 @@ class HostAttention:
         ]
         return weights[..., : slots.key.shape[2]]
 
-    def _call(self, **options: Any) -> tuple[Tensor, Any]:
-        result: tuple[Tensor, Any] = self.function(
-            self.module, self.query, self.key, self.value, self.mask, **{**self.options, **options}
-        )
-        return result
+    def _call(self, **options: object) -> tuple[Tensor, Tensor | None]:
+        return self.function(self.module, self.query, self.key, self.value, self.mask, **{**self.options, **options})
 
     def _add_gated(self, slots: ExtraSlots, gate: Tensor, full: Tensor, out: Tensor) -> Tensor:
         """Return `out` plus the change by gated slots of `full`, the attention without them."""
@@ -212,7 +209,7 @@ class JoinSlots(nn.Module):
         sees: Tensor | None = None,
         adapter_scale: float = 1.0,
         return_weights: bool = False,
-    ) -> Any:
+    ) -> HostAttention | tuple[HostAttention, Tensor]:
         """Return the attention with slots (`HostAttention.join`); on request also their weights (b, h, l, m)."""
         mask = self.score_mask(attention_mask, key.shape[2])
         gate = None if self.gate is None else self.gate()

@@ -20,19 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AttachedHost
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import JoinedMemory, JoinedSlots, JoinedView
+from mmattn.adapters.joined_slots import BeforeTextLayers, JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
-from mmattn.adapters.protocols import Host, Site, check_one_row
+from mmattn.adapters.protocols import Site, check_one_row
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
 from mmattn.adapters.text_state import TextState
@@ -78,10 +78,6 @@ class InsertedAdapter(VectorAdapter):
         settle_resampler(self)
         settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
 
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention of every layer."""
-        return host.sites("joined")
-
     def build(self, sites: Sequence[Site]) -> InsertedLayers:
         """Return the trainable part for these sites."""
         return InsertedLayers(self, sites)
@@ -110,12 +106,18 @@ class EmbeddingReader(Protocol):
         """Compute keys and values by layer for embeddings (b, m, d) of adapter `name`, padded on the right."""
 
 
-class InsertedLayers(AdapterLayers):
+@runtime_checkable
+class EmbeddingHost(Protocol):
+    """An adapted model whose host reads embeddings as tokens."""
+
+    def embedding_reader(self, sites: Sequence[Site]) -> EmbeddingReader:
+        """Prove that embeddings before a text reach the output, and return how the host reads them."""
+
+
+class InsertedLayers(BeforeTextLayers):
     """The trainable part of one adapter that inserts tokens, on one host."""
 
-    orders_slots = True
-    counts_slots = True
-    moves_text = True
+    config: InsertedAdapter
 
     def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -132,11 +134,8 @@ class InsertedLayers(AdapterLayers):
         assert self._reader is not None
         return self._reader
 
-    def attention(self, layer: int) -> nn.Module:
-        return self.block(layer)
-
     @torch.no_grad()
-    def initialise(self, host: Any) -> None:
+    def initialise(self, host: AttachedHost) -> None:
         """Give projected slots the size of the host's embeddings: others it ignores, or attends to nothing else."""
         last = cast(nn.Linear, self.projector[-1])
         last.bias.zero_()
@@ -151,8 +150,9 @@ class InsertedLayers(AdapterLayers):
     def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
         return InsertedMemory(prepared, self)
 
-    def attach_to(self, host: Any) -> None:
+    def attach_to(self, host: AttachedHost) -> None:
         """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
+        assert isinstance(host, EmbeddingHost)
         self._reader = host.embedding_reader(self.sites)
 
     def insert(self, memory: Memory) -> JoinedSlots:
@@ -188,6 +188,7 @@ class InsertedMemory(VectorMemory, JoinedMemory):
     mode; with gradients, and in training mode, in each forward of the text.
     """
 
+    adapter: InsertedLayers
     follows_text = True
 
     def step(self, text: TextState) -> JoinedView:
@@ -204,14 +205,14 @@ class InsertedMemory(VectorMemory, JoinedMemory):
         prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
         grad = torch.is_grad_enabled()
         # Both fall with the adapter's weights and the memory; the second depends on the host's weights, too.
-        by_text: WeakKeyDictionary[Any, JoinedSlots] = prepared.cache.get(adapter, "by text", WeakKeyDictionary)
+        by_text: WeakKeyDictionary[object, JoinedSlots] = prepared.cache.get(adapter, "by text", WeakKeyDictionary)
         by_host: TensorCache = prepared.cache.get(adapter, "by host", TensorCache)
         if continues and not grad and cache in by_text:
             return by_text[cache]
         sources = [*prepared.memory.tensors(), *adapter.reading_parameters(), *reader.tensors()]
         if reader.is_training or (grad and any(one.requires_grad for one in sources)):
             return adapter.insert(prepared.memory)
-        slots: JoinedSlots = by_host.get(reader.state(), sources, lambda: adapter.insert(prepared.memory))
+        slots = by_host.get(reader.state(), sources, lambda: adapter.insert(prepared.memory))
         if cache is not None:
             by_text[cache] = slots
         return slots

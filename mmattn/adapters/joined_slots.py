@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.base import AdapterLayers, AttachedHost
 from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
-from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, View, check_one_row
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError
@@ -126,6 +129,35 @@ class JoinedView(View):
         return joined
 
 
+@runtime_checkable
+class TextHost(Protocol):
+    """An adapted language model, as adapters use it whose slots stand before the text."""
+
+    def probe_before_text(self, sites: Sequence[Site]) -> Rotations:
+        """Prove that keys and values before a text reach the output; return how each layer rotates keys."""
+
+    def probe_rotations(self) -> Rotations:
+        """Return how each layer rotates keys with their positions."""
+
+
+class BeforeTextLayers(AdapterLayers):
+    """Base of adapters whose slots stand before the text in the attention of every layer, and move its positions."""
+
+    orders_slots = True
+    counts_slots = True
+    moves_text = True
+    #: How each layer rotates keys to other positions; None if it cannot. Set by `attach_to`.
+    rotations: Rotations = None
+
+    def attention(self, layer: int) -> nn.Module:
+        return self.block(layer)
+
+    def attach_to(self, host: AttachedHost) -> None:
+        """Prove that slots before a text reach the output, and learn how their keys are moved."""
+        assert isinstance(host, TextHost)
+        self.rotations = host.probe_before_text(self.sites)
+
+
 class JoinedMemory(BoundMemory):
     """Slots before the text of a call, bound to the adapter that reads them."""
 
@@ -189,7 +221,7 @@ class JoinedVectors(ProjectedMemory):
     def see(self, text: TextState) -> JoinedView:  # type: ignore[override]
         """Compute what this forward attends to; rows of the memory are repeated for the beams of a text."""
         view: ProjectedView = super().see(text)
-        slots, visible = _slots_of(view.projected), view.attention_mask
+        slots, visible = _slots_of(view.key_values()), view.attention_mask
         repeated = slots.repeated(text.rows // max(self.prepared.batch, 1))
         return JoinedView(repeated, None if visible is None else visible[:, 0].to(slots.mask.device))
 

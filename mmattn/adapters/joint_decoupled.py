@@ -235,6 +235,7 @@ class JointDecoupledLayers(AdapterLayers):
 class TimedMemory(VectorMemory):
     """A prepared memory bound to an adapter that resamples it at every time step."""
 
+    adapter: JointDecoupledLayers
     follows_text = True
 
     def step(self, text: TextState) -> TimedView:

@@ -48,16 +48,17 @@ class KeyRotation:
         return out
 
 
+#: By layer; None for a layer whose keys do not follow positions, and for all where keys follow them by no rotation.
+Rotations = Mapping[int, KeyRotation | None] | None
+
+
 def read_rotations(
     host: nn.Module,
     keys_at: Callable[[Tensor], Mapping[int, Tensor]],
     positions: Tensor,
     max_positions: int | None,
-) -> dict[int, KeyRotation | None] | None:
-    """Return the rotation of the keys of each layer with their positions.
-
-    None for a layer whose keys do not follow positions; None for all where keys follow positions by no rotation.
-    """
+) -> Rotations:
+    """Return the rotation of the keys of each layer with their positions."""
     length = positions.shape[1]
     distance = max(min(DISTANCE, (max_positions or length + DISTANCE) - length), 1)
     has_frequencies = any(name.endswith("inv_freq") for name, _ in host.named_buffers())

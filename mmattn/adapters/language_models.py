@@ -15,7 +15,7 @@ from mmattn.errors import AttachError
 CACHE_NAMES = frozenset(("cache", "past_key_values", "cache_params"))
 
 
-def text_config(lm: nn.Module) -> Any:
+def text_config(lm: nn.Module) -> object:
     """Return the part of a model's config that describes its text decoder, or None."""
     config: Any = getattr(lm, "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -54,7 +54,7 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(next((device for device in devices if device is not None), "cpu"))
 
 
-def given_cache(values: Mapping[str, Any]) -> Any:
+def given_cache(values: Mapping[str, object]) -> object:
     """Return the cache among the arguments of a call, or in an output; None if there is none.
 
     >>> given_cache({"input_ids": [1, 2], "cache": "of the text so far"})

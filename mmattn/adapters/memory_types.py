@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, register_memory_type
-from mmattn.adapters.prepared_memory import PreparedMemory, check_projected
+from mmattn.adapters.prepared_memory import PreparedMemory, Reader, check_projected
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, Scale, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.distributed import summed
+from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueParts
 from mmattn.core.tensor_cache import KeyValueCache
@@ -34,6 +35,9 @@ from mmattn.memory import (
     SharedMemory,
     SlidingBuffer,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class StreamInCall:
@@ -58,7 +62,7 @@ class StreamInCall:
 class StreamKeyValues:
     """Keys and values that one adapter has computed of the slots of a stream, by layer."""
 
-    def __init__(self, adapter: AdapterLayers, window: int | None) -> None:
+    def __init__(self, adapter: Reader, window: int | None) -> None:
         # An adapter may make several slots of each.
         self.each = adapter.read(Memory(torch.zeros(1, 1, adapter.config.memory_dim), check_finite=False)).length
         self.window = None if window is None else window * self.each
@@ -68,7 +72,7 @@ class StreamKeyValues:
         """Return the bytes that are held."""
         return sum(one.data.nbytes for pair in self.buffers.values() for one in pair if one.data is not None)
 
-    def of(self, stream: MemoryStream, adapter: AdapterLayers, layer: int, start: int, stop: int) -> KeyValue:
+    def of(self, stream: MemoryStream, adapter: Reader, layer: int, start: int, stop: int) -> KeyValue:
         """Return keys and values of some slots; those that are new are projected now."""
         n = self.each
         if layer not in self.buffers or self.buffers[layer][0].stop < n * start:  # slots that nobody looked at
@@ -89,22 +93,23 @@ class StreamWindow(PreparedMemory):
     def __init__(self, stream: MemoryStream, start: int, stop: int) -> None:
         super().__init__(Memory(stream.tokens(start, stop), check_finite=False))
         self.stream, self.start, self.stop = stream, start, stop
-        if stream.computed is None:
+        if not isinstance(stream.computed, KeyValueCache):
             stream.computed = KeyValueCache(tuple)
+        self.computed = stream.computed
 
-    def read(self, adapter: AdapterLayers) -> Memory:
+    def read(self, adapter: Reader) -> Memory:
         """Return the slots; an adapter reads each as it arrives."""
         return self.memory
 
-    def project(self, adapter: AdapterLayers, layer: int, memory: Memory, queries: int) -> Any:
+    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> Any:
         """Return keys and values of the slots, the null slot of the adapter as a part of its own."""
         if self.is_uncached(adapter) or not memory.length:
             projected = _project(adapter, layer, memory)
         else:
             stream = self.stream
-            computed = stream.computed.get(adapter, "stream", lambda: StreamKeyValues(adapter, stream.window))
+            computed = self.computed.get(adapter, "stream", lambda: StreamKeyValues(adapter, stream.window))
             projected = computed.of(stream, adapter, layer, self.start, self.stop)
-        has_null = adapter.kv_projection(layer).null_key is not None
+        has_null = getattr(adapter.kv_projection(layer), "null_key", None) is not None
         return KeyValueParts(((projected, None),)) if has_null else projected
 
 
@@ -129,10 +134,10 @@ class StreamMemory(BoundMemory):
         return self.stream.stream.memory()
 
 
-def _project(adapter: AdapterLayers, layer: int, memory: Memory) -> KeyValue:
+def _project(adapter: Reader, layer: int, memory: Memory) -> KeyValue:
     """Compute keys and values of some slots in the padded layout, without a null slot; raise if they overflow."""
     read = adapter.read(memory)
-    projected: KeyValue = adapter.attention(layer).project(read.tokens)
+    projected = adapter.kv_projection(layer).project(read.tokens, mask=None, scores=None, queries=None)
     check_projected(adapter, layer, memory, projected)
     return projected.without_null()
 
@@ -163,7 +168,7 @@ register_memory_type(ShardedMemory, bind_parts)
 class PartedMemory(BoundMemory):
     """The parts of one memory, bound to the adapter that reads them."""
 
-    def __init__(self, parts: Sequence[ProjectedMemory], group: Any) -> None:
+    def __init__(self, parts: Sequence[ProjectedMemory], group: ProcessGroup | None) -> None:
         self.parts, self.group = parts, group
         self.name, self.rows = parts[-1].name, parts[-1].rows
         for part in parts[:-1]:
@@ -184,7 +189,7 @@ class PartedMemory(BoundMemory):
             here = torch.ones(text.rows, 1, 1, device=device) if seen is None else seen.float()
             seen = summed(here, self.group) > 0
         projected = {
-            layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
+            layer: KeyValueParts(tuple((one.key_values()[layer], None) for one in views), self.group)
             for layer in views[-1].projected
         }
         return self.parts[-1].view(projected, views[-1].attention_mask, seen)
@@ -208,7 +213,7 @@ class SearchedView(View):
         self.adapter, self.entries, self.per_query = adapter, entries, per_query
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        projection = self.adapter.attention(layer).kv_proj
+        projection = _searching(self.adapter, layer)
         slots = SearchedSlots(
             partial(self._search, projection),
             self._read,
@@ -219,12 +224,12 @@ class SearchedView(View):
         out: Tensor = block(x, slots, seen=seen, adapter_scale=adapter_scale)
         return out
 
-    def _search(self, projection: Any, queries: Tensor) -> Tensor:
+    def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
         norm, weight = self.adapter.slot_norm(), None
         scaled = queries.float() * projection.scale
         if norm is not None:
             scaled = scaled * norm.weight.float()
-        if self.adapter.score_bias:
+        if projection.score_scale is not None:
             weight = float(projection.score_scale) / projection.score_std
         return self.entries.search(scaled, self.per_query, weight).to(queries.device)
 
@@ -258,13 +263,20 @@ class BoundSearch(BoundMemory):
         return Memory(memory.tokens, scores=scores, sources=memory.sources, check_finite=False)
 
 
+def _searching(adapter: AdapterLayers, layer: int) -> KeyValueProjection:
+    """Return the projection of the block at a host layer, by whose scores entries are searched."""
+    projection = adapter.kv_projection(layer)
+    assert isinstance(projection, KeyValueProjection)
+    return projection
+
+
 def bind_searched(memory: SearchedMemory, adapter: AdapterLayers, host: nn.Module) -> BoundSearch:
     """Bind a searched memory to an adapter."""
     adapter.check_parts("memory that is searched", "a Memory, such as hits.memory() of a search")
     adapter.slot_norm()
     if memory.dim != adapter.config.memory_dim:
         adapter.check_memory(Memory(torch.zeros(1, 1, memory.dim), check_finite=False))
-    if not all(adapter.attention(layer).kv_proj.is_linear for layer in adapter.layers):
+    if not all(_searching(adapter, layer).is_linear for layer in adapter.layers):
         raise ConditionError(
             f"the keys of adapter {adapter.name!r} are normalised or rotated (qk_norm), so no search finds the largest "
             "scores: give hits.memory() of a search, or train without qk_norm"

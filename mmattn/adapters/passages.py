@@ -8,17 +8,15 @@ and sees all of them. One leading passage is what it would be in the prompt. Not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, cast
+from typing import ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import Capture, JoinedMemory, JoinedSlots
-from mmattn.adapters.key_rotation import KeyRotation
+from mmattn.adapters.joined_slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots
 from mmattn.adapters.protocols import BoundMemory, Host, Site
 from mmattn.adapters.settings import register_adapter
 from mmattn.errors import ConfigError, ShapeError
@@ -72,27 +70,18 @@ class PassageAdapter:
         )
 
 
-class PassageLayers(AdapterLayers):
+class PassageLayers(BeforeTextLayers):
     """A passage adapter on one host."""
-
-    orders_slots = True
-    counts_slots = True
-    moves_text = True
 
     def __init__(self, config: PassageAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self.blocks = nn.ModuleDict({str(site.layer): JoinSlots() for site in self.sites})
         self.register_buffer("place", torch.zeros(0), persistent=False)
-        #: How the host turns keys to other positions, by layer; None if it cannot. Set by `attach_to`.
-        self.rotations: Mapping[int, KeyRotation | None] | None = None
 
     @property
     def weight(self) -> Tensor:
         """An empty tensor on the device of the first layer."""
         return cast(Tensor, self.place)
-
-    def attention(self, layer: int) -> nn.Module:
-        return self.block(layer)
 
     def read(self, memory: Memory) -> Memory:
         raise ShapeError(_NO_PASSAGES.format(name=self.name, memory="a Memory"))
@@ -104,10 +93,6 @@ class PassageLayers(AdapterLayers):
         if not isinstance(memory, Passages):
             raise ShapeError(_NO_PASSAGES.format(name=self.name, memory=type(memory).__name__))
         return JoinedMemory(memory.slots(self), self.name, memory)
-
-    def attach_to(self, host: Any) -> None:
-        """Prove that passages before a text reach the output, and learn how their keys are moved."""
-        self.rotations = host.probe_before_text(self.sites)
 
 
 _NO_PASSAGES = (

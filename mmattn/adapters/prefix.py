@@ -12,17 +12,15 @@ unloaded adapter give the host's own answer bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import JoinedMemory, JoinedSlots
-from mmattn.adapters.key_rotation import KeyRotation
+from mmattn.adapters.joined_slots import BeforeTextLayers, JoinedMemory, JoinedSlots
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
@@ -84,22 +82,15 @@ class PrefixBlock(JoinSlots):
         self.values = nn.Parameter(torch.randn(*shape, size.value_dim or size.head_dim) * 0.02)
 
 
-class PrefixLayers(AdapterLayers):
+class PrefixLayers(BeforeTextLayers):
     """The trained prefixes of one adapter on one host."""
 
-    orders_slots = True
-    counts_slots = True
-    moves_text = True
+    config: PrefixAdapter
     starts_as_nothing = False
 
     def __init__(self, config: PrefixAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self.blocks = nn.ModuleDict({str(site.layer): PrefixBlock(config, site.sizes) for site in self.sites})
-        #: How the host turns keys to other positions, by layer; None if it cannot. Set by `attach_to`.
-        self.rotations: Mapping[int, KeyRotation | None] | None = None
-
-    def attention(self, layer: int) -> nn.Module:
-        return self.block(layer)
 
     def prefix(self, layer: int) -> PrefixBlock:
         """Return keys and values of all prefixes at a host layer."""
@@ -164,10 +155,6 @@ class PrefixLayers(AdapterLayers):
     def bind_memory(self, memory: object, host: nn.Module) -> PrefixMemory:
         return PrefixMemory(PrefixRows.of(memory, self.config.num_prefixes, self.name), self)
 
-    def attach_to(self, host: Any) -> None:
-        """Prove that prefixes before a text reach the output, and learn how their keys are moved."""
-        self.rotations = host.probe_before_text(self.sites)
-
 
 class PrefixRows:
     """The numbers of the prefixes of each row, in their order, with the keys and values computed for them."""
@@ -221,8 +208,7 @@ class PrefixMemory(JoinedMemory):
         adapter, prefixes = self.adapter, self.prefixes
         if torch.is_grad_enabled() and any(one.requires_grad for one in adapter.parameters()):
             return adapter.slots(prefixes)
-        slots: JoinedSlots = prefixes.cache.get(adapter, "slots", lambda: adapter.slots(prefixes))
-        return slots
+        return prefixes.cache.get(adapter, "slots", lambda: adapter.slots(prefixes))
 
 
 def _row(row: object, name: str) -> list[int]:

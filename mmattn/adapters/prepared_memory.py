@@ -1,4 +1,4 @@
-"""A memory of vectors with what adapters computed of it: read and projected once, for many calls."""
+"""A memory of vectors with what adapters computed of it: read and projected once, for many calls; and who reads it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.protocols import AdapterConfig
+from mmattn.adapters.resampler import PerceiverResampler
+from mmattn.adapters.text_state import TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import KeyValueCache, autocast_dtype, cached
 from mmattn.core.tracing import all_finite, readable
@@ -21,29 +24,81 @@ from mmattn.memory import Memory
 _TENSORS = attrgetter("tokens", "mask", "segments", "scores")
 
 
-class Reader(Protocol):
+class Projection(Protocol):
+    """Computes keys and values of a memory for one layer."""
+
+    def project(
+        self, memory: Tensor, *, mask: Tensor | None, scores: Tensor | None, queries: int | None
+    ) -> KeyValue: ...
+
+    def projecting_parameters(self) -> list[Tensor]: ...
+
+
+class Reader(nn.Module):
     """The part of `AdapterLayers` that reads and projects a memory."""
 
+    config: AdapterConfig
     name: str
-    config: Any
     layers: tuple[int, ...]
-    score_bias: bool
+    blocks: nn.ModuleDict
+    score_bias = False
+    follows_text = False
+    changes_all = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_norm: nn.LayerNorm | None = None
+        self.resampler: PerceiverResampler | None = None
 
     @property
     def weight(self) -> Tensor:
         """Return a weight on the device and in the dtype in which a memory is read."""
+        if self.memory_norm is not None:
+            return self.memory_norm.weight
+        # Gates, which stay in float32, are no matrices.
+        return next(parameter for parameter in self.parameters() if parameter.dim() > 1)
+
+    def block(self, layer: int) -> nn.Module:
+        """Return the block at host layer `layer`."""
+        return self.blocks[str(layer)]
+
+    def attention(self, layer: int) -> nn.Module | None:
+        """Return the module that attends to the memory at host layer `layer`, whose weights are recorded, or None."""
+        return None
+
+    def kv_projection(self, layer: int) -> Projection:
+        """Return the module that projects keys and values for host layer `layer`."""
+        attention = self.attention(layer)
+        return cast(Projection, getattr(attention, "kv_proj", attention))
 
     def read(self, memory: Memory) -> Memory:
-        """Return the memory as every block attends to it."""
-
-    def kv_projection(self, layer: int) -> Any:
-        """Return the module that projects the memory for a host layer."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all weights."""
+        """Return the memory as every block attends to it: normalised and resampled, as the settings have it."""
+        read = self._cast_memory(memory)
+        if self.memory_norm is not None:
+            read = read.replace(self.memory_norm(read.tokens))
+        return read if self.resampler is None else self.resampler(read)
 
     def reading_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the weights that `read` uses."""
+        """Yield the weights that `read` uses: all outside the blocks."""
+        yield from self.parameters(recurse=False)
+        for name, part in self.named_children():
+            if name != "blocks":
+                yield from part.parameters()
+
+    def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
+        """Return the slots that each token attends to, (b, 1, l, m) bool; None for all that are real."""
+        return None
+
+    def _cast_memory(self, memory: Memory) -> Memory:
+        """Return the memory on the device and in the dtype of the weights, padding set to 0."""
+        weight = self.weight
+        tokens = memory.tokens.to(weight.device)
+        # Norms take narrower states than their weights under autocast, and never wider ones.
+        if not torch.is_autocast_enabled(tokens.device.type) or tokens.element_size() > weight.element_size():
+            tokens = tokens.to(weight.dtype)
+        if memory.mask is not None:
+            tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
+        return memory.replace(tokens)
 
 
 class PreparedMemory:
@@ -67,7 +122,7 @@ class PreparedMemory:
         """Number of rows b."""
         return self.memory.batch
 
-    def project(self, adapter: Any, layer: int, memory: Memory, queries: int) -> KeyValue:
+    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue:
         """Return keys and values of the memory for the block at a host layer.
 
         Args:
@@ -90,16 +145,13 @@ class PreparedMemory:
         values = self.cache.values(adapter)
         if values.get("read") is not memory:  # another thread has edited the memory since: not to be cached as of now
             return project(queries)
-        projected: KeyValue = cached(values, layer, project)
-        return projected
+        return cached(values, layer, project)
 
-    def read(self, adapter: Any) -> Memory:
+    def read(self, adapter: Reader) -> Memory:
         """Return the memory as an adapter reads it."""
         if self.is_uncached(adapter):
-            read: Memory = adapter.read(self.memory)
-        else:
-            read = self.cache.get(adapter, "read", lambda: adapter.read(self.memory))
-        return read
+            return adapter.read(self.memory)
+        return self.cache.get(adapter, "read", lambda: adapter.read(self.memory))
 
     def is_uncached(self, adapter: nn.Module) -> bool:
         """Return whether nothing may be cached: gradients are needed, or a graph is being traced."""
@@ -132,8 +184,7 @@ def project_layer(adapter: Reader, layer: int, memory: Memory, queries: int | No
     projection = adapter.kv_projection(layer)
     tokens = memory.tokens.to(projection.projecting_parameters()[0].device)
     scores = memory.scores if adapter.score_bias else None
-    projected: KeyValue = projection.project(tokens, mask=memory.mask, scores=scores, queries=queries)
-    return projected
+    return projection.project(tokens, mask=memory.mask, scores=scores, queries=queries)
 
 
 def check_projected(adapter: Reader, layer: int, memory: Memory, projected: KeyValue) -> None:

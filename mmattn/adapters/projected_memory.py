@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.prepared_memory import PreparedMemory, Reader
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, PackedView, Scale, View, check_one_row
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
+from mmattn.core.key_value_projection import AttendableMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError
@@ -22,7 +22,9 @@ from mmattn.memory import Memory
 class ProjectedView(View):
     """A memory in one forward: its keys and values, and which slots each token attends to."""
 
-    def __init__(self, projected: Mapping[int, Any], attention_mask: Tensor | None, seen: Tensor | None) -> None:
+    def __init__(
+        self, projected: Mapping[int, KeyValue | AttendableMemory], attention_mask: Tensor | None, seen: Tensor | None
+    ) -> None:
         self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
@@ -35,11 +37,17 @@ class ProjectedView(View):
         )
         return out
 
+    def key_values(self) -> dict[int, KeyValue]:
+        """Return keys and values by layer of a memory in one piece."""
+        return {layer: one for layer, one in self.projected.items() if isinstance(one, KeyValue)}
+
 
 class VectorMemory(BoundMemory):
     """A prepared memory bound to the adapter that reads it."""
 
-    def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
+    adapter: Reader
+
+    def __init__(self, prepared: PreparedMemory, adapter: Reader) -> None:
         self.prepared, self.adapter = prepared, adapter
         self.name, self.shared = adapter.name, prepared
         self.rows = prepared.memory.tokens.shape[0]
@@ -58,9 +66,9 @@ class VectorMemory(BoundMemory):
 class ProjectedMemory(VectorMemory):
     """A prepared memory whose keys and values are projected for each layer."""
 
-    def __init__(self, prepared: PreparedMemory, adapter: Any) -> None:
+    def __init__(self, prepared: PreparedMemory, adapter: Reader, view: type[ProjectedView] = ProjectedView) -> None:
         super().__init__(prepared, adapter)
-        self.view: type[ProjectedView] = adapter.view
+        self.view = view
         self.follows_text = adapter.follows_text
         self._graph: GraphInputs | None = None
         self._graph_version: TensorVersion | None = None
@@ -75,15 +83,14 @@ class ProjectedMemory(VectorMemory):
             return self.see(text)
         if (torch.is_grad_enabled() or torch.compiler.is_compiling()) and prepared.is_uncached(adapter):
             return self.see(text)
-        view: ProjectedView = prepared.cache.get(adapter, ("view", text.rows), lambda: self.see(text))
-        return view
+        return prepared.cache.get(adapter, ("view", text.rows), lambda: self.see(text))
 
     def see(self, text: TextState) -> ProjectedView:
         prepared, adapter = self.prepared, self.adapter
         layers = adapter.layers if text.layer is None else (text.layer,)
         graph = self._graph if torch.compiler.is_compiling() and not self._may_not_cache() else None
         memory = prepared.read(adapter) if graph is None else graph.memory
-        rule: Tensor | None = adapter.visible_slots(text, memory)
+        rule = adapter.visible_slots(text, memory)
         arrived = text.arrived_slots(memory.length)
         if arrived is not None:
             arrived = arrived.to(memory.device)

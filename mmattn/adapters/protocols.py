@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.text_state import PackedText, TextState
+from mmattn.core.key_value_projection import AttendableMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
@@ -116,7 +117,7 @@ class PackedView(View):
 
 
 #: Put keys and values of several requests together, by the name of the adapter and the layer.
-JoinRequests = Callable[[tuple[str, int], list[KeyValue]], object]
+JoinRequests = Callable[[tuple[str, int], list[KeyValue]], KeyValue | AttendableMemory]
 #: From hidden states and their changed values, take the changed ones that are finite.
 KeepFinite = Callable[[Tensor, Tensor], Tensor]
 

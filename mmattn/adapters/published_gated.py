@@ -32,6 +32,9 @@ from mmattn.errors import AdapterFileError, check_choice, check_int
 from mmattn.storage.hub import refuse_keys
 from mmattn.storage.safetensors import check_values
 
+#: Settings of `GatedAdapter` or `GatedLayout`, by name.
+Settings = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class TextHost:
@@ -53,7 +56,7 @@ class Family:
     marker: str  # prefix of a name that every block has and no other layer
     # from a tensor of a block to the names it has here; several are stacked along its rows
     names: Mapping[str, tuple[str, ...]]
-    layout: Mapping[str, Any]  # fields of `GatedLayout` that all blocks of the family share
+    layout: Settings  # fields of `GatedLayout` that all blocks of the family share
     # as `names`, for the norms of queries and keys of models that have them
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head_dim: int | None = None  # k where neither the weights nor the host determine it
@@ -240,9 +243,7 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
     return layers
 
 
-def _sizes(
-    known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str
-) -> dict[str, Any]:
+def _sizes(known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads: int | None, source: str) -> Settings:
     """Return the settings that follow from the shapes of a block and from the host."""
     q, k, up = (first[f"{name}.weight"] for name in ("attention.q_proj", "attention.kv_proj.k_proj", "feed_forward.up"))
     if not all(matrix.dim() == 2 and matrix.numel() for matrix in (q, k, up)):
@@ -279,7 +280,7 @@ def _head_dim(known: Family, norm: Tensor | None, rows: int, host: TextHost) -> 
     return known.head_dim or rows // (host.num_heads or 1)
 
 
-def _epsilon(known: Family, host: TextHost, source: str) -> dict[str, Any]:
+def _epsilon(known: Family, host: TextHost, source: str) -> Settings:
     """Return the epsilon of RMSNorm, that of the text model, for families that have the norm."""
     if known.layout.get("norm") != "rms":
         return {}

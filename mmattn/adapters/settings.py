@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 
 from mmattn.adapters.protocols import POSITIONS, Host, Site
 from mmattn.errors import AttachError, ConfigError, check_bool, check_int
@@ -22,7 +24,7 @@ NARROW = 12
 
 
 @dataclass(frozen=True)
-class VectorAdapter:
+class VectorAdapter(ABC):
     """Base of the settings of adapters that read vectors.
 
     Args:
@@ -31,8 +33,20 @@ class VectorAdapter:
 
     memory_dim: int
 
+    kind: ClassVar[str]
+    positions: ClassVar[tuple[str, ...]]
+    example_call: ClassVar[str]
+
     def __post_init__(self) -> None:
         check_int("memory_dim", self.memory_dim, at_most=65536)
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return every site of the adapter's position."""
+        return host.sites(self.positions[0])
+
+    @abstractmethod
+    def build(self, sites: Sequence[Site]) -> nn.Module:
+        """Return the trainable part for these sites, an `AdapterLayers`."""
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
         """Return a random memory (rows, 5, e), some slots masked."""
@@ -95,7 +109,6 @@ class LayeredAdapter(VectorAdapter):
     every: int | None = None
     layers: tuple[int, ...] | None = None
 
-    positions: ClassVar[tuple[str, ...]]
     default_every: ClassVar[int] = EVERY
 
     def __post_init__(self) -> None:

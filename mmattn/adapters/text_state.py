@@ -16,6 +16,8 @@ from torch import Tensor
 
 from mmattn.errors import ConditionError
 
+#: Arguments of a host by name.
+Keywords = Mapping[str, Any]
 #: Names under which flash attention and state-space models are told where documents begin.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
 
@@ -71,7 +73,7 @@ class PackedText:
 PACKING_NAMES = {*BOUNDARIES, "seq_idx", "position_ids"}
 
 
-def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText | None:
+def packed_text(kwargs: Keywords, rows: int, length: int) -> PackedText | None:
     """Return the documents of a call, or None if each row is one document.
 
     A document begins where positions do not rise, or where `cu_seq_lens_q` or `seq_idx` say so. Where a mask says of
@@ -83,7 +85,7 @@ def packed_text(kwargs: Mapping[str, Any], rows: int, length: int) -> PackedText
     return None if numbers is None else PackedText.of(numbers)
 
 
-def _numbers(kwargs: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
+def _numbers(kwargs: Keywords, rows: int, length: int) -> Tensor | None:
     """The number of the document of each token (b, l), -1 for none; None where rows are not packed."""
     boundaries = next((kwargs[name] for name in BOUNDARIES if kwargs.get(name) is not None), None)
     if boundaries is not None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
+#: Computed values by key, each of the type that its key has.
+Values = dict[Hashable, Any]
 
 
 class TensorVersion:
@@ -39,7 +43,7 @@ class TensorVersion:
 _COUNTED = (attrgetter("_version"), Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
 
 
-def _state(tensors: list[Tensor]) -> list[list[Any]]:
+def _state(tensors: list[Tensor]) -> list[list[object]]:
     # Mapped by functions written in C: this runs in every forward.
     return [list(map(read, tensors)) for read in _COUNTED]
 
@@ -60,7 +64,7 @@ class ModuleVersion:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owners: list[dict[str, Any]] = [owner for one in modules for owner in (one._modules, one._parameters) if owner]
+        owners = [owner for one in modules for owner in (one._modules, one._parameters) if owner]
         self._contents = [(owner, tuple(owner.values())) for owner in owners]
 
     def holds(self) -> bool:
@@ -93,7 +97,7 @@ class KeyValueCache:
         self._tensors = tensors
         self._entries: WeakKeyDictionary[nn.Module, _Entry] = WeakKeyDictionary()
 
-    def values(self, adapter: nn.Module) -> dict[Hashable, Any]:
+    def values(self, adapter: nn.Module) -> Values:
         """Return the values computed for an adapter under this autocast; none if anything has changed since."""
         entry, tensors = self._entries.get(adapter), self._tensors()
         if entry is None or not entry.holds(tensors):
@@ -104,7 +108,7 @@ class KeyValueCache:
             values = entry.values[dtype] = {}
         return values
 
-    def get(self, adapter: nn.Module, key: Hashable, compute: Callable[[], Any]) -> Any:
+    def get(self, adapter: nn.Module, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value of a key for an adapter, cached or computed now without gradients."""
         return cached(self.values(adapter), key, compute)
 
@@ -114,13 +118,14 @@ class KeyValueCache:
         return sum(_nbytes(value) for values in by_dtype for value in values.values())
 
 
-def cached(values: dict[Hashable, Any], key: Hashable, compute: Callable[[], Any]) -> Any:
+def cached(values: Values, key: Hashable, compute: Callable[[], T]) -> T:
     """Return the value of a key, cached or computed now without gradients."""
     if key not in values:
         # A cached value must serve calls outside inference mode, too.
         with torch.inference_mode(False), torch.no_grad():
             values[key] = compute()
-    return values[key]
+    value: T = values[key]
+    return value
 
 
 class _Entry:
@@ -133,7 +138,7 @@ class _Entry:
         self._tensors = [*parameters, *(one for one in tensors if one is not None)]
         self._version = TensorVersion(self._tensors)
         self.device = parameters[0].device.type if parameters else "cpu"
-        self.values: dict[torch.dtype | None, dict[Hashable, Any]] = {}
+        self.values: dict[torch.dtype | None, Values] = {}
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
         return all(map(is_, tensors, self._memory)) and self._modules.holds() and self._version.holds(self._tensors)
@@ -153,23 +158,24 @@ class TensorCache:
     def __init__(self) -> None:
         self._entries: dict[Hashable, tuple[TensorVersion, Any]] = {}
 
-    def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Return the value of a key for these sources, cached or computed now without gradients."""
         entry = self._entries.get(key)
         if entry is None or not entry[0].holds(sources):
             # A cached value must serve calls outside inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
                 entry = self._entries[key] = (TensorVersion(sources), compute())
-        return entry[1]
+        value: T = entry[1]
+        return value
 
     def nbytes(self) -> int:
         """Return the bytes of cached keys and values."""
         return sum(_nbytes(value) for _, value in self._entries.values())
 
 
-def _nbytes(value: Any) -> int:
+def _nbytes(value: object) -> int:
     size = getattr(value, "nbytes", None)
-    return size() if callable(size) else 0
+    return int(size()) if callable(size) else 0
 
 
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:

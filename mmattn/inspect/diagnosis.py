@@ -192,4 +192,5 @@ def random_batch(model: AdaptedModel, name: str = "default") -> Arguments:
     device = adapter.weight.device
     batch = model.example_batch(generator, adapter.config, ROWS)
     moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    return moved | {"memory": {name: adapter.config.example_memory(generator, ROWS).to(device)}}
+    memory = adapter.config.example_memory(generator, ROWS)
+    return moved | {"memory": {name: memory.to(device) if isinstance(memory, Memory) else memory}}

@@ -18,6 +18,9 @@ FORMAT = "mmattn-memory"
 MAX_SOURCES = 1 << 30
 """Bytes of the sources in a file, at most."""
 
+#: Any JSON value that names where a slot came from.
+Source = Any
+
 
 class Memory:
     """A batch of vectors (b, m, e) to attend to, with a padding mask and, where known, the source of each vector.
@@ -50,7 +53,7 @@ class Memory:
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         scores: Tensor | None = None,
-        sources: Sequence[Sequence[Any]] | None = None,
+        sources: Sequence[Sequence[Source]] | None = None,
         check_finite: bool = True,
     ) -> None:
         _check_tokens(tokens)
@@ -266,7 +269,7 @@ class Memory:
         """
         with making_sense(path, "memory"):
             tensors, metadata = read_tensors(path, FORMAT, check_finite=False)
-            sources = validated("sources", list[list[Any]] | None, json.loads(metadata["sources"]))
+            sources = validated("sources", list[list[Source]] | None, json.loads(metadata["sources"]))
             memory = cls(**tensors, sources=sources, check_finite=False)
         if check_finite:
             memory.check_finite()  # masked slots may hold NaN
@@ -286,7 +289,7 @@ class Memory:
         self,
         change: Callable[[Tensor], Tensor],
         tokens: Tensor | None = None,
-        sources: list[list[Any]] | None = None,
+        sources: list[list[Source]] | None = None,
     ) -> Memory:
         """Return the memory with every tensor changed, or other tokens, and with other sources where it has some."""
         mask, segments, scores = (None if x is None else change(x) for x in (self.mask, self.segments, self.scores))
@@ -305,7 +308,7 @@ class Memory:
             return value
         return self.tokens.new_zeros(self.tokens.shape[:2], dtype=torch.long if name == "segments" else self.dtype)
 
-    def _source_rows(self) -> list[list[Any]]:
+    def _source_rows(self) -> list[list[Source]]:
         return self.sources if self.sources is not None else [[None] * self.length for _ in range(self.batch)]
 
     def _widened(self, length: int) -> Memory:
@@ -391,7 +394,7 @@ def _check_slots(
     mask: Tensor | None,
     segments: Tensor | None,
     scores: Tensor | None,
-    sources: Sequence[Sequence[Any]] | None,
+    sources: Sequence[Sequence[Source]] | None,
 ) -> None:
     if mask is not None:
         check_bool_mask("mask", mask)

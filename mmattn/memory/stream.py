@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class MemoryStream:
         #: Held while slots are added or looked up.
         self.lock = threading.RLock()
         #: The cache of keys and values that adapters compute of the slots.
-        self.computed: Any = None
+        self.computed: object = None
         self._slots = SlidingBuffer(1, self.window)
 
     @property

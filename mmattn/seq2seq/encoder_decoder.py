@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ class EncoderDecoder(nn.Module):
         cross_attention: bool = True,
     ) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {
+        self.settings: dict[str, object] = {
             "vocab_size": check_int("vocab_size", vocab_size),
             "dim": check_int("dim", dim),
             "num_heads": check_int("num_heads", num_heads),
@@ -93,7 +93,7 @@ class EncoderDecoder(nn.Module):
             raise ConfigError(f"dim must be even for sinusoidal positions, got {dim}")
         if dim % num_heads:
             raise ShapeError(f"num_heads must divide dim, got {num_heads} and {dim}")
-        self.dim, self.positions, self.max_length = dim, positions, max_length
+        self.dim, self.num_heads, self.positions, self.max_length = dim, num_heads, positions, max_length
         two_vocabularies = target_vocab_size is not None
         target_size = check_int("target_vocab_size", vocab_size if target_vocab_size is None else target_vocab_size)
         self.target_embedding = nn.Embedding(target_size, dim)
@@ -202,7 +202,7 @@ class EncoderDecoder(nn.Module):
         x = self._embed(target, self.target_embedding, self.target_positions, places)
         bias = self._bias(x, length, before)
         for number, block in enumerate(self.decoder):
-            read: dict[str, Any] = {}
+            read: dict[str, object] = {}
             if self.encoder and isinstance(memory, Memory):
                 read = {"memory": memory.tokens, "memory_mask": memory.mask}
             elif self.encoder:
@@ -332,7 +332,7 @@ class EncoderDecoder(nn.Module):
         return self.dropout(x)
 
     def _bias(self, x: Tensor, m: int, offset: int) -> Tensor | None:
-        return alibi(self.settings["num_heads"], x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
+        return alibi(self.num_heads, x.shape[1], m, offset).to(x) if self.positions == "alibi" else None
 
 
 def _check_memory(memory: Memory | Sequence[KeyValue], rows: int, dim: int, layers: int) -> None:
@@ -372,7 +372,7 @@ def _check_ids(name: str, ids: Tensor, mask: Tensor | None, vocabulary: int, len
         )
 
 
-def _if(condition: bool, kind: Callable[..., T], *arguments: Any) -> T | None:
+def _if(condition: bool, kind: Callable[..., T], *arguments: object) -> T | None:
     return kind(*arguments) if condition else None
 
 

@@ -6,7 +6,6 @@ With the norm before each part (arXiv 2002.04745), x = x + part(norm(x)); after 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -102,7 +101,7 @@ class TransformerBlock(nn.Module):
             x = self._added(x, self.cross_norm, self.cross_attention, memory=memory, mask=memory_mask)
         return self._added(x, self.feed_forward_norm, self.feed_forward)
 
-    def _added(self, x: Tensor, norm: nn.Module | None, part: nn.Module, **options: Any) -> Tensor:
+    def _added(self, x: Tensor, norm: nn.Module | None, part: nn.Module, **options: object) -> Tensor:
         assert norm is not None
         if self.norm_place == "pre":
             return x + self.dropout(part(norm(x), **options))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import HostAttention, JoinSlots
 from mmattn.adapters.joined_slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.key_rotation import KeyRotation, read_rotations
+from mmattn.adapters.key_rotation import Rotations, read_rotations
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
@@ -100,7 +100,7 @@ def _join_slot(module: nn.Module, row: int) -> AttentionHook:
 
 
 @torch.no_grad()
-def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
+def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> Rotations:
     """Check that a text after the K/V of a passage is as in one forward; return how each layer rotates keys.
 
     None for a layer whose keys do not follow positions; None for all where keys cannot be moved (learned positions).
@@ -131,7 +131,7 @@ def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, K
 
 
 @torch.no_grad()
-def probe_rotations(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, KeyRotation | None] | None:
+def probe_rotations(model: AdaptedModel, sites: Sequence[Site]) -> Rotations:
     """Return how each layer rotates keys with their positions, as `probe_before_text` does."""
     modules = _attention_modules(model, sites)
     with bare_forward(model.host, model.open_blocks):
@@ -191,7 +191,7 @@ def _check_masks(modules: Iterable[nn.Module]) -> None:
         check_function(getattr(config, "own", config))
 
 
-def _rotations(host: nn.Module, modules: Mapping[int, nn.Module], ids: Tensor) -> dict[int, KeyRotation | None] | None:
+def _rotations(host: nn.Module, modules: Mapping[int, nn.Module], ids: Tensor) -> Rotations:
     return read_rotations(
         host,
         lambda positions: _captured(host, modules, ids, positions).keys,

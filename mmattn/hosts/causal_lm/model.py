@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.inserted import EmbeddingReader
-from mmattn.adapters.key_rotation import KeyRotation
+from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.language_models import (
     CACHE_NAMES,
     depth_of,
@@ -135,11 +135,11 @@ class AdaptedCausalLM(AdaptedModel):
         else:
             self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
 
-    def probe_before_text(self, sites: Sequence[Site]) -> Mapping[int, KeyRotation | None] | None:
+    def probe_before_text(self, sites: Sequence[Site]) -> Rotations:
         """Prove that keys and values before a text reach the output, and return what turns keys to other positions."""
         return probe_before_text(self, sites)
 
-    def probe_rotations(self) -> Mapping[int, KeyRotation | None] | None:
+    def probe_rotations(self) -> Rotations:
         """Return what turns the keys of each layer to other positions."""
         return probe_rotations(self, self.sites("joined"))
 

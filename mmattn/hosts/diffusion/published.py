@@ -188,6 +188,7 @@ class SD3Layout(PublishedLayout):
     def written(self, adapter: AdapterLayers, state: Tensors) -> Tensors | None:
         """Return an adapter's state without its gates, which must be 1."""
         gates = [name for name in state if name.endswith(".gate")]
+        assert isinstance(adapter.config, JointDecoupledAdapter)
         if any(float(state[name]) != 1 for name in gates) or adapter.config.resampler.head_dim != HEAD_DIM:
             return None
         rest = {name: value for name, value in state.items() if name not in gates}

@@ -9,15 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from torch import Tensor, nn
 
+from mmattn.adapters.protocols import AdapterConfig
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.storage.json_files import validated
+
+#: The content of `adapter_config.json`.
+Config = dict[str, Any]
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 FORMAT = "mmattn-adapter"
 FORMAT_VERSION = 1
@@ -25,10 +31,8 @@ FORMAT_VERSION = 1
 MAX_LAYERS = 1024
 MAX_NUMBER = 1 << 20
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-_VERSION = re.compile(r"[0-9][A-Za-z0-9.+-]{0,49}")
-_HASH = re.compile(r"[0-9a-f]{40,64}")
 # At most one "/", as in "org/name"; no drive, scheme, home folder, parent folder, variable or option.
 _LABEL = re.compile(r"[A-Za-z0-9_][\w .,:=()@+-]*(/[A-Za-z0-9_][\w .,:=()@+-]*)?", re.ASCII)
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(\(.*\))?", re.ASCII)
@@ -48,7 +52,7 @@ def is_label(text: object) -> bool:
 
 def check_name(name: object) -> str:
     """Return `name` if an adapter can be attached and saved under it; AttachError otherwise."""
-    plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "." not in name
+    plain = isinstance(name, str) and _NAME.fullmatch(name) is not None
     # An `nn.ModuleDict` has attributes that its entries cannot be named after.
     if not plain or hasattr(nn.ModuleDict(), str(name)):
         raise AttachError(
@@ -58,92 +62,63 @@ def check_name(name: object) -> str:
     return str(name)
 
 
-def _text(pattern: re.Pattern[str]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+Identifier = Annotated[str, Field(pattern=f"^{_IDENTIFIER.pattern}$")]
+Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
-def _size(low: int, high: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is int and low <= value <= high
+class HostFields(BaseModel):
+    """The field `host` of `adapter_config.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Identifier | None = None
+    class_: Identifier = Field(alias="class")
+    model_type: Name | None
+    hidden_size: int = Field(ge=1, le=65536)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{40,64}$")] | None
+    revision: Name | None = None
 
 
-def _or_none(rule: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or rule(value)
+class ConfigFields(BaseModel):
+    """The fields of `adapter_config.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["mmattn-adapter"]
+    format_version: int = Field(ge=1, le=FORMAT_VERSION)
+    mmattn_version: str = Field(pattern="^[0-9][A-Za-z0-9.+-]{0,49}$")
+    kind: Identifier
+    package: Identifier | None = None  # which registers the kind
+    adapter: dict[str, object]
+    layers: list[Layer] = Field(min_length=1, max_length=MAX_LAYERS)
+    host: HostFields
+    encoder: str | None = None
+    name: Name = "default"
 
 
-def _are_layers(value: object) -> bool:
-    fits = _size(0, MAX_LAYERS - 1)
-    return (
-        isinstance(value, list)
-        and 0 < len(value) <= MAX_LAYERS
-        and all(map(fits, value))
-        and value == sorted(set(value))
-    )
-
-
-# Field: (is it needed, what it must satisfy, the same in words).
-_Rules = dict[str, tuple[bool, Callable[[object], bool], str]]
-_FIELDS: _Rules = {
-    "format": (True, lambda value: value == FORMAT, repr(FORMAT)),
-    "format_version": (True, _size(1, FORMAT_VERSION), f"{FORMAT_VERSION}"),
-    "mmattn_version": (True, _text(_VERSION), "a version such as '0.1.0'"),
-    "kind": (True, _text(_IDENTIFIER), "the name of a kind of adapter"),
-    "package": (False, _or_none(_text(_IDENTIFIER)), "the name of the package that registers the kind, or null"),
-    "adapter": (True, lambda value: isinstance(value, dict), "an object with the adapter's settings"),
-    "layers": (True, _are_layers, f"a rising list of layer numbers from 0 to {MAX_LAYERS - 1}"),
-    "host": (True, lambda value: isinstance(value, dict), "an object with the host's class, sizes and fingerprint"),
-    "encoder": (False, _or_none(is_label), "a plain name or null, and no path, address or module"),
-    "name": (False, _text(_NAME), "a plain name of at most 100 letters, digits, '_', '-' and '.'"),
-}
-_HOST_FIELDS: _Rules = {
-    "kind": (False, _or_none(_text(_IDENTIFIER)), "the name of a kind of host"),
-    "class": (True, _text(_IDENTIFIER), "the name of a class, without its module"),
-    "model_type": (True, _or_none(_text(_NAME)), "a plain name or null"),
-    "hidden_size": (True, _size(1, 65536), "an int from 1 to 65,536"),
-    "num_layers": (True, _size(1, MAX_LAYERS), f"an int from 1 to {MAX_LAYERS:,}"),
-    "fingerprint": (True, _or_none(_text(_HASH)), "a sha256 or null"),
-    "revision": (False, _or_none(_text(_NAME)), "a plain name or null"),
-}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _check_fields(what: str, fields: Mapping[str, Any], rules: _Rules) -> None:
-    unknown = [name for name in fields if name not in rules]
-    missing = [name for name, (needed, _, _) in rules.items() if needed and name not in fields]
-    if unknown or missing:
-        raise AdapterFileError(
-            f"{what} has fields unknown here: {_short(unknown[:5])}, and lacks: {missing}; known are {', '.join(rules)}"
-        )
-    for name, (_, rule, words) in rules.items():
-        if name in fields and not rule(fields[name]):
-            raise AdapterFileError(f"{what}: {name!r} must be {words}, got {_short(fields[name])}")
-
-
-def check_config(config: object, what: str = "adapter_config.json") -> dict[str, Any]:
+def check_config(config: object, what: str = "adapter_config.json") -> Config:
     """Return `config` if every field is known, well formed and bounded; AdapterFileError otherwise."""
     if not isinstance(config, dict):
-        raise AdapterFileError(f"{what} must hold one JSON object, got {_short(config)}")
+        raise AdapterFileError(f"{what} must hold one JSON object, got {config!r:.100}")
     if "peft_type" in config:
         raise AdapterFileError(f"{what} belongs to PEFT, not to mmattn; load this folder with peft.PeftModel")
-    if config.get("format") != FORMAT:
-        raise AdapterFileError(f"{what} must have 'format': {FORMAT!r}, got {_short(config.get('format'))}")
     version = config.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise AdapterFileError(
-            f"{what} has format version {_short(version)}, and this mmattn reads up to {FORMAT_VERSION}; "
+            f"{what} has format version {version!r:.100}, and this mmattn reads up to {FORMAT_VERSION}; "
             "update it with: pip install --upgrade mmattn"
         )
-    _check_fields(what, config, _FIELDS)
-    _check_fields(f"{what}, host", config["host"], _HOST_FIELDS)
-    if config["layers"][-1] >= config["host"]["num_layers"]:
+    fields: ConfigFields = validated(what, ConfigFields, config)
+    if fields.layers != sorted(set(fields.layers)) or fields.layers[-1] >= fields.host.num_layers:
         raise AdapterFileError(
-            f"{what}: 'layers' ends at {config['layers'][-1]}, and a host of {config['host']['num_layers']} layers "
-            "has none of that number"
+            f"{what}: 'layers' must be a rising list of layers of a host of {fields.host.num_layers} layers, got "
+            f"{fields.layers!r:.100}"
         )
-    _check_values(f"{what}, adapter", config["adapter"])
+    _check_values(f"{what}, adapter", fields.adapter)
+    if fields.encoder is not None:
+        _check_values(f"{what}, encoder", fields.encoder)
     return config
 
 
@@ -152,7 +127,7 @@ def _check_values(what: str, value: object) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             if not _IDENTIFIER.fullmatch(name):
-                raise AdapterFileError(f"{what} has a setting that is no plain name: {_short(name)}")
+                raise AdapterFileError(f"{what} has a setting that is no plain name: {name!r:.100}")
             _check_values(f"{what}.{name}", item)
     elif isinstance(value, list):
         if len(value) > MAX_LAYERS:
@@ -161,24 +136,19 @@ def _check_values(what: str, value: object) -> None:
             _check_values(what, item)
     elif isinstance(value, str):
         if not is_label(value):
-            raise AdapterFileError(f"{what} must be a plain name, and no path, address or module; got {_short(value)}")
+            raise AdapterFileError(f"{what} must be a plain name, and no path, address or module; got {value!r:.100}")
     elif type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # type: ignore[operator]
-        raise AdapterFileError(f"{what} must be from -{MAX_NUMBER:,} to {MAX_NUMBER:,}, got {_short(value)}")
+        raise AdapterFileError(f"{what} must be from -{MAX_NUMBER:,} to {MAX_NUMBER:,}, got {value!r:.100}")
 
 
-def adapter_settings(adapter: Any) -> dict[str, Any]:
+def adapter_settings(adapter: AdapterConfig) -> Config:
     """Return the fields of an adapter's dataclass as plain JSON values, for `config["adapter"]`."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    settings: dict[str, Any] = plain(dataclasses.asdict(adapter))
+    assert dataclasses.is_dataclass(adapter)
+    settings: Config = json.loads(json.dumps(dataclasses.asdict(adapter)))
     return settings
 
 
-def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+def parse_config(config: Config, kinds: Mapping[str, type]) -> AdapterConfig:
     """Return the adapter settings of a checked config, an instance of one of the registered dataclasses `kinds`.
 
     AdapterFileError for an unknown kind or setting, or a value that the adapter refuses.
@@ -192,25 +162,21 @@ def parse_config(config: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
             else f"the package {package!r} registers it: import that package first, then load again"
         )
         raise AdapterFileError(
-            f"adapter_config.json is of kind {_short(kind)}, and registered are {', '.join(map(repr, kinds))}; {hint}"
+            f"adapter_config.json is of kind {kind!r:.100}, and registered are {', '.join(map(repr, kinds))}; {hint}"
         )
     what = f"adapter_config.json, {kind} adapter"
     try:
         read = validated(what, _settings_of(kinds[kind]), json.dumps({"adapter": config["adapter"]}).encode())
     except TypeError as error:
         raise AdapterFileError(f"{what}: {error}") from error
-    return read.adapter
+    settings: AdapterConfig = read.adapter
+    return settings
 
 
 @lru_cache(maxsize=64)
-def _settings_of(kind: type) -> Any:
+def _settings_of(kind: type) -> type[BaseModel]:
     """Return a model of pydantic that holds the settings of one kind, and nothing that they have no field for."""
-    from pydantic import ConfigDict, create_model
-
     return create_model("Settings", __config__=ConfigDict(extra="forbid"), adapter=(kind, ...))
-
-
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def check_tensors(expected: Shapes, given: Shapes | Mapping[str, Tensor]) -> None:

@@ -15,12 +15,10 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from mmattn.adapters.adapter_config import FORMAT, Shapes, check_config
+from mmattn.adapters.adapter_config import FORMAT, Config, Shapes, check_config
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.files import Path, lock_folder, replacing, sync_folder, write_text
 from mmattn.storage.json_files import read_json, write_json
@@ -54,7 +52,7 @@ def _make_folder(folder: str) -> list[str]:
     return created
 
 
-def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str, Tensor], card: str) -> None:
+def save_folder(folder: Path, *, config: Config, tensors: Mapping[str, Tensor], card: str) -> None:
     """Write an adapter to a folder; a process killed meanwhile leaves the old adapter or the new one.
 
     Other files in `folder` stay, and so does a `README.md` that mmattn did not write. Missing folders are created.
@@ -77,7 +75,7 @@ def save_folder(folder: Path, *, config: Mapping[str, Any], tensors: Mapping[str
         raise
 
 
-def _replace(folder: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], card: str) -> None:
+def _replace(folder: str, config: Config, tensors: Mapping[str, Tensor], card: str) -> None:
     pending = os.path.join(folder, PENDING)
     _settle(folder)
     write_json(pending, config)
@@ -133,7 +131,7 @@ def _same(a: object, b: object) -> bool:
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
-def _read_config(folder: str) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+def _read_config(folder: str) -> tuple[Config, Shapes]:
     """Return the checked config on which both files agree, and shape and dtype of the tensors."""
     path = os.path.join(folder, CONFIG)
     pending = os.path.join(folder, PENDING)
@@ -149,7 +147,7 @@ def _read_config(folder: str) -> tuple[dict[str, Any], dict[str, tuple[tuple[int
     return check_config(config, f"the header of {TENSORS}"), shapes
 
 
-def _difference(a: Any, b: Any) -> str:
+def _difference(a: object, b: object) -> str:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return f"there is no {CONFIG}"
     names = [name for name in {**a, **b} if not (name in a and name in b and _same(a[name], b[name]))]
@@ -168,8 +166,8 @@ def _check_folder(folder: str) -> None:
 
 
 def load_folder(
-    folder: Path, check: Callable[[dict[str, Any], Shapes], object] | None = None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    folder: Path, check: Callable[[Config, Shapes], object] | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     """Read the config and the tensors that `save_folder` wrote."""
     folder = os.fspath(folder)
     try:
@@ -184,9 +182,7 @@ def load_folder(
         raise AdapterFileError(f"cannot load an adapter from {folder!r}: {error.strerror or error}") from error
 
 
-def _load(
-    folder: str, check: Callable[[dict[str, Any], Shapes], object] | None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _load(folder: str, check: Callable[[Config, Shapes], object] | None) -> tuple[Config, dict[str, Tensor]]:
     config, shapes = _read_config(folder)
     if check is not None:
         check(config, shapes)

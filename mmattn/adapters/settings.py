@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from mmattn.adapters.protocols import POSITIONS, Host, Site
+from mmattn.adapters.protocols import POSITIONS, AdapterConfig, Host, Site
 from mmattn.errors import AttachError, ConfigError, check_bool, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
@@ -233,7 +233,7 @@ def register_adapter(adapter: Kind) -> Kind:
     return adapter
 
 
-def adapter_kinds() -> Mapping[str, Any]:
+def adapter_kinds() -> Mapping[str, type[AdapterConfig]]:
     """Return the registered adapter classes by kind."""
     return _KINDS
 

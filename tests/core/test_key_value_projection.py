@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from torch import nn
 
-import mmattn.core.key_value_projection
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import ShapeError
 from tests.core.random_inputs import MASK, B, E, L, M
 from tests.reference import assert_close, attend_reference
-
-
-def test_examples() -> None:
-    result = doctest.testmod(mmattn.core.key_value_projection, extraglobs={"torch": torch, "nn": nn})
-    assert result.attempted and not result.failed
 
 
 def alone(h: int = 6, g: int = 2, k: int = 11) -> KeyValueProjection:

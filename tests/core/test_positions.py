@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from collections.abc import Callable
 
@@ -15,17 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import mmattn
-import mmattn.core.positions
 from mmattn import positions
 from mmattn.errors import ConfigError, ShapeError
 from tests.core.random_inputs import named_weights
 from tests.reference import assert_close, cross_attention_reference, rotary_reference
-
-
-def test_docstring_examples_run() -> None:
-    result = doctest.testmod(mmattn.core.positions, extraglobs={"torch": torch})
-    assert result.attempted >= 6
-    assert result.failed == 0
 
 
 class TestSinusoidal:

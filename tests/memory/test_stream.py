@@ -101,9 +101,9 @@ def test_each_slot_is_projected_once_and_forgotten(monkeypatch: pytest.MonkeyPat
     stream = mmattn.MemoryStream(E, window=8, rows=2)
     projected: list[int] = []
     for attention in model.attentions().values():
-        own = attention.project
+        own = attention.kv_proj.project
         monkeypatch.setattr(
-            attention, "project", lambda m, *a, own=own, **k: projected.append(m.shape[1]) or own(m, *a, **k)
+            attention.kv_proj, "project", lambda m, *a, own=own, **k: projected.append(m.shape[1]) or own(m, *a, **k)
         )
     sizes = set()
     with torch.no_grad():

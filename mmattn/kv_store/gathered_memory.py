@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.prepared_memory import PreparedMemory, Reader
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ShapeError, check_bool_mask
@@ -26,7 +26,7 @@ class GatheredMemory(PreparedMemory):
         self._entries_per_row, self._pages = count, pages
         self._unedited = TensorVersion(memory.tensors())
 
-    def read(self, adapter: AdapterLayers) -> Memory:
+    def read(self, adapter: Reader) -> Memory:
         """Return the slots as an adapter reads them: without vectors if keys and values come from the pages."""
         projected = self._from_pages(adapter, adapter.layers[0])
         if projected is None:
@@ -34,7 +34,7 @@ class GatheredMemory(PreparedMemory):
         slots: Memory = self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
         return slots
 
-    def project(self, adapter: AdapterLayers, layer: int, memory: Memory, queries: int) -> KeyValue:
+    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue:
         """Return keys and values from the pages, or else as any prepared memory does."""
         pages = self._from_pages(adapter, layer)
         if pages is not None:
@@ -42,8 +42,8 @@ class GatheredMemory(PreparedMemory):
         # An entry may have been written after `read` had read the pages of the first layer.
         return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
 
-    def _from_pages(self, adapter: AdapterLayers, layer: int) -> KeyValue | None:
-        if self.is_uncached(adapter):
+    def _from_pages(self, adapter: Reader, layer: int) -> KeyValue | None:
+        if self.is_uncached(adapter) or not isinstance(adapter, AdapterLayers):
             return None
 
         def gather() -> KeyValue | None:

@@ -142,7 +142,9 @@ def _page_rows(model: Model, names: Iterable[str], dtype: torch.dtype | None, me
             read = adapter.read(memory)
             mask = pages[f"{name}.mask"] = read.real_slots()
             for layer in adapter.layers:
-                keys, values = _project(adapter.kv_projection(layer), read.tokens)
+                projection = adapter.kv_projection(layer)
+                assert isinstance(projection, KeyValueProjection)
+                keys, values = _project(projection, read.tokens)
                 if not all(bool(torch.isfinite(numbers).all()) for numbers in (keys, values)):
                     raise NonFiniteError(
                         f"keys or values of an entry overflow in adapter {name!r} "
@@ -176,7 +178,8 @@ def _encoded(dtype: torch.dtype | None, keys: Tensor, values: Tensor, mask: Tens
 
 def gather_pages(adapter: AdapterLayers, layer: int, tables: Tables, rows: Tensor, scores: Tensor | None) -> KeyValue:
     """Return the keys and values that `project` computes for a memory of entries (b, n), from their pages."""
-    projection: KeyValueProjection = adapter.kv_projection(layer)
+    projection = adapter.kv_projection(layer)
+    assert isinstance(projection, KeyValueProjection)
     weight = projection.k_proj.weight
     device, dtype = weight.device, weight.dtype
     if dtype is not torch.float64:

@@ -63,7 +63,7 @@ class _Continuation:
 
     def __init__(self, pipe: TextGenerationPipeline, text: str, index: Index, options: Mapping[str, object]) -> None:
         self.pipe, self.model, self.tokenizer, self.index, self.text = pipe, pipe.model, pipe.tokenizer, index, text
-        self.size: int = pipe.model.adapter("default").config.chunk_size
+        self.size: int = vars(pipe.model.adapter("default").config)["chunk_size"]
         #: For each chunk the passage of each slot.
         self.passages: dict[tuple[int, ...], list[str]] = {}
         ids = self.tokenizer(text)["input_ids"]

@@ -215,9 +215,10 @@ def inside_attention(
     heads = added_heads(model, index, attn, x, query_heads(attn, x, kwargs.get("temb")))
     if heads is None:
         return None
+    if isinstance(output, Tensor):
+        return output + into_output(attn, heads, output)
     part = model.picture_part(index)
-    picture = output if isinstance(output, Tensor) else output[part]
-    return add_to_picture(output, part, into_output(attn, heads, picture))
+    return add_to_picture(output, part, into_output(attn, heads, output[part]))
 
 
 def watch_layer(model: Denoiser, index: int, part: nn.Module, args: Positional) -> None:

@@ -21,7 +21,7 @@ _stores: dict[str, type[VectorStore]] = {}
 
 
 class About(TypedDict, total=False):
-    """What an index keeps beside its entries.
+    """Facts of an index beside its entries.
 
     Attributes:
         encoder: fingerprint of the encoder, or None.

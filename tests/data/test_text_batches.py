@@ -49,7 +49,7 @@ class TestCollate:
     def test_an_index_that_attention_searches(self) -> None:
         index = Index.build(torch.randn(7, 5))
         batch = training.collate([[5], [8]], index.as_memory(3)).to("cpu")
-        assert batch.kwargs()["memory"].index is index
+        assert batch.kwargs()["memory"].store is index.store
         with pytest.raises(ShapeError, match="2 texts need 2 rows of memory, got 3"):
             training.collate([[5], [8]], index.as_memory(3, queries=torch.randn(3, 5)))
 

@@ -219,6 +219,7 @@ def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed
     assert torch.allclose(value.transpose(1, 2).flatten(2), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """Two that know keys and one that reckons: with one of them missing, and each in the place of the other."""
     run = small_run(recipe, tmp_path, 2)

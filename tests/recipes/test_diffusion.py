@@ -292,7 +292,7 @@ def test_examples_are_brought_to_the_frame_of_the_digits(data: Any) -> None:
     ("arguments", "message"),
     [
         (["--num-inference-steps", "0"], "num_inference_steps must"),
-        (["--like", "none.png"], "there is no such file"),
+        (["--like", "none.png"], "there is no file 'none.png'"),
         (["--adapter-scale", "nan"], "adapter_scale must"),
         (["--guidance-scale", "inf"], "guidance_scale must"),
     ],

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 import mmattn
 from mmattn import training
 from mmattn.errors import ConditionError
-from mmattn.hosts import lora
+from mmattn.hosts.interop import peft
 from mmattn.storage.fingerprints import fingerprint
 from tests import tiny
 from tests.tiny import assert_close
@@ -132,7 +132,7 @@ def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> No
 
 def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_path: Path) -> None:
     lm, plain = load(folder, kind), tiny.make("llama")
-    assert lora._ranks_for(lm, 5000) == lora._ranks_for(plain, 5000)
+    assert peft._ranks_for(lm, 5000) == peft._ranks_for(plain, 5000)
     model = tiny.attach(training.add_lora(lm, 2))
     trained, total = model.trainable_parameters()
     assert total - trained == sum(parameter.numel() for parameter in plain.parameters())

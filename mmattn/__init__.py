@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmattn.lazy import lazy_exports
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 if TYPE_CHECKING:
     from mmattn import errors

@@ -58,16 +58,18 @@ def adapter_trainer() -> type:
         ) -> None:
             self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
             model = args[0] if args else kwargs.get("model")
+            arguments = args[1] if len(args) > 1 else kwargs.get("args")
+            if isinstance(arguments, transformers.TrainingArguments):
+                if arguments.ddp_find_unused_parameters:
+                    raise ConfigError(
+                        "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
+                        "parameter a gradient, of zeros if need be: leave it out"
+                    )
+                arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
-            if self.args.ddp_find_unused_parameters:
-                raise ConfigError(
-                    "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
-                    "parameter a gradient, of zeros if need be: leave it out"
-                )
-            self.args.ddp_find_unused_parameters = False
 
         def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
             """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""

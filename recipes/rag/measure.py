@@ -10,10 +10,10 @@ import torch
 
 import mmattn
 
-from .answering import MemoryOf, most_attended, neighbour_answers, write_answers
+from .answering import LONGEST, MemoryOf, most_attended, neighbour_answers, write_answers
 from .entries import Entries, EntrySet, entry_sets
 from .settings import Config
-from .territories import UNKNOWN, prompt
+from .territories import UNKNOWN, Fact, prompt
 
 IN_PROMPT = 6  # facts in a prompt, as the language model was trained to read them
 READ_ALL = ("prompt", "knn", "all")  # ways that read every entry
@@ -83,8 +83,19 @@ class Measure:
             return neighbour_answers(lm, self.tokenizer, prompts, [prompt(fact) for fact in known], values)
         hits = entries.index(one.rows).search(entries.questions[one.questions], IN_PROMPT).ids
         context = [[entries.facts[row] for row in reversed(ids)] for ids in hits]
-        with_facts = [prompt(entries.facts[row], facts) for row, facts in zip(one.questions, context, strict=True)]
+        with_facts = [
+            self.prompt_that_fits(lm, entries.facts[row], facts)
+            for row, facts in zip(one.questions, context, strict=True)
+        ]
         return write_answers(lm, self.tokenizer, with_facts)
+
+    def prompt_that_fits(self, lm: Any, question: Fact, facts: Sequence[Fact]) -> str:
+        """Return a question after the facts that fit the model's positions beside an answer, the best fact last."""
+        text = prompt(question, facts)
+        while facts and len(self.tokenizer(text).input_ids) + 1 + LONGEST > lm.config.max_position_embeddings:
+            facts = facts[1:]
+            text = prompt(question, facts)
+        return text
 
     def memory_of(self, one: EntrySet, way: str, index: mmattn.Index | None = None) -> MemoryOf:
         """Return the function from numbers of questions to their memory; `index` is one of the slots of the set."""

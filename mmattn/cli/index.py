@@ -52,10 +52,10 @@ def build_index(
 
     from mmattn.encoders.base import load_text_encoder
     from mmattn.errors import ConfigError
+    from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
-    from mmattn.storage.hub import without_progress_bars
 
     folders = [file for file in files if file.is_dir()]
     _check_paths(files, out)
@@ -142,9 +142,9 @@ def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: 
     from mmattn.adapters.passages import PassageAdapter
     from mmattn.hosts.attach import attach
     from mmattn.kv_store.passages import PassageCache
+    from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines import EncoderReference, ModelReference, default_device, load_host, save_passages
     from mmattn.recipes import resolve_asset
-    from mmattn.storage.hub import without_progress_bars
 
     with without_progress_bars():
         lm, tokenizer = load_host(ModelReference(name=resolve_asset(host)), out.parent, default_device(), None)
@@ -158,9 +158,9 @@ def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: 
 
 def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     """Build an index with the fields that an adapter reads."""
+    from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
     from mmattn.recipes import resolve_asset
-    from mmattn.storage.hub import without_progress_bars
     from mmattn.storage.json_files import read_json
 
     folder = Path(resolve_asset(adapter))
@@ -202,9 +202,9 @@ def search_index(
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.base import load_text_encoder
     from mmattn.errors import check_float, check_int
+    from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import resolve_asset
     from mmattn.retrieval.index import Index
-    from mmattn.storage.hub import without_progress_bars
 
     check_int("top_k", top_k)
     if score_threshold is not None:

@@ -21,8 +21,8 @@ def demo() -> None:
     """
     from mmattn.inspect.environment import check_extras
     from mmattn.inspect.trace import FILE
+    from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import find_recipe, load_recipe
-    from mmattn.storage.hub import without_progress_bars
 
     check_extras("mmattn demo", "vision", "diffusion", "viz", "data")
     with without_progress_bars():

@@ -17,8 +17,8 @@ from mmattn.encoders.audio_input import MAX_SECONDS, SAMPLING_RATE, load_audio, 
 from mmattn.encoders.base import FrozenEncoder, Source
 from mmattn.errors import AudioError, ConfigError, check_float, check_int, import_extra
 from mmattn.memory import Memory
+from mmattn.models.loading import load_feature_extractor, load_model
 from mmattn.progress import tracked
-from mmattn.storage.hub import load_feature_extractor, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

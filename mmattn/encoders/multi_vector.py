@@ -15,7 +15,7 @@ from mmattn.encoders.base import TextEncoderBase
 from mmattn.encoders.text import token_sources
 from mmattn.errors import AdapterFileError, MissingExtraError, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.hub import without_progress_bars
+from mmattn.models.loading import without_progress_bars
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import check_text, refuse_empty
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmattn.encoders.base import ImageEncoder, register_encoder
 from mmattn.encoders.images import MAX_PIXELS, each_image
 from mmattn.errors import ConfigError, ImageError, check_int
+from mmattn.models.loading import read_weights
 from mmattn.storage.files import replacing
-from mmattn.storage.hub import read_weights
 from mmattn.storage.json_files import making_sense
 
 if TYPE_CHECKING:

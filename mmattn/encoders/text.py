@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from mmattn.encoders.base import Source, TextEncoderBase, register_encoder
 from mmattn.errors import ConfigError, check_choice, import_extra
 from mmattn.memory import Memory
+from mmattn.models.loading import load_pretrained
 from mmattn.progress import batches
-from mmattn.storage.hub import load_pretrained
 from mmattn.tokenization import refuse_empty, text_length, tokenize, warn_cut
 
 MINILM = "all-MiniLM-L6-v2"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmattn.encoders.base import ImageEncoder, register_encoder
 from mmattn.encoders.images import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.storage.hub import is_weights_path, read_weights, refuse_keys
+from mmattn.models.loading import is_weights_path, read_weights, refuse_keys
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum

@@ -20,7 +20,7 @@ from mmattn.hosts.context import Arguments, Call, prepared_for_graphs, scale_by_
 from mmattn.hosts.hooks import HookedModel
 from mmattn.hosts.keywords import check_keywords, shown_as
 from mmattn.hosts.ownership import MARK
-from mmattn.storage.hub import load_model
+from mmattn.models.loading import load_model
 
 
 class CallOptions(TypedDict, total=False):

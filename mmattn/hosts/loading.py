@@ -22,7 +22,7 @@ from mmattn.hosts.attach import adapted_model, attach, check_same_options
 from mmattn.hosts.base import AdaptedModel, adapted
 from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.saving import SETTINGS, STATE, Description, host_fingerprint, host_sizes, saved_settings
-from mmattn.storage.hub import read_weights
+from mmattn.models.loading import read_weights
 
 
 def load(

@@ -84,7 +84,9 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
     result.mkdir()
     try:
         roots = package_folders(name, entry.packages, packages)
-        files = [next((root / file for root in roots if (root / file).exists()), roots[0] / file) for file in entry.files]
+        files = [
+            next((root / file for root in roots if (root / file).exists()), roots[0] / file) for file in entry.files
+        ]
         for file, expected in zip(files, entry.files.values(), strict=True):
             check_file(name, file, expected)
         module, function = entry.convert.split(":")

@@ -17,10 +17,10 @@ from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.hub import FURTHER, local_folder, upload
 from mmattn.hosts.loading import load
+from mmattn.models.loading import without_progress_bars
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
 from mmattn.recipes.assets import asset_path
-from mmattn.storage.hub import without_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

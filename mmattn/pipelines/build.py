@@ -13,9 +13,9 @@ from mmattn.adapters.serialization import CONFIG
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.context import Arguments
+from mmattn.models.loading import load_pretrained
 from mmattn.pipelines.config import ModelReference, tokenizer_fingerprint
 from mmattn.recipes.assets import asset_path, resolve_asset
-from mmattn.storage.hub import load_pretrained
 from mmattn.storage.json_files import read_json
 
 if TYPE_CHECKING:

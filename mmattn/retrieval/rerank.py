@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, TextError, check_int
-from mmattn.storage.hub import load_pretrained
+from mmattn.models.loading import load_pretrained
 from mmattn.tokenization import check_text, refuse_empty, text_length, tokenize, warn_cut
 
 

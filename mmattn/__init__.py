@@ -85,6 +85,7 @@ _ROOMS = (
     "encoders",
     "hosts",
     "inspect",
+    "models",
     "pipelines",
     "retrieval",
     "seq2seq",

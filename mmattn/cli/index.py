@@ -25,7 +25,7 @@ def build_index(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
     field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
-    encoder: Annotated[str, _ENCODER] = "all-MiniLM-L6-v2",
+    encoder: Annotated[str, _ENCODER] = "minilm",
     store: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw, ivf or ivfpq.")] = "exact",
     executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
@@ -63,7 +63,7 @@ def build_index(
     if folders and (len(files) > 1 or any(changed.values()) or for_ is not None):
         raise ConfigError(f"{folders[0]} is a folder of texts, which goes alone, without --field, --id-field and --for")
     if for_ is not None:
-        changed |= {"--encoder": encoder != "all-MiniLM-L6-v2", "--executor": executor != "local"}
+        changed |= {"--encoder": encoder != "minilm", "--executor": executor != "local"}
         changed |= {"--skip-broken": skip_broken, "--host": host is not None}
         if decided := [name for name, is_changed in changed.items() if is_changed]:
             raise ConfigError(f"{' and '.join(decided)} cannot go with --for {for_}, which decides this: leave it out")
@@ -196,7 +196,7 @@ def search_index(
         float | None,
         typer.Option(help=f"The lowest score that fits; by default {COSINE_THRESHOLD} where scores are cosines."),
     ] = None,
-    encoder: Annotated[str, _ENCODER] = "all-MiniLM-L6-v2",
+    encoder: Annotated[str, _ENCODER] = "minilm",
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""

@@ -1,4 +1,4 @@
-"""Commands that examine: `attach-check`, `doctor`, `explore`, `compare` and `env`."""
+"""Commands that examine: `attach-check`, `doctor`, `explore`, `compare`, `models` and `env`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 def attach_check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or name on the hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a short name, or a name on the hub.")],
     every: Annotated[int | None, typer.Option(min=1, help="A block at every n-th layer.")] = None,
     memory_dim: Annotated[int, typer.Option(min=1, help="Width of the memory.")] = 768,
     where: Annotated[str | None, typer.Option(help="decoder or encoder, of a model with both.")] = None,
@@ -114,3 +114,15 @@ def env() -> None:
     from mmattn.inspect.environment import describe
 
     typer.echo(describe())
+
+
+def models(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="Models to fetch into the cache.")] = None,
+) -> None:
+    """List the models with a short name, or fetch some of them and print their folders."""
+    from mmattn.models import CATALOGUE, fetch
+
+    for name in names or ():
+        typer.echo(fetch(name))
+    for name, entry in CATALOGUE.items() if not names else ():
+        typer.echo(f"{name:<20} {entry.kind:<18} {entry.megabytes:>4} MB  {entry.license:<11} {entry.title}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mmattn.encoders.series import SeriesEncoder
     from mmattn.encoders.style import StyleEncoder, StyleNetwork
     from mmattn.encoders.text import TextEncoder
+    from mmattn.encoders.timm import TimmEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.encoders.video import Frame, VideoEncoder, stream_frames
 
@@ -34,6 +35,7 @@ __all__ = [
     "StyleEncoder",
     "StyleNetwork",
     "TextEncoder",
+    "TimmEncoder",
     "TorchvisionEncoder",
     "VideoEncoder",
     "load_audio",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -238,9 +239,14 @@ _ENCODERS = Registry(
         "openclip-text": "mmattn.encoders.openclip",
         "style": "mmattn.encoders.style",
         "text": "mmattn.encoders.text",
+        "timm": "mmattn.encoders.timm",
         "torchvision": "mmattn.encoders.torchvision",
     },
 )
+#: The names of image encoders, for messages.
+IMAGE_NAMES = "efficientnet-lite0, timm:NAME, torchvision:NAME, NAME:TAG of open_clip, or a folder of open_clip or timm"
+#: Of the short names, that of an image encoder: the stage and the size at which it is small and quick.
+_SHORT_NAMES = {"efficientnet-lite0": "timm:efficientnet-lite0:stage=4:size=112"}
 
 
 def register_encoder(kind: str) -> Callable[[EncoderClass], EncoderClass]:
@@ -269,8 +275,9 @@ def load_image_encoder(name: str, device: str | torch.device | None = None, *, p
     """Load an encoder of images by its name.
 
     Args:
-        name: "torchvision:NAME[:WEIGHTS FILE]", a folder of open_clip, "NAME:TAG" of open_clip, the .safetensors
-            file of a `StyleEncoder`, or "KIND:NAME" of a registered encoder.
+        name: "efficientnet-lite0", "timm:NAME[:stage=4][:size=112]", "torchvision:NAME[:WEIGHTS FILE]", "NAME:TAG" of
+            open_clip, a folder of open_clip or timm, the .safetensors file of a `StyleEncoder`, or "KIND:NAME" of a
+            registered encoder.
         device: where it runs.
         pooled: one slot for each image.
 
@@ -279,7 +286,9 @@ def load_image_encoder(name: str, device: str | torch.device | None = None, *, p
         MissingExtraError: its library is not installed.
         AdapterFileError: there is none of this name.
     """
-    kind, rest = _split(name, "style" if name.endswith(".safetensors") else "openclip")
+    name = name if os.path.exists(name) else _SHORT_NAMES.get(name, name)
+    default = "style" if name.endswith(".safetensors") else "timm" if _is_timm_folder(name) else "openclip"
+    kind, rest = _split(name, default)
     return _load(kind, rest, ImageEncoder, device, pooled=pooled)
 
 
@@ -289,7 +298,7 @@ def load_text_encoder(
     """Load an encoder of texts by its name.
 
     Args:
-        name: any name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
+        name: "minilm", any other name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
             `HybridEncoder`, or "KIND:NAME" of a registered encoder.
         pooling: of a `TextEncoder`; None for the mean. The others give one slot, and take None or "none".
         device: where it runs.
@@ -305,6 +314,14 @@ def load_text_encoder(
     if default != "text" and kind == default and pooling not in (None, "none"):
         raise ConfigError(f"{name} gives one slot for each text: leave pooling={pooling!r} out")
     return _load(kind, rest, TextEncoderBase, device, pooling=pooling)
+
+
+def _is_timm_folder(name: str) -> bool:
+    """Return True for a folder that timm wrote."""
+    try:
+        return "architecture" in json.loads((Path(name) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _split(name: str, default: str) -> tuple[str, str]:

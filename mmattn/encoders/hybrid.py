@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.base import TextEncoderBase, register_encoder
-from mmattn.encoders.text import MINILM, TextEncoder
+from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.json_files import making_sense, validated
@@ -63,7 +63,7 @@ class HybridEncoder(TextEncoderBase):
 
     def __init__(
         self,
-        name: str | os.PathLike[str] = MINILM,
+        name: str | os.PathLike[str] = "minilm",
         *,
         ngrams: int = 256,
         device: str | torch.device | None = None,

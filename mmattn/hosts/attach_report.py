@@ -20,6 +20,7 @@ from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, MmattnError
 from mmattn.hosts.attach import adapted_model, host_kind
+from mmattn.models.cache import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -139,9 +140,10 @@ def _make(make: Callable[..., nn.Module], config: PreTrainedConfig) -> nn.Module
 
 
 def read_config(name: str | PathLike[str]) -> PreTrainedConfig:
-    """Return the config of transformers under a name on the hub, or in a folder or file."""
+    """Return the config of transformers under a short name or a name on the hub, or in a folder or file."""
     from transformers import AutoConfig
 
+    name = resolve(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

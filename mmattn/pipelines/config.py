@@ -31,7 +31,7 @@ class ModelReference(_Strict):
     """A model and its tokenizer by name.
 
     Args:
-        name: a name on the Hugging Face hub, a folder, or "assets/…" for one that is installed with mmattn. A relative
+        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for one that is installed with mmattn. A relative
             folder lies beside the adapter's own.
         revision: branch, tag or commit on the hub.
         quantization: "int8" (torchao), "bnb8" or "bnb4" (bitsandbytes).
@@ -62,8 +62,7 @@ class EncoderReference(_Strict):
     """An encoder by name.
 
     Args:
-        name: of images "torchvision:NAME[:WEIGHTS]", a folder of open_clip, "NAME:TAG" of open_clip, or the file of a
-            `StyleEncoder`; of texts any encoder of Hugging Face, or the file of a `HybridEncoder`.
+        name: of images or of texts, as `load_image_encoder` and `load_text_encoder` take it.
         pooling: of texts, as in `TextEncoder`.
         pooled: of images, one slot for each.
     """
@@ -80,6 +79,9 @@ class EncoderReference(_Strict):
             name: as it was loaded.
             **fields: the other fields.
         """
+        if name.startswith("timm:"):
+            network, colon, options = name.removeprefix("timm:").partition(":")
+            return cls.model_validate({"name": f"timm:{absolute(network)}{colon}{options}", **fields})
         before, colon, weights = name.rpartition(":")
         path = f"{before}:{absolute(weights)}" if name.startswith("torchvision:") else absolute(name)
         return cls.model_validate({"name": path, **fields})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn import inspect, pipelines, training
+from mmattn import inspect, models, pipelines, training
 from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import resolve_asset
 
@@ -138,6 +138,7 @@ def load_lm(settings: Config, device: torch.device | str) -> tuple[Any, Any]:
     options: dict[str, Any] = {"tp_plan": settings.tp_plan}
     if "tp_plan" in {field.name for field in dataclasses.fields(DistributedConfig)}:
         options = {"distributed_config": DistributedConfig(**options)}
+    name = models.resolve(name)
     try:
         lm = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         return lm.eval(), AutoTokenizer.from_pretrained(name)

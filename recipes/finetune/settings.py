@@ -105,7 +105,7 @@ class Config(Strict):
     tp_plan: Literal["auto"] | None = None  # language: the processes compute its layers together, tensor parallel
     unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
     encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
-    text_encoder: str = "all-MiniLM-L6-v2"  # of passages; any encoder of Hugging Face, or a folder of open_clip
+    text_encoder: str = "minilm"  # of passages; any encoder of Hugging Face, or a folder of open_clip
     captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as
     # a part of the memory; auto: in the memory where its own never saw some of the words
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token

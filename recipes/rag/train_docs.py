@@ -157,7 +157,7 @@ def make_pipeline_config(config: Config, tokenizer: Any) -> pipelines.PipelineCo
     return pipelines.PipelineConfig(
         task="text-generation",
         host=pipelines.ModelReference.of(config.lm, tokenizer, lora="../lora"),
-        encoder=pipelines.EncoderReference(name="all-MiniLM-L6-v2"),
+        encoder=pipelines.EncoderReference(name="minilm"),
         generation={"max_new_tokens": 48, "repetition_penalty": 1.2},
         trained_on="The topics of Python's documentation, with passages of the others beside them.",
         memory=pipelines.MemoryConfig(top_k=config.docs.neighbours, host_layer=config.docs.layer),

@@ -205,7 +205,7 @@ class TestFolder:
         self.change(folder, host={**host, "tokenizer_fingerprint": "0" * 64})
         with pytest.raises(AdapterFileError, match="tokenizer of 'assets/rag' is not the one"):
             mmattn.pipeline(folder)
-        self.change(folder, host=host, encoder={"name": "all-MiniLM-L6-v2", "pooling": "cls"})
+        self.change(folder, host=host, encoder={"name": "minilm", "pooling": "cls"})
         with pytest.raises(AdapterFileError, match="memories of another encoder"):
             mmattn.pipeline(folder)
 

@@ -21,10 +21,14 @@ def encode(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the encoded dataset.")],
     encoder: Annotated[
-        str, typer.Option(help='Of pictures: a folder, "ViT-B-32:laion2b_s34b_b79k", "torchvision:NAME:WEIGHTS FILE".')
+        str,
+        typer.Option(
+            help='Of pictures: efficientnet-lite0, "timm:NAME", "torchvision:NAME:WEIGHTS FILE", '
+            '"ViT-B-32:laion2b_s34b_b79k", or a folder.'
+        ),
     ] = "assets/clip",
     text_encoder: Annotated[
-        str, typer.Option(help="Of passages: any encoder of Hugging Face, or a folder of open_clip.")
+        str, typer.Option(help="Of passages: minilm, any encoder of Hugging Face, or a folder of open_clip.")
     ] = "minilm",
     pooled: Annotated[bool, typer.Option("--pooled", help="One slot for each picture.")] = False,
     pooling: Annotated[

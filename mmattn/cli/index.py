@@ -12,7 +12,7 @@ import typer
 COSINE_THRESHOLD = 0.2
 #: Words of a chunk of a text; the default encoder reads 256 tokens.
 _CHUNK = 128
-_ENCODER = typer.Option(help="Any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
+_ENCODER = typer.Option(help="minilm, any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
 
 
 def build_index(
@@ -34,7 +34,7 @@ def build_index(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="A language model, a folder or ORG/NAME, that reads the texts to answer from them."),
+        typer.Option(help="A language model (smollm2, a folder, ORG/NAME) that reads the texts to answer from them."),
     ] = None,
 ) -> None:
     """Embed the lines of files, or the texts in a folder, and make an index of them.

@@ -31,8 +31,8 @@ class ModelReference(_Strict):
     """A model and its tokenizer by name.
 
     Args:
-        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for one that is installed with mmattn. A relative
-            folder lies beside the adapter's own.
+        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for one that is
+            installed with mmattn. A relative folder lies beside the adapter's own.
         revision: branch, tag or commit on the hub.
         quantization: "int8" (torchao), "bnb8" or "bnb4" (bitsandbytes).
         lora: folder of a LoRA that the model had when the adapter was trained.

@@ -82,7 +82,7 @@ class TimmEncoder(ImageEncoder):
             if not value.isdecimal():
                 raise ConfigError(f"{key}= of an encoder must be a number, got {value!r}")
             options[key] = int(value)
-        return cls(name, device=device, pooled=pooled, **options)
+        return cls(name, options.get("stage"), size=options.get("size"), pooled=pooled, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
         """Return the feature map (b, e, height, width) of the stage.

@@ -94,7 +94,12 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
         for package, root in zip(entry.packages, roots, strict=True):
             _copy_license(package, root, result)
         sizes = {path.name: path.stat().st_size for path in sorted(result.iterdir()) if path.is_file()}
-        about = {"name": name, "title": entry.title, "license": entry.license, "source": entry.source}
+        about: dict[str, object] = {
+            "name": name,
+            "title": entry.title,
+            "license": entry.license,
+            "source": entry.source,
+        }
         about |= {"packages": entry.packages, "sha256": entry.files, "sizes": sizes}
         write_text(result / SOURCE, json.dumps(about, indent=2) + "\n")
         os.rename(result, folder)

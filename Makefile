@@ -28,10 +28,11 @@ LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_ne
     opt] or mamba or sdxl or only_cross or k] or test_memory_arrives)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-wheel test-lowest families lint bench docs clean
+.PHONY: help setup demo models test test-slow test-wheel test-lowest families lint bench docs clean
 
 help:
 	@echo "make demo   train a small adapter on drawn flowers, caption pictures, print the table"
+	@echo "make models fetch the pretrained models with a short name, which tests use where they are"
 	@echo "make test   run the tests, but those that take long"
 	@echo "make test-slow  run those: training, compiling, killed processes, families that others stand for"
 	@echo "make test-wheel  go through every page and every command from a wheel"
@@ -60,6 +61,9 @@ setup: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/mmattn demo
+
+models: $(STAMP)
+	@$(BIN)/mmattn models smollm2 efficientnet-lite0 minilm whisper-base easy-vqa
 
 # One thread per worker: two workers with two threads each fight over two cores.
 test: $(STAMP)

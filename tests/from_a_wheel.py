@@ -118,6 +118,7 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn, work = user.run, user.folder
     mmattn("mmattn", "--version", says=["mmattn"])
     mmattn("mmattn", "env", says=["torch", "transformers"])
+    mmattn("mmattn", "models", says=["smollm2", "whisper-base"])
     mmattn("mmattn", "cp", "assets")
     mmattn("mmattn", "ls", says=["vision", "finetune"])
     mmattn("mmattn", "draw", "a thick seven", "--like", "assets/digits/slanted.png", "-o", "seven.png")

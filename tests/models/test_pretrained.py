@@ -54,7 +54,7 @@ class TestSmolLM2:
         need("efficientnet-lite0")
         encoder = load_image_encoder("efficientnet-lite0")
         model = mmattn.attach(lm, mmattn.GatedAdapter(encoder.dim, layers=(24,), num_heads=2, head_dim=16))
-        model.save_adapter(tmp_path / "adapter", encoder=encoder)
+        model.save_adapter(tmp_path / "adapter", encoder=encoder.fingerprint)
         pipelines.PipelineConfig(
             task="image-to-text",
             host=pipelines.ModelReference.of("smollm2", tokenizer),

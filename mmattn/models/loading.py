@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -16,6 +16,10 @@ from mmattn.models.cache import resolve
 from mmattn.models.catalogue import CATALOGUE
 from mmattn.storage.fingerprints import plain_parts
 from mmattn.storage.safetensors import check_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.feature_extraction_utils import FeatureExtractionMixin
 
 
 @contextmanager
@@ -33,8 +37,8 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def load_pretrained(
-    kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any
-) -> tuple[Any, Any]:
+    kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: object
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Load the tokenizer and the model under a short name, a name on the hub or in a folder, as `load_model` does."""
     import transformers
 
@@ -45,7 +49,7 @@ def load_pretrained(
     return tokenizer, load_model(kind, name, what, unused, **options)
 
 
-def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
+def load_feature_extractor(name: str | os.PathLike[str]) -> FeatureExtractionMixin:
     """Load the feature extractor of waveforms under a short name, a name on the hub or in a folder."""
     import transformers
 
@@ -54,7 +58,9 @@ def load_feature_extractor(name: str | os.PathLike[str]) -> Any:
         return transformers.AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
 
 
-def load_model(kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: Any) -> Any:
+def load_model(
+    kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: object
+) -> PreTrainedModel:
     """Load a model with a class of transformers, such as "AutoModel", by a short name, a hub name or a folder."""
     import transformers
 

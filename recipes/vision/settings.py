@@ -47,8 +47,8 @@ class OptimSettings(Strict):
 class Config(Strict):
     out: str = "runs/vision"
     seed: int = Field(0, ge=0)
-    encoder: str = "assets/clip"  # a folder, "ViT-B-32:laion2b_s34b_b79k", or "torchvision:mobilenet_v2:weights file"
-    lm: str = "assets/lm"  # a folder or a name on the hub
+    encoder: str = "assets/clip"  # efficientnet-lite0, a folder, or another name of docs/encoders.md
+    lm: str = "assets/lm"  # smollm2, a folder, or a name on the hub
     max_new_tokens: int = Field(64, ge=1)  # of a caption
     controls: bool = True  # the text-only LoRA; without it there is no "bits saved"
     progress: bool = True

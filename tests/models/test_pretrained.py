@@ -115,7 +115,9 @@ def test_easy_vqa_has_its_public_split() -> None:
     need("easy-vqa")
     train, test = models.load_easy_vqa("train"), models.load_easy_vqa("test")
     assert (len(train), len(test), len({one.answer for one in train})) == (38_575, 9_673, 13)
-    assert test[0][1:] == ("what is the red shape?", "triangle") and Image.open(test[0].picture).size == (64, 64)
+    assert test[0][1:] == ("what is the red shape?", "triangle")
+    with Image.open(test[0].picture) as picture:
+        assert picture.size == (64, 64)
     assert len({one.picture for one in train}) == 4_000 and not {one.picture for one in train} & {
         one.picture for one in test
     }

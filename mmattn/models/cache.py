@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     """Return the folder of the converted models: `MMATTN_CACHE`, or `mmattn` in the user's cache folder."""
     chosen = os.environ.get("MMATTN_CACHE")
     if chosen:
-        return Path(chosen)
+        return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmattn"
 
 
@@ -94,13 +94,8 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
         for package, root in zip(entry.packages, roots, strict=True):
             _copy_license(package, root, result)
         sizes = {path.name: path.stat().st_size for path in sorted(result.iterdir()) if path.is_file()}
-        about: dict[str, object] = {
-            "name": name,
-            "title": entry.title,
-            "license": entry.license,
-            "source": entry.source,
-        }
-        about |= {"packages": entry.packages, "sha256": entry.files, "sizes": sizes}
+        about: dict[str, object] = {"name": name, "title": entry.title, "license": entry.license}
+        about |= {"source": entry.source, "packages": entry.packages, "sha256": entry.files, "sizes": sizes}
         write_text(result / SOURCE, json.dumps(about, indent=2) + "\n")
         os.rename(result, folder)
         sync_folder(folder.parent)

@@ -76,7 +76,7 @@ def convert_whisper(files: Sequence[Path], folder: Path) -> None:
 
 
 class _Settings(TypedDict):
-    """What is read of CTranslate2's config."""
+    """The keys that are read from the config of CTranslate2."""
 
     lang_ids: list[int]
     suppress_ids: list[int]

@@ -240,6 +240,11 @@ def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def _ids_of(entries: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """Return the ids of entries, or None unless all have one."""
+    return [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
+
+
 def build_index(
     rows: Iterable[Mapping[str, object]],
     config: PipelineConfig,
@@ -264,7 +269,7 @@ def build_index(
         TextError: a row without one of them.
     """
     entries: list[Any] = list(rows)
-    ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
+    ids = _ids_of(entries)
     if config.task == "passage-answering":
         return Index.build(_texts_of(entries, "text"), encoder=encoder, ids=ids, store=store)
     if config.memory is None or config.memory.fields is None:

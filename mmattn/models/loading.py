@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.models.cache import resolve
-from mmattn.models.catalogue import CATALOGUE
 from mmattn.storage.fingerprints import plain_parts
 from mmattn.storage.safetensors import check_values
 
@@ -85,7 +84,7 @@ def _loading(name: str | os.PathLike[str], what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise AdapterFileError(
             f"no {what} can be loaded from {os.fspath(name)!r} ({error}); give a name on the hub that is reachable or "
-            f"cached, a folder that save_pretrained wrote, or one of {', '.join(CATALOGUE)}"
+            "cached, a folder that save_pretrained wrote, or a name that `mmattn models` lists"
         ) from error
 
 

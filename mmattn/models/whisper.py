@@ -126,7 +126,7 @@ def _variables(data: bytes) -> Iterator[tuple[str, Tensor]]:
         position += length
         return data[position - length : position - 1].decode()  # a zero ends it
 
-    take("I"), text(), take("I")
+    take("I"), text(), take("I")  # the version of the format, the name of the model, and its revision
     for _ in range(take("I")):
         name = text()
         shape = [take("I") for _ in range(take("B"))]

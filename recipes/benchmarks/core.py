@@ -98,8 +98,8 @@ def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
 
 
 def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
-    """Yield cross-attention layers of diffusers, transformers and torchtune, if installed."""
-    b, l, m, d, e, h = size.b, size.l, size.m, size.d, size.e, size.h
+    """Yield cross-attention layers of diffusers and transformers, if installed."""
+    b, m, d, e, h = size.b, size.m, size.d, size.e, size.h
     if (diffusers := import_if_installed("diffusers.models.attention_processor")) is not None:
         layer = diffusers.Attention(d, cross_attention_dim=e, heads=h, dim_head=d // h, out_bias=False).to(dtype).eval()
 
@@ -132,16 +132,6 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
             return t5_layer(x, mask=rule, key_value_states=memory)[0]
 
         yield "T5 layer", run_t5
-    if (tune := import_if_installed("torchtune.modules")) is not None:
-        names = ("q_proj", "k_proj", "v_proj", "output_proj")
-        sizes = {"embed_dim": d, "num_heads": h, "num_kv_heads": h, "head_dim": d // h, "max_seq_len": max(l, m)}
-        linears = {name: nn.Linear(d, d, bias=False) for name in names}
-        tune_layer = tune.MultiHeadAttention(**sizes, **linears, is_causal=False).to(dtype).eval()
-
-        def run_tune(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-            return tune_layer(x, memory, mask=None if mask is None else mask[:, None].expand(-1, x.shape[1], -1))
-
-        yield "torchtune", run_tune
 
 
 def import_if_installed(module: str) -> Any:

@@ -26,7 +26,7 @@ def build_index(
     field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
     encoder: Annotated[str, _ENCODER] = "minilm",
-    store: Annotated[str, typer.Option(help="What searches: exact, flat, hnsw, ivf or ivfpq.")] = "exact",
+    store: Annotated[str, typer.Option(help="What searches: exact, hnsw, ivf or ivfpq.")] = "exact",
     executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
     for_: Annotated[

@@ -68,9 +68,7 @@ class TestSmolLM2:
 
 
 def test_efficientnet_names_a_daisy_and_gives_patches() -> None:
-    import timm
-
-    folder = need("efficientnet-lite0")
+    folder, timm = need("efficientnet-lite0"), pytest.importorskip("timm")
     datasets = pytest.importorskip("sklearn.datasets")
     pictures = [Image.fromarray(datasets.load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
     encoder = load_image_encoder("timm:efficientnet-lite0:stage=5")

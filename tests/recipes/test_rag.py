@@ -19,6 +19,7 @@ from mmattn import inspect, pipelines
 from mmattn.cli.app import main
 from mmattn.encoders import HybridEncoder
 from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.pipelines.text_generation import _Continuation
 from mmattn.recipes import assets_folder, load_recipe
 from tests import tiny
 from tests.recipes.comparing import check_compared
@@ -390,9 +391,11 @@ def test_a_run_over_documents_has_its_controls(
     assert 0.5 < sum(source.weight for source in sources) < 1, "the null slot has the rest"
     assert [source.weight for source in sources] == sorted((one.weight for one in sources), reverse=True)
     (held,) = inspect.load_traces(out)
-    assert held.title == " ".join(HELD["tests"].split())
+    texts = {asked.index[name].text for name in asked.index.ids}
+    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= texts
     trace = asked.trace("A call gives a value, and a loop")
     assert "".join(trace.words).strip() == written.strip() and (trace.weights.sum(-1) < 1).all()
+    check_trace(trace, asked, "A call gives a value, and a loop")
     plain = mmattn.Index.build(["a loop", "a call"], encoder=mmattn.TextEncoder(), metadata=[{"page": 1}, {"page": 2}])
     plain.save(tmp_path / "plain")
     with pytest.raises(AdapterFileError, match="no ids of tokens"):
@@ -401,6 +404,25 @@ def test_a_run_over_documents_has_its_controls(
         asked(" ")
     with pytest.raises(ConfigError, match="there is none: give index="):
         mmattn.pipeline(out / "adapter")("A call gives a value")
+
+
+@torch.no_grad()
+def check_trace(trace: inspect.Trace, asked: Any, text: str) -> None:
+    """The trace has the probabilities and weights of the model when it searches its passages while it reads."""
+    one = _Continuation(asked, text, asked.index, {})
+    memory = asked.model.prepare(one.retrieve)
+    out, begin = asked.model.generate(**one.arguments, memory=memory), one.begin
+    with inspect.record(asked.model) as weights:
+        logits = asked.model(out, memory=memory).logits[0, begin - 1 : -1]
+    probability = logits.softmax(-1).gather(1, out[0, begin:, None])[:, 0]
+    torch.testing.assert_close(trace.probability, probability)
+    chunk = one.passages[tuple(out[0, begin - one.size : begin].tolist())]
+    for layer, calls in enumerate(weights.values()):
+        row = calls[0][begin // one.size - 1, :, 0, : len(chunk)]  # of the last token of the question
+        first = torch.stack([row[:, [passage == name for passage in chunk]].sum(1) for name in trace.sources], 1)
+        torch.testing.assert_close(trace.weights[layer, :, 0], first)
+    assert not torch.equal(trace.without, probability)
+    assert (trace.dropped[0, trace.mean()[0].argmax()] - probability[0]).abs() > 1e-6
 
 
 def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespace) -> None:

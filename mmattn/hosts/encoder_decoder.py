@@ -19,11 +19,10 @@ from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.generation import asked
+from mmattn.hosts.causal_lm.generation import asked, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.encoder import check_reads_at_once
-from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
 from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, token_ids
 
@@ -171,8 +170,9 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if call is not None:
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
             # Whisper pads the recordings that have not ended to a static batch, so their rows are not known.
-            if hasattr(inner_host(self.host), "generate_with_fallback") and (
-                asked(self.host, kwargs, "cache_implementation") == "static"
+            if (
+                shrinks_batches(self.host)
+                and asked(self.host, kwargs, "cache_implementation") == "static"
                 and any(source.rows not in (None, 1) for source in call.sources.values())
             ):
                 raise ConditionError("Whisper with a static cache takes a memory of one row: generate row by row")

@@ -150,10 +150,9 @@ class AttachedModel(nn.Module):
 
     def adapter(self, name: str) -> AdapterLayers:
         """Return the trainable part of the adapter of this name."""
-        layers = self.adapters._modules.get(name)
+        layers: AdapterLayers | None = self.adapters._modules.get(name)  # type: ignore[assignment]
         if layers is None:
             raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
-        assert isinstance(layers, AdapterLayers)
         return layers
 
     def set_adapter(self, names: str | Sequence[str]) -> None:
@@ -196,7 +195,11 @@ class AttachedModel(nn.Module):
                 f"{type(adapter).__name__}"
             )
         built = adapter.build(adapter.sites(self))
-        assert isinstance(built, AdapterLayers)
+        if not isinstance(built, AdapterLayers):
+            raise AttachError(
+                f"{type(adapter).__name__}.build must return an AdapterLayers, got {type(built).__name__}: subclass "
+                "mmattn.adapters.base.AdapterLayers"
+            )
         built.name = name
         built.attach_to(self)
         built.initialise(self)

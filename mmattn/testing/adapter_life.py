@@ -134,6 +134,9 @@ def check_it_follows_the_host(case: Case) -> None:
     model.half()
     dtypes = {parameter.dtype for parameter in adapter.parameters()}
     assert torch.float16 in dtypes, f"half() leaves the adapter {dtypes}"
+    model.host.to("meta")
+    devices = {parameter.device.type for parameter in adapter.parameters()}
+    assert devices <= {"meta"}, f"to(device) of the host leaves the adapter on {devices}"
 
 
 def check_copies_are_apart(case: Case) -> None:

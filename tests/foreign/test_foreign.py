@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import mmattn
 from mmattn import register_adapter, register_host
 from mmattn.cli.app import app
-from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.errors import AdapterFileError, AttachError, ConfigError
 from mmattn.inspect import save_traces
 from mmattn.testing import Case, HostCase, adapter_checks, check_adapter, check_host, host_checks, stir
 from mmattn.testing.case import Check
@@ -162,6 +162,15 @@ def test_a_kind_is_not_taken_twice() -> None:
         register_adapter(twin)
     with pytest.raises(ConfigError, match="the host kind 'mean_decoder' is"):
         register_host(type("Other", (AdaptedMeanDecoder,), {"__module__": "elsewhere"}))
+
+
+def test_what_is_built_is_adapter_layers() -> None:
+    class Bare(FilmAdapter):
+        def build(self, sites: Any) -> Any:
+            return torch.nn.Linear(3, 5)
+
+    with pytest.raises(AttachError, match="Bare.build must return an AdapterLayers, got Linear"):
+        mmattn.attach(decoder(), Bare(memory_dim=tiny.MEMORY_DIM))
 
 
 def test_an_encoder_of_another_package_is_loaded_by_its_name() -> None:

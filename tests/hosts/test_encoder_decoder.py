@@ -139,6 +139,16 @@ def test_whisper_repeats_its_sounds_for_each_text() -> None:
         assert torch.equal(alone, texts[2 * row : 2 * row + 2])
 
 
+def test_a_generate_of_its_own_that_repeats_nothing() -> None:
+    """SeamlessM4T has one, which gives the rows of the prompt to that of transformers."""
+    model = adapted(family="seamless_m4t")
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2}
+    texts = model.generate(IDS, memory=memory(), **settings)
+    for row in range(2):
+        alone = model.generate(IDS[row : row + 1], memory=memory()[row], **settings)
+        assert torch.equal(alone, texts[2 * row : 2 * row + 2])
+
+
 def long_whisper(where: str | None = None) -> Any:
     """One that writes recordings of more than a segment, of which the rows end at different times."""
     torch.manual_seed(0)

@@ -200,6 +200,12 @@ def test_rows(pick, rows):
         assert torch.equal(getattr(picked, name), getattr(memory, name)[rows].reshape(getattr(picked, name).shape))
 
 
+@pytest.mark.parametrize("pick", [3, -4, [3], torch.tensor([-4]), torch.tensor([True])], ids=str)
+def test_rows_that_are_not_there(pick):
+    with pytest.raises(IndexError):
+        full()[pick]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_save_and_load(tmp_path, dtype):
     """Bit for bit, with everything it holds, and with nothing more."""

@@ -218,10 +218,10 @@ def rows_of(memory: Sequence[object] | Memory | Tensor | None, requests: int) ->
     if memory is None:
         return [None] * requests
     rows: list[object]
-    if isinstance(memory, Tensor):
-        rows = list(memory.split(1))
+    if isinstance(memory, (Tensor, Memory)):
+        rows = [memory[row : row + 1] for row in range(len(memory))]
     else:
-        rows = [memory[row : row + 1] for row in range(memory.batch)] if isinstance(memory, Memory) else list(memory)
+        rows = list(memory)
     if len(rows) != requests:
         raise ShapeError(
             f"{requests} requests need {requests} memories, got {len(rows)}: give a list with one for each (None for "

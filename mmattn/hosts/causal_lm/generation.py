@@ -57,8 +57,13 @@ def unexpanded_rows(host: nn.Module, kwargs: Arguments, rows: int) -> frozenset[
 
     Whisper's own repeats its inputs for each answer first, and goes on with the rows that have not ended.
     """
-    returned = _number(host, kwargs, "num_return_sequences") if _has_own_generate(host) else 1
-    return frozenset({returned, 1}) if rows == 1 else frozenset({rows * returned})
+    repeated = rows * (_number(host, kwargs, "num_return_sequences") if _has_own_generate(host) else 1)
+    return frozenset({repeated}) if rows > 1 and shrinks_batches(host) else frozenset({rows, repeated})
+
+
+def shrinks_batches(host: nn.Module) -> bool:
+    """Return whether `generate` goes on with the rows that have not ended, as Whisper's does."""
+    return hasattr(inner_host(host), "generate_with_fallback")
 
 
 def _has_own_generate(host: nn.Module) -> bool:

@@ -85,7 +85,7 @@ class Trial:
         bare = twin(self.model)
         for hook in bare._hooks:
             hook.remove()
-        with torch.random.fork_rng(cuda_devices(self.model)):
+        with torch.random.fork_rng(cuda_devices(self.model)), bare.disable_adapter():
             return _first_output(bare.host(**self._bare()))
 
     @cached_property

@@ -62,7 +62,8 @@ class IndexMemory(SearchedMemory):
         if self._best is None or self._best[0] is not entries:
             assert self.queries is not None
             blocks = entries.vectors.split(_ROWS)
-            fits = torch.cat([score(self.queries, block, self.store.metric) for block in blocks], 1)
+            queries = self.queries.to(entries.vectors.device)
+            fits = torch.cat([score(queries, block, self.store.metric) for block in blocks], 1)
             self._best = entries, fits.topk(min(self.per_query, len(entries))).indices
         return self._best[1]
 

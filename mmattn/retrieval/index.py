@@ -107,7 +107,8 @@ class Index:
         Raises:
             IndexMismatchError: duplicate ids, or another number or width.
             NonFiniteError: NaN or infinity.
-            ConfigError: texts without an encoder, or an unknown metric, store or setting.
+            ConfigError: texts without an encoder, an unknown metric or store, or a setting that is not allowed.
+            TypeError: a setting that the store does not have.
 
         >>> Index.build([[3.0, 4.0], [1.0, 0.0]]).search([1.0, 0.0], 1).scores
         tensor([[1.]])

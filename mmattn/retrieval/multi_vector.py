@@ -236,7 +236,7 @@ def as_parts(what: str, values: object, *, single: bool = False) -> list[Tensor]
     else:
         if hasattr(values, "__array__"):
             values = as_numbers(f"{what} must be numbers (n, m, e)", values)
-        if not isinstance(values, Iterable):
+        if not isinstance(values, Iterable) or (isinstance(values, Tensor) and not values.dim()):
             raise ShapeError(f"{what} must be numbers (m, e) each, got {type(values).__name__}")
         parts = [as_numbers(f"{what} must be numbers (m, e) each", part) for part in values]
         if single and parts and all(part.dim() == 1 for part in parts):

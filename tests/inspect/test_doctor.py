@@ -69,7 +69,12 @@ def healthy() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
             chunks.attach(tiny.make("gpt2")),
             {"input_ids": tiny.text(chunks.ROWS, chunks.LENGTH), "memory": chunks.Library()},
         ),
-        "unet, core": lambda: (tiny_unets.attach(tiny_unets.make()).use_core(), pictures()),
+        "unet, core": lambda: (
+            tiny_unets.open_values(
+                mmattn.attach(tiny_unets.make(), tiny_unets.adapter(), require_memory=True)
+            ).use_core(),
+            pictures(),
+        ),
         "unet, in 4d": lambda: (tiny_unets.attach(tiny_unets.make("simple")), pictures()),
     }
 

@@ -6,10 +6,12 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -95,6 +97,58 @@ def test_an_index_of_pgvector_is_used_and_left_out(postgres: str, schema: str) -
         share = sum(len(set(a) & set(b)) for a, b in zip(found, exact, strict=True)) / (29 * 10)
         assert share == 1.0 if not setting else share > 0.9
         index.close()
+
+
+def test_rows_that_were_replaced_hide_no_others_from_an_index(postgres: str, schema: str) -> None:
+    """Until a vacuum the old rows stay in the index of pgvector, here all of them nearer to the query."""
+    vectors, query = torch.randn(1203, 12), torch.full((12,), 9.0)
+    index = Index.build(vectors, store="pgvector", metric="l2", dsn=postgres, table=f"{schema}.a")
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"ALTER TABLE {schema}.a SET (autovacuum_enabled = false)")
+    for values in (query + torch.randn(1200, 12) / 100, vectors[:1200]):
+        index.update(range(1200), values)
+    assert index.search(query, 10).mask.all()
+    index.close()
+
+
+def test_closing_waits_for_a_change(postgres: str, schema: str) -> None:
+    """Else the change would go on in another connection, without its transaction."""
+    index = Index.build(torch.eye(3), store="pgvector", dsn=postgres, table=f"{schema}.a")
+    store, closing = index.store, threading.Thread(target=index.close)
+    assert isinstance(store, PgvectorStore)
+    with store.writing():
+        closing.start()
+        closing.join(0.2)
+        store.about = {**store.about, "next_id": 7}
+    closing.join()
+    assert index.add(torch.ones(1, 3)) == (7,)
+    index.close()
+
+
+def test_requests_to_qdrant_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server refuses large ones."""
+    client = QdrantClient(":memory:")
+    spies = {name: Mock(wraps=getattr(client, name)) for name in ("retrieve", "query_batch_points", "upsert")}
+    for name, spy in spies.items():
+        monkeypatch.setattr(client, name, spy)
+    index = Index.build(torch.randn(300, 3), store="qdrant", client=client)
+    assert index.search(torch.randn(300, 3), 1).mask.all()
+    assert len(index.store.get(index.ids)) == 300
+    index.delete(index.ids)
+    assert len(index) == 0
+    assert max(len(call.args[1]) for spy in spies.values() for call in spy.call_args_list) == 256
+
+
+@every_scheme
+def test_vectors_are_float32_whatever_the_default(address: str) -> None:
+    index = Index.build(torch.rand(3, 3), store=address)
+    torch.set_default_dtype(torch.float64)
+    try:
+        hits = index.search(torch.ones(3), 2)
+        assert hits.vectors is not None and hits.vectors.dtype == index[0].vector.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    index.close()
 
 
 # ---- by address
@@ -259,10 +313,14 @@ def test_tables_of_others_are_left_alone(postgres: str, schema: str) -> None:
         with pytest.raises(ConfigError, match="there is a table .* already: open it with Index.open"):
             Index.build(torch.eye(3), store=address)
         index = Index.build(torch.eye(3), store=f"{address}2")
-        connection.execute(f"UPDATE {schema}.facts2_about SET state = '{{\"format_version\": 2}}'")
-        with pytest.raises(IndexFileError, match="is not of this version of mmattn, which reads format 1"):
-            Index.open(f"{address}2")
+        for state in ('{"format_version": 2}', "[2]"):
+            connection.execute(f"UPDATE {schema}.facts2_about SET state = %s", [state])
+            with pytest.raises(IndexFileError, match="is not of this version of mmattn, which reads format 1"):
+                Index.open(f"{address}2")
         index.close()
+        connection.execute(f"CREATE TABLE {schema}.facts3_about (a int)")
+        with pytest.raises(ConfigError, match="there is a table .* already"):
+            Index.build(torch.eye(3), store=f"{address}3")
 
 
 def test_a_password_is_never_said(postgres: str, schema: str, tmp_path: Path) -> None:
@@ -329,6 +387,13 @@ def test_collections_of_others_are_left_alone() -> None:
     with pytest.raises(ConfigError, match="a collection 'other' already"):
         Index.build(torch.eye(3), store="qdrant", client=client, collection="other")
     assert client.count("other").count == 0
+
+
+def test_further_fields_of_a_collection_are_left_alone() -> None:
+    client = QdrantClient(":memory:")
+    index = Index.build(torch.eye(3), store="qdrant", client=client)
+    client.set_payload("mmattn", {"reviewed": True}, points=models.Filter())
+    assert index[1].id == 1 and index.search(torch.ones(3), 3).mask.all()
 
 
 def test_a_collection_that_was_changed_is_refused() -> None:

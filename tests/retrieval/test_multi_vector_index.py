@@ -75,6 +75,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
         ([torch.ones(2, WIDTH), torch.zeros(1, WIDTH)], ShapeError, "queries, number 1: row 0 is all zeros"),
         (torch.full((1, 2, WIDTH), torch.nan), NonFiniteError, "queries, number 0: row 0 has NaN"),
         (None, ShapeError, "NoneType"),
+        (torch.tensor(3.0), ShapeError, "got Tensor"),
         (["a text"], ConfigError, "none: give encoder="),
     ],
 )

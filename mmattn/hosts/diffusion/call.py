@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,8 @@ class DenoisingCall(Call):
     parts: tuple[bool, ...] = ()  # which parts of the rows are conditional, where the caller has made them itself
     #: (b, m, e), the text of unconditional rows, where the caller declares it
     negative_prompt_embeds: Tensor | None = None
-    timesteps: dict[int, Calls] = field(default_factory=dict)  # by thread, the calls at its present timestep
+    #: by thread or asynchronous task, the calls at its present timestep
+    timesteps: MutableMapping[object, Calls] = field(default_factory=WeakKeyDictionary)
     text_mask: Tensor | None = None  # (rows, m) bool, the padding of the host's own text
     padding: tuple[Tensor, Tensor] | None = None  # the last bias for padding of the host's text, and its mask
     #: keys and values of the host's own text, where it goes through the core

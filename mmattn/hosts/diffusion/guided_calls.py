@@ -14,7 +14,8 @@ Otherwise the call is refused.
 
 from __future__ import annotations
 
-from threading import get_ident
+import asyncio
+from threading import current_thread
 
 from torch import Tensor, nn
 
@@ -54,7 +55,7 @@ def conditional_parts(
     this = HostCall(host, kwargs, picture)
     by_class = _by_null_class(this, count)
     if count > 1:
-        call.timesteps.pop(get_ident(), None)
+        call.timesteps.pop(_thread_or_task(), None)
         return by_class or _by_text(this, call.negative_prompt_embeds, count) or _parts_in_order(host, count)
     before = _calls_before(this, call)
     if by_class:
@@ -176,10 +177,19 @@ def _same_twice() -> ConditionError:
 
 def _calls_before(this: HostCall, call: DenoisingCall) -> Calls:
     """Return the earlier calls at the timestep of this one, none if it begins one."""
-    before = call.timesteps.get(get_ident())
+    runner = _thread_or_task()
+    before = call.timesteps.get(runner)
     if not before or not this.continues(before[0][0]):
-        before = call.timesteps[get_ident()] = []
+        before = call.timesteps[runner] = []
     return before
+
+
+def _thread_or_task() -> object:
+    """Return the asynchronous task under way, or the thread: pipelines in several take turns."""
+    try:
+        return asyncio.current_task() or current_thread()
+    except RuntimeError:  # no event loop runs in this thread
+        return current_thread()
 
 
 def _is_one_of(row: Tensor, embeds: Tensor) -> bool:

@@ -99,7 +99,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
     def block_of(self, index: int) -> tuple[str, int]:
         """Return the block around an attention layer, and the index of the picture in its outputs."""
         layer, size = self.attention(index), head_size(self.layer(index))
-        if layer.block_part is None or layer.block_width != size.num_heads * size.head_dim:
+        if layer.block_width != size.num_heads * size.head_dim:
             raise AttachError(
                 f"layout.added_to='block' needs a block whose output is {size.num_heads * size.head_dim} wide, and "
                 f"{layer.block!r} is not: leave it out"

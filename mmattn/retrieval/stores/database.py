@@ -274,8 +274,10 @@ def _as_rows(entries: Entries, places: Sequence[int]) -> list[Row]:
     return [Row(*values) for values in columns]
 
 
-def _is_sound(state: State) -> bool:
+def _is_sound(state: object) -> bool:
     """Tell whether a state is one that this version writes."""
+    if not isinstance(state, dict):
+        return False
     ints = [state.get("format_version"), state.get("dim"), state.get("next_place")]
     return (
         all(type(value) is int and value >= 0 for value in ints)

@@ -178,7 +178,8 @@ def _rows(table: pyarrow.Table) -> Iterator[tuple[int, Row]]:
     """Yield the number of the query that found a row, 0 where there was one, and the row."""
     for line in table.to_pylist():
         number = line.get("query_index", 0)
-        yield number, Row(**{name: line[name] for name in _READ} | {"vector": torch.tensor(line["vector"])})
+        vector = torch.tensor(line["vector"], dtype=torch.float32)
+        yield number, Row(**{name: line[name] for name in _READ} | {"vector": vector})
 
 
 def _quoted(values: Sequence[str]) -> str:

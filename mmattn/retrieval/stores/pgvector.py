@@ -99,7 +99,8 @@ class PgvectorStore(DatabaseStore):
         return self._connection
 
     def _exists(self) -> bool:
-        return bool(self._run("SELECT to_regclass(%s)", [self._sql("{table}").as_string()])[0][0])
+        names = [self._sql(name).as_string() for name in ("{table}", "{about}")]
+        return bool(self._run("SELECT coalesce(to_regclass(%s), to_regclass(%s))", names)[0][0])
 
     def _create(self) -> None:
         self._run("CREATE EXTENSION IF NOT EXISTS vector")
@@ -120,8 +121,9 @@ class PgvectorStore(DatabaseStore):
 
     def close(self) -> None:
         """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
+        with self._lock:  # a change under way would go on without its transaction
+            if self._connection is not None:
+                self._connection.close()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -196,6 +198,8 @@ class PgvectorStore(DatabaseStore):
         literals = [dumps(vector) for vector in queries.tolist()]
         with self._connected().transaction():
             if indexed:
+                # Rows that were replaced stay in the index until a vacuum: the scan goes on behind them.
+                self._run("SELECT set_config('hnsw.iterative_scan', 'relaxed_order', true)")
                 self._run("SELECT set_config('hnsw.ef_search', %s, true)", [str(min(_MOST, max(200, 4 * count)))])
             rows = self._run(statement, {"queries": literals, "facts": facts, "count": count})
         near: list[list[Row]] = [[] for _ in queries]

@@ -12,8 +12,9 @@ import base64
 import os
 import threading
 import uuid
+from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -27,9 +28,13 @@ if TYPE_CHECKING:
     from qdrant_client import QdrantClient
     from qdrant_client.models import Record, ScoredPoint
 
+Value = TypeVar("Value")
+
 _NAMES = uuid.uuid5(uuid.NAMESPACE_DNS, "mmattn")
 #: The point that describes the store; no id of an entry is written like it in JSON.
 ABOUT = str(uuid.uuid5(_NAMES, "about"))
+#: Points of one request: a server limits the bytes.
+_POINTS = 256
 
 
 @register_store("qdrant")
@@ -127,8 +132,8 @@ class QdrantStore(DatabaseStore):
         return [payload["id"] for payload in sorted(payloads, key=lambda payload: int(payload["place"]))]
 
     def _delete(self, ids: list[str]) -> None:
-        points = qdrant().models.PointIdsList(points=[_key(name) for name in ids])
-        self.client.delete(self.collection, points, wait=True)
+        for keys in _batches([_key(name) for name in ids]):
+            self.client.delete(self.collection, qdrant().models.PointIdsList(points=keys), wait=True)
 
     def _read_state(self) -> State:
         points = self.client.retrieve(self.collection, [ABOUT])
@@ -140,8 +145,11 @@ class QdrantStore(DatabaseStore):
     def _fetch(self, ids: list[str] | None) -> list[Row]:
         if ids is None:
             return [_as_row(point) for point in self._scroll(True, ["vector"])]
-        keys = [_key(name) for name in ids]
-        return [_as_row(point) for point in self.client.retrieve(self.collection, keys, with_vectors=["vector"])]
+        return [
+            _as_row(point)
+            for keys in _batches([_key(name) for name in ids])
+            for point in self.client.retrieve(self.collection, keys, with_vectors=["vector"])
+        ]
 
     def _insert(self, rows: list[Row]) -> None:
         points = []
@@ -151,7 +159,7 @@ class QdrantStore(DatabaseStore):
             if self.metric == "cosine":
                 vectors["direction"] = row.direction.tolist()
             points.append(qdrant().models.PointStruct(id=_key(row.id), vector=vectors, payload=payload))
-        self.client.upload_points(self.collection, points, batch_size=256, wait=True)
+        self.client.upload_points(self.collection, points, batch_size=_POINTS, wait=True)
 
     _replace = _insert
 
@@ -180,8 +188,11 @@ class QdrantStore(DatabaseStore):
             )
             for query in queries.tolist()
         ]
-        answers = self.client.query_batch_points(self.collection, requests)
-        return [[_as_row(point) for point in answer.points] for answer in answers]
+        return [
+            [_as_row(point) for point in answer.points]
+            for batch in _batches(requests)
+            for answer in self.client.query_batch_points(self.collection, batch)
+        ]
 
 
 def qdrant() -> ModuleType:
@@ -194,8 +205,12 @@ def _key(name: str) -> str:
     return str(uuid.uuid5(_NAMES, name))
 
 
+def _batches(values: list[Value]) -> Iterator[list[Value]]:
+    return (values[start : start + _POINTS] for start in range(0, len(values), _POINTS))
+
+
 def _as_row(point: Record | ScoredPoint) -> Row:
     payload: dict[str, Any] = point.payload or {}
     tokens = payload["tokens"] and base64.b64decode(payload["tokens"])
-    vectors = cast(dict[str, list[float]], point.vector)
-    return Row(**{**payload, "tokens": tokens, "vector": torch.tensor(vectors["vector"])})
+    vector = torch.tensor(cast(dict[str, list[float]], point.vector)["vector"], dtype=torch.float32)
+    return Row(*(payload[name] for name in ("place", "id", "text", "metadata")), tokens, vector)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import gc
 import inspect
 from pathlib import Path
 
@@ -124,6 +126,30 @@ def test_one_step_with_other_prompts_is_no_guidance():
             for given, out in answers_of(pipe, mine):
                 with model.disable_adapter():
                     assert tiny.differs(out, tiny_transformers.run(model.host, given))
+
+
+def test_asynchronous_tasks_take_turns():
+    """Invariant 126: in tasks of one thread each call is a half of its own picture, in whatever order they come."""
+    pipe, settings = chroma()
+    model = tiny_unets.open_values(tiny_transformers.attach(pipe.transformer))
+    batch, memory = tiny_transformers.given(model, ROWS), tiny.memory(ROWS)
+
+    async def draw(seed: int) -> list[bool]:
+        mine, sees = batch | {"hidden_states": noise(*batch["hidden_states"].shape[1:]) + seed}, []
+        for text in (texts(seed), texts(9)):
+            out = model.host(**mine | {"encoder_hidden_states": text})[0]
+            await asyncio.sleep(0)
+            with model.disable_adapter():
+                sees.append(tiny.differs(out, model.host(**mine | {"encoder_hidden_states": text})[0]))
+        return sees
+
+    async def both() -> list[list[bool]]:
+        return await asyncio.gather(draw(1), draw(2))
+
+    with torch.no_grad(), model.condition(memory, guided=True):
+        assert asyncio.run(both()) == [[True, False]] * 2
+        gc.collect()
+        assert not model.denoising_call().timesteps
 
 
 def test_what_nothing_tells_is_refused():

@@ -141,9 +141,6 @@ def test_a_memory_stays_with_its_host():
             assert torch.equal(run(left), want[0]) and torch.equal(run(right), want[1])
 
 
-# Keys and values are made once, and never stale
-
-
 # Guidance
 
 

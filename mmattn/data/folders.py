@@ -164,9 +164,15 @@ def _classes(
     elif loose:
         fault = f"holds pictures beside its class folders ({', '.join(loose[:3])}): move each into its class"
     elif deep is not None:
-        fault = f"is not a folder of class folders: {deep.relative_to(folder)} lies in a folder within a folder"
+        fault = (
+            f"is not a folder of class folders: {deep.relative_to(folder)} lies in a folder within a folder; give the "
+            "folder that holds the class folders"
+        )
     elif len(full) < 2 and host == "language":
-        fault = f"holds one class folder ({pictures[0].parent.name}), so every picture would have the same text"
+        fault = (
+            f"holds one class folder ({pictures[0].parent.name}), so every picture would have the same text; give the "
+            "folder that holds the folders of all classes"
+        )
     if fault is not None:
         raise ConfigError(f"{folder} {fault}")
     problems = [f"{sub.name}: a class folder without pictures" for sub in classes if sub not in full]

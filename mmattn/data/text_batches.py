@@ -198,7 +198,7 @@ def pack(
     """
     _check_rows(documents, memory)
     counts = [1] * len(documents) if unlearned is None else [max(1, count) for count in unlearned]
-    labels = [[IGNORED] * count + list(ids[count:]) for ids, count in zip(documents, counts, strict=True)]
+    labels = [[IGNORED] * len(ids[:n]) + list(ids[n:]) for ids, n in zip(documents, counts, strict=True)]
     longest = max(map(len, documents))
     packed: list[tuple[list[int], list[int], list[int]]] = []
     order: list[int] = []

@@ -292,7 +292,10 @@ class LogMelEncoder(SoundEncoder):
 
         self.sampling_rate = check_int("sampling_rate", sampling_rate)
         self.frames_per_token = check_int("frames_per_token", frames_per_token)
-        self._window, self._hop = (max(1, round(seconds * sampling_rate)) for seconds in (window, hop))
+        self._window, self._hop = (
+            max(1, round(check_float(name, seconds, at_least=0) * sampling_rate))
+            for name, seconds in (("window", window), ("hop", hop))
+        )
         if self._hop > self._window:
             raise ConfigError(f"hop must be at most the window of {window} s, got {hop}: samples would be left out")
         # Not in the fingerprint: the settings define them, and their last digits may differ between machines.

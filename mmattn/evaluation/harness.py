@@ -14,7 +14,6 @@ from torch import nn
 from mmattn.data.row import row_memory
 from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
-from mmattn.hosts.base import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.pipelines.base import pipeline
 from mmattn.pipelines.generation import generate_rows
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
+    from mmattn.hosts.base import AdaptedModel
     from mmattn.retrieval import Index
 
 NAME = "mmattn"
@@ -92,7 +92,7 @@ class HarnessModel:
             raise ConfigError("index= and device= are for the folder of an adapter; an adapted model has its own")
         else:
             model = adapter
-        if not isinstance(model, AdaptedModel) or not model.predicts_tokens or tokenizer is None:
+        if not getattr(model, "predicts_tokens", False) or tokenizer is None:
             raise ConfigError(
                 f"a language model with adapters is needed, and its tokenizer; got {type(model).__name__} and "
                 f"{type(tokenizer).__name__}"

@@ -98,13 +98,13 @@ def _sums(
     """Return the sum over the queries of each metric."""
     library = import_extra("ir_measures", "metrics")
     try:
-        measures = {library.parse_measure(name): name for name in metrics}
+        measures = {name: library.parse_measure(name) for name in metrics}
     except (ValueError, NameError, SyntaxError) as error:
         raise ConfigError(f"a metric of ir_measures is spelled R@10, nDCG@10, RR@10, AP, …; got {metrics}") from error
-    sums = dict.fromkeys(metrics, 0.0)
-    for metric in library.iter_calc(list(measures), grades, run):
-        sums[measures[metric.measure]] += float(metric.value)
-    return sums
+    sums = dict.fromkeys(measures.values(), 0.0)
+    for metric in library.iter_calc(list(sums), grades, run):
+        sums[metric.measure] += float(metric.value)
+    return {name: sums[measure] for name, measure in measures.items()}
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:

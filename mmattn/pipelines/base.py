@@ -111,6 +111,8 @@ class ImagePipeline(Pipeline):
     encoder: ImageEncoder
 
     def _set_up(self, index: IndexSource | None) -> None:
+        if index is not None:
+            raise ConfigError(f"{type(self).__name__} reads no index: leave index= out")
         reference = self.config.encoder
         name = resolve(reference.name, self.folder)
         self.encoder = load_image_encoder(name, self.device, pooled=reference.pooled)

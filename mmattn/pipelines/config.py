@@ -79,11 +79,13 @@ class EncoderReference(_Strict):
             name: as it was loaded.
             **fields: the other fields.
         """
-        if name.startswith("timm:"):
-            network, colon, options = name.removeprefix("timm:").partition(":")
-            return cls.model_validate({"name": f"timm:{absolute(network)}{colon}{options}", **fields})
-        before, colon, weights = name.rpartition(":")
-        path = f"{before}:{absolute(weights)}" if name.startswith("torchvision:") else absolute(name)
+        kind, colon, rest = name.partition(":")
+        network, second, more = rest.partition(":")
+        path = absolute(name)
+        if kind == "timm":
+            path = f"{kind}{colon}{absolute(network)}{second}{more}"
+        elif kind == "torchvision":
+            path = f"{kind}{colon}{network}{second}{absolute(more)}"
         return cls.model_validate({"name": path, **fields})
 
 

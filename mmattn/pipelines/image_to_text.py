@@ -99,10 +99,11 @@ class ImageToTextPipeline(ImagePipeline):
         memory: Memory = self.encoder(images, progress=progress)
         return memory.to(torch.float32)
 
-    def _preprocessed(self, image: object) -> Image:
-        """Return an image as the encoder reads it: small, and of a long one the middle."""
+    def _preprocessed(self, image: object) -> Image | None:
+        """Return an image as the encoder reads it: small, and of a long one the middle; None for other processors."""
         processor = self.encoder.image_processor
-        assert isinstance(processor, ImageProcessor)
+        if not isinstance(processor, ImageProcessor):
+            return None
         (pixels,) = processor([image])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (processor.mean, processor.std))
         return load_image((255 * (pixels * std + mean)).round().clamp(0, 255).byte())

@@ -67,7 +67,7 @@ def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: S
 
     module, settings = _prepared(Path(config), overrides)
     table, place = getattr(module, "table", None), settings.get("out")
-    if table is None or not isinstance(place, str):
+    if table is None or not isinstance(place, (str, os.PathLike)):
         refuse(
             f"--seeds makes one table of several runs: {module.__file__} must have a function `table(contents)`, and "
             "its settings an `out`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from typing import Any
 from unittest import SkipTest
 
 import torch
@@ -192,9 +193,9 @@ def check_generation(case: Case) -> None:
             assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
         beams = generate(model, ids, memory=memory, num_beams=3, **beside, **options)
         with case.condition(model, memory):
-            bare = getattr(model.host, "generate", generate)
-            assert torch.equal(bare(ids, **options), greedy), "generate of the host itself, in a block"
-            assert torch.equal(bare(ids, num_beams=3, **options), beams), "beams of the host, in a block"
+            host: Any = model.host
+            assert torch.equal(host.generate(ids, **options), greedy), "generate of the host itself, in a block"
+            assert torch.equal(host.generate(ids, num_beams=3, **options), beams), "beams of the host, in a block"
         for row in range(case.rows):
             rows = slice(row, row + 1)
             one = rows_of({**options, **beside, "ids": ids}, rows, case.rows)

@@ -160,10 +160,9 @@ def memory_rows(memory: object, rows: slice) -> object:
     return memory[rows] if isinstance(memory, Rows) else memory
 
 
-def rows_of(batch: Batch, index: slice, rows: int) -> dict[str, Any]:
+def rows_of(batch: Batch, index: slice | Tensor, rows: int) -> dict[str, Any]:
     """Return some rows of everything in a batch that has a row for each of b."""
-    taken: dict[str, Any] = tree_map(lambda value: value[index] if _has_rows(value, rows) else value, dict(batch))
-    return taken
+    return dict(_changed(lambda value: value[index] if _has_rows(value, rows) else value, batch))
 
 
 def mixed(changed: Batch, batch: Batch, where: Tensor) -> Batch:
@@ -174,12 +173,7 @@ def mixed(changed: Batch, batch: Batch, where: Tensor) -> Batch:
             return other
         return torch.where(where.view(-1, *[1] * (other.dim() - 1)).to(other.device), one, other)
 
-    taken: Batch = tree_map(choose, changed, batch)
-    return taken
-
-
-def _has_rows(value: object, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+    return _changed(choose, changed, batch)
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -188,8 +182,17 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     def to_dtype(value: object) -> object:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    taken: Batch = tree_map(to_dtype, batch)
-    return taken
+    return _changed(to_dtype, batch)
+
+
+def _changed(change: Callable[..., object], *batches: Batch) -> Batch:
+    """Apply a function to the values of batches; a tuple or list is one value, such as the axes of positions."""
+    changed: Batch = tree_map(change, *map(dict, batches), is_leaf=lambda value: not isinstance(value, Mapping))
+    return changed
+
+
+def _has_rows(value: object, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:

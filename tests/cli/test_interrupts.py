@@ -207,6 +207,13 @@ class TestSeveralSeeds:
         ]
         assert not (config.parent / "run" / "table.md").exists()
 
+    def test_a_config_whose_folder_is_a_path(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        config_class = "class Config(BaseModel):\n    out: Path\n    like: dict[str, str]\n\n\n"
+        text = "from pydantic import BaseModel\n" + SEEDS.replace("def main(", config_class + "def main(")
+        (config.parent / "train.py").write_text(text)
+        code, out, err = call(capsys, "train", config, "--seeds", "3,5")
+        assert (code, err) == (0, "") and out.splitlines()[-1] == "table of 3 5"
+
     @pytest.mark.parametrize("seeds", ["", "0 1", "1,1", "-1", "a"])
     def test_what_is_no_seed(self, config: Path, capsys: pytest.CaptureFixture[str], seeds: str) -> None:
         code, _, err = call(capsys, "train", config, f"--seeds={seeds}")

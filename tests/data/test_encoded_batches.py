@@ -86,6 +86,7 @@ class TestOrder:
         """Invariant 112."""
         batches = mixing(store, shuffle=shuffle)
         whole = numbers(batches.epoch(2))
+        assert shuffle or [n for batch in whole for n in batch] == list(range(ROWS)), "in the order of the blocks"
         for start in (0, 1, 9, 10, 11, 23, len(whole) - 1, len(whole), len(whole) + 5):
             assert numbers(batches.epoch(2, start)) == whole[start:], start
 

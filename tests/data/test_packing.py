@@ -45,6 +45,8 @@ def test_scores_and_segments_go_with_their_document() -> None:
     assert batch.input_ids.tolist() == [[6, 7, 8, 9], [4, 3, 5, 0]]
     assert batch.memory.tokens[:, 0, 0].tolist() == [1, 2, 0, 0] and batch.memory.lengths == [2, 2, 2, 0]
     assert batch.memory.scores[:, 0].tolist() == [7, 6, 6, 6] and batch.memory.segments.tolist() == [[0, 1]] * 4
+    of_prompts = training.pack([[5, 6], [7, 8, 9]], unlearned=[4, 2])
+    assert of_prompts.labels.tolist() == [[-100, -100, 9], [-100] * 3], "a document may be no longer than its prompt"
     with pytest.raises(ShapeError, match="3 texts need 3 rows of memory, got 1"):
         training.pack([[5], [6], [7]], memory[:1])
     with pytest.raises(ShapeError, match="leave empty texts out"):

@@ -91,6 +91,8 @@ def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:
     ("options", "words"),
     [
         ({"hop": 0.03}, "hop must be at most the window"),
+        ({"hop": -0.01}, r"hop must be in \[0, inf\)"),
+        ({"window": math.nan}, "window must be a finite number"),
         ({"n_mels": 200}, "200 bands are narrower than the 40 Hz between frequencies"),
         ({"frames_per_token": 0}, "frames_per_token must be at least 1"),
     ],

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from mmattn.encoders import ImageEncoder, ImageProcessor, TorchvisionEncoder
 from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.pipelines import EncoderReference
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,16 @@ def test_a_network_of_ones_own_is_an_encoder(picture: Image.Image) -> None:
 
     eye = Mean(torch.nn.Linear(1, 1), ImageProcessor(size=(16, 40)))
     assert (eye.dim, eye.grid, eye(picture).tokens.shape) == (3, (2, 5), (1, 10, 3))
+
+
+def test_a_reference_has_the_path_of_the_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "resnet18").mkdir()  # such as the run of a network
+    (tmp_path / "a.safetensors").touch()
+    names = ("torchvision:resnet18", "torchvision:resnet18:IMAGENET1K_V1")
+    assert tuple(EncoderReference.of(name).name for name in names) == names
+    weights = EncoderReference.of("torchvision:resnet18:a.safetensors")
+    assert weights.name == f"torchvision:resnet18:{tmp_path / 'a.safetensors'}"
 
 
 def test_progress_is_shown_only_if_asked(picture: Image.Image, capfd: pytest.CaptureFixture[str]) -> None:

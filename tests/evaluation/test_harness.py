@@ -293,6 +293,7 @@ class TestMemories:
             AdaptedLM(pipe.model, pipe.tokenizer, device="cpu")
         with pytest.raises(ConfigError, match="a language model with adapters is needed"):
             AdaptedLM(pipe.model.host, pipe.tokenizer)
+        assert AdaptedLM(torch.compile(pipe.model, backend="eager"), pipe.tokenizer).model.predicts_tokens
         with pytest.raises(ConfigError, match="batch_size must be a number.*got 'auto'"):
             self.model(batch_size="auto")
         with pytest.raises(ConfigError, match="control must be one of 'own', 'shuffled', 'none'"):

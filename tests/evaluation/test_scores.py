@@ -73,6 +73,11 @@ def test_the_formulas() -> None:
     }
 
 
+def test_a_metric_with_two_names_has_one_score() -> None:
+    scores = retrieval_scores([["b", "a"]], [["a"]], ["RR@10", "MRR@10"])
+    assert scores == {"RR@10": 1 / 2, "MRR@10": 1 / 2}
+
+
 def test_a_query_that_found_nothing_counts() -> None:
     assert retrieval_scores([[], ["a"], [None]], [["a"], ["a"], ["b"]], ["R@5"]) == {"R@5": pytest.approx(1 / 3)}
 

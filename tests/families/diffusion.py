@@ -70,7 +70,7 @@ class DiffusionFamily(Family):
     def given(self, ids: Tensor) -> dict[str, Any]:
         """The arguments for some pictures of the batch."""
         chosen: dict[str, Any] = rows_of(self.batch, ids[:, 0], 2)
-        shared = {name: value for name, value in self.batch.items() if name in SHARED or isinstance(value, tuple)}
+        shared = {name: value for name, value in self.batch.items() if name in SHARED}
         rows = ids[:, 0]
         lists = {
             name: [one[rows] for one in value] if isinstance(value[0], Tensor) else [value[row] for row in rows]

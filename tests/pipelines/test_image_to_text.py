@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mmattn
+from mmattn.errors import ConfigError
 from mmattn.recipes import asset_path
 from tests.cli.running import call
 from tests.serving.servers import captioning_pipe
@@ -54,6 +55,19 @@ def test_captions_are_those_of_the_single_steps(pipe: Any, encoder: Any) -> None
     assert pipe(FLOWERS[0], max_new_tokens=2) != want[0] and want[0].startswith(pipe(FLOWERS[0], max_new_tokens=2))
     trace = pipe.trace(FLOWERS[0])
     assert trace.title == want[0] and "".join(trace.words).strip() == want[0]
+
+
+def test_a_trace_by_an_encoder_with_pixels_of_its_own(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How its pixels become a picture again is not known."""
+    want, processor = pipe.trace(FLOWERS[0]), pipe.encoder.image_processor
+    monkeypatch.setattr(pipe.encoder, "image_processor", lambda images, **options: processor(images, **options))
+    trace = pipe.trace(FLOWERS[0])
+    assert (trace.title, trace.words, trace.picture) == (want.title, want.words, None) and want.picture is not None
+
+
+def test_an_index_is_refused(pipe: Any) -> None:
+    with pytest.raises(ConfigError, match="ImageToTextPipeline reads no index: leave index= out"):
+        type(pipe)(pipe.config, pipe.model, pipe.tokenizer, pipe.folder, index="an index")
 
 
 def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ folder is torn or something is left behind.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -57,6 +58,7 @@ def killed_saves(folder: Path, kills: int, seed: int) -> set[int]:
 
             def wait(child: int, kill: int = kill) -> None:
                 while kill % 2 and version_of(folder) <= 1000 * kill:
+                    os.kill(child, 0)
                     time.sleep(0.001)
                 time.sleep(chance.uniform(0.01, 0.6))
 

@@ -251,6 +251,23 @@ class TestAnyBatches:
         torch.manual_seed(0)
         return torch.nn.Linear(3, 1)
 
+    def test_a_step_is_one_of_torch(self) -> None:
+        """The loop, beside the same written out: AdamW on the gradient of the mean, clipped."""
+        ours, theirs = self.layer(), self.layer()
+        drawn = [[step, 2 * step + 1, 30 - step] for step in range(13)]
+        self.train(ours, drawn, num_train_epochs=1, weight_decay=0.1, warmup_steps=3)
+        optimizer = torch.optim.AdamW(training.parameter_groups(theirs, 0.3, weight_decay=0.1), betas=(0.9, 0.98))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: training.learning_rate_factor(n, 13, 3))
+        for rows in drawn:
+            total, targets = self.loss_of(theirs)(rows, [])
+            optimizer.zero_grad()
+            (total / targets).backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        assert_close(ours.weight, theirs.weight)
+        assert_close(ours.bias, theirs.bias)
+
     def test_a_data_loader_resumed_within_an_epoch(self, tmp_path: Path) -> None:
         def loader() -> object:
             return torch.utils.data.DataLoader(range(31), batch_size=4, collate_fn=list)

@@ -12,7 +12,7 @@ from torch import nn
 from mmattn.errors import AttachError
 
 #: Names of transformers' cache argument: `cache` since 5.24, the others before.
-CACHE_NAMES = frozenset(("cache", "past_key_values", "cache_params"))
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def text_config(lm: nn.Module) -> object:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.hosts.interop.peft import add_lora, load_lora, matched_lora
     from mmattn.progress import tracked
+    from mmattn.training.cached_prompts import cached_prompts
     from mmattn.training.checkpoints import last_step
     from mmattn.training.compare import (
         SavedRun,
@@ -66,6 +67,7 @@ __all__ = [
     "augment_memory",
     "bos_and_eos",
     "cached_hidden_states",
+    "cached_prompts",
     "check_prompt",
     "collate",
     "compare_runs",

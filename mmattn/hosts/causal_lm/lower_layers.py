@@ -103,12 +103,18 @@ class LowerLayers:
         ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         lengths = torch.tensor([len(text) for text in texts], device=ids.device)
         mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+        with bare_forward(self.model.host, self.model.open_blocks):
+            together = self.states_of(input_ids=ids, attention_mask=mask, use_cache=False)
+        return [states[: len(text)] for states, text in zip(together, texts, strict=True)]
+
+    def states_of(self, **kwargs: object) -> Tensor:
+        """Return the hidden states (b, l, d) in a call of the base model; inside `installed`."""
         outer = _SKIPPED.set((self, None))
         try:
-            with bare_forward(self.model.host, self.model.open_blocks):
-                self.reader(input_ids=ids, attention_mask=mask, use_cache=False)
+            self.reader(**kwargs)
         except _Computed as computed:
-            return [states[: len(text)] for states, text in zip(computed.args[0], texts, strict=True)]
+            states: Tensor = computed.args[0]
+            return states
         finally:
             _SKIPPED.reset(outer)
         raise ConditionError(f"layer {self.count - 1} of {type(self.model.host).__name__} was not run")

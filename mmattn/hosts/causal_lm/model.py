@@ -14,7 +14,6 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.inserted import EmbeddingReader
 from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.language_models import (
-    CACHE_NAMES,
     depth_of,
     device_of,
     embeddings_of,
@@ -154,7 +153,7 @@ class AdaptedCausalLM(AdaptedModel):
             inputs = kwargs.get("inputs_embeds")
         cache = kwargs.get("cache")
         if cache is None:
-            cache = given_cache(kwargs) if CACHE_NAMES.intersection(kwargs) else None
+            cache = given_cache(kwargs)
         noted = NOTED.get()
         generation = noted[1] if noted is not None and noted[0] is call else None
         if noted is not None:

@@ -1,0 +1,192 @@
+"""Prompts that a frozen language model read once without a memory: a training step costs the upper layers on one token.
+
+Only the last tokens of a prompt see the memory, so keys and values of those before them are the same in every step, and
+so are hidden states of the last ones below the lowest adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.language_models import cache_name, device_of, given_cache
+from mmattn.core.tensor_cache import TensorVersion
+from mmattn.errors import ConditionError, TextError, check_int
+from mmattn.hosts.causal_lm.lower_layers import LowerLayers, lower_layers
+from mmattn.hosts.context import Keywords, Positional
+from mmattn.hosts.keywords import signature_of
+from mmattn.hosts.probe import bare_forward, is_close
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+
+class PromptCache:
+    """Prompts that were read without a memory; `prompts[rows]` are arguments of a call that reads their last tokens."""
+
+    def __init__(self, lower: LowerLayers, prompts: Sequence[Sequence[int]], last: int, batch_size: int) -> None:
+        self.lower, self.host = lower, lower.model.host
+        texts = list(dict.fromkeys(map(tuple, prompts)))
+        number = {text: row for row, text in enumerate(texts)}
+        self.length = max(map(len, texts)) - last
+        ids = torch.zeros(len(texts), self.length + last, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            ids[row, -len(text) :], mask[row, -len(text) :] = torch.tensor(text), 1
+        device = device_of(lower.reader)
+        self.ids, self.mask = ids.to(device), mask.to(device)
+        self._rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
+        self._weights = TensorVersion(self.host.parameters())
+        #: By cache of a call the states from which it starts; None once it has run.
+        self._calls: WeakKeyDictionary[object, Tensor | None] = WeakKeyDictionary()
+        parts = [self._read(rows) for rows in torch.arange(len(texts), device=device).split(batch_size)]
+        self.states, self.cache = torch.cat([states for states, _ in parts]), parts[0][1]
+        for place, layer in enumerate(self.cache.layers[lower.count :], lower.count):
+            layer.keys = torch.cat([cache.layers[place].keys for _, cache in parts])
+            layer.values = torch.cat([cache.layers[place].values for _, cache in parts])
+
+    @torch.no_grad()
+    def _read(self, rows: Tensor) -> tuple[Tensor, Cache]:
+        """Return hidden states of the last tokens after the lower layers, and the cache of all tokens before them."""
+        reader, mask = self.lower.reader, self.mask[rows]
+        with bare_forward(self.host, self.lower.model.open_blocks):
+            output = reader(**self._arguments(rows, slice(self.length), mask[:, : self.length]), use_cache=True)
+            cache: Any = given_cache(output)
+            self._check_cache(cache)
+            last = self._arguments(rows, slice(self.length, None), mask)
+            states = self.lower.states_of(**last, **{cache_name(reader): copy.deepcopy(cache)})
+        for layer in cache.layers[: self.lower.count]:  # of these only the length is asked
+            layer.keys, layer.values = layer.keys[:1].clone(), layer.values[:1].clone()
+        return states, cache
+
+    def _check_cache(self, cache: Any) -> None:
+        """Refuse a cache that holds anything but keys and values of each layer."""
+        kinds = [type(layer).__name__ for layer in getattr(cache, "layers", [])]
+        if len(kinds) != len(self.lower.layers) or not {"DynamicLayer", "DynamicSlidingWindowLayer"}.issuperset(kinds):
+            raise ConditionError(
+                f"{type(self.host).__name__} does not cache keys and values of each layer, as cached prompts need: "
+                "give it the whole prompts, with arrived="
+            )
+
+    def _arguments(self, rows: Tensor, tokens: slice, mask: Tensor) -> dict[str, Any]:
+        arguments = {"input_ids": self.ids[rows, tokens], "attention_mask": mask}
+        if "position_ids" in signature_of(self.lower.reader).places:
+            arguments["position_ids"] = (self.mask[rows].cumsum(1) - 1).clamp(min=0)[:, tokens]
+        return arguments
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: Sequence[int] | Tensor) -> dict[str, Any]:
+        """Return the arguments of one call for some prompts, which may repeat.
+
+        Args:
+            rows: (b,) numbers of prompts.
+        """
+        chosen = self._rows[torch.as_tensor(rows, device=self._rows.device)]
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        for number, layer in enumerate(cache.layers):
+            upper = number >= self.lower.count
+            layer.keys = layer.keys[chosen] if upper else layer.keys.expand(len(chosen), -1, -1, -1)
+            layer.values = layer.values[chosen] if upper else layer.values.expand(len(chosen), -1, -1, -1)
+        self._calls[cache] = self.states[chosen]
+        last = self._arguments(chosen, slice(self.length, None), self.mask[chosen])
+        return last | {cache_name(self.lower.reader): cache}
+
+    def before(self, reader: nn.Module, args: Positional, kwargs: Keywords) -> None:
+        """Let a call with a cache of these prompts start from their states: a pre-hook of the host's base model."""
+        if self.lower.is_computing():
+            return
+        self.lower.run()  # torch runs no hooks after KeyboardInterrupt
+        cache = given_cache(kwargs)
+        if cache is None or cache not in self._calls:
+            return
+        states = self._calls[cache]
+        self._calls[cache] = None
+        if states is None:
+            raise ConditionError("arguments of cached prompts serve one call: take prompts[rows] for each call")
+        checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in (reader, *self.lower.layers))
+        if torch.compiler.is_compiling() or (reader.training and torch.is_grad_enabled() and checkpoints):
+            raise ConditionError("a host that is compiled or checkpoints gradients cannot go on from cached prompts")
+        if any(one.requires_grad for one in self.host.parameters()) or not self._weights.holds(self.host.parameters()):
+            raise ConditionError("weights of the host have changed or are trained: read the prompts after that")
+        self.lower.skip(states)
+
+    def after(self, reader: nn.Module, args: Positional, output: object) -> None:
+        """Run all layers again: a hook of the base model that is called after a failure, too."""
+        self.lower.run()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare the logits of the first prompts, without a memory, with those of the whole text."""
+        rows = self._rows[:2]
+        with bare_forward(self.host, self.lower.model.open_blocks):
+            whole = self.host(**self._arguments(rows, slice(None), self.mask[rows])).logits[:, self.length :]
+            logits = self.host(**self[range(len(rows))]).logits
+        if not is_close(logits, whole):
+            raise ConditionError(
+                f"{type(self.host).__name__} has other logits when it goes on from cached prompts: give it the whole "
+                "prompts, with arrived="
+            )
+
+
+@contextlib.contextmanager
+def cached_prompts(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, last: int = 1, batch_size: int = 32
+) -> Iterator[PromptCache]:
+    """Read prompts once without a memory; inside the block a call reads their last tokens, which see the memory.
+
+    `prompts[rows]` are the arguments of one call for some of them: ids (b, last), their mask and positions, and the
+    cache of the tokens before them. The logits are those of the whole prompts with `arrived=` that is 0 for all tokens
+    but the last. A call costs the layers above the lowest adapter on the last tokens. Equal prompts are read once; keys
+    and values of the upper layers stay in memory, padded to the longest prompt.
+
+    Args:
+        model: a causal language model with adapters, all of which are attached, and nothing trained in the host.
+        prompts: ids of each, longer than `last`.
+        last: tokens of each prompt that see the memory.
+        batch_size: prompts that are read together.
+
+    Raises:
+        ConditionError: no layer is below the lowest adapter, the host is trained, or it does not answer as before when
+            it goes on from a cached prompt (a probe of two prompts sees to it).
+        ConfigError: no language model with adapters.
+        TextError: no prompt, or one of `last` tokens or fewer.
+
+    >>> import mmattn
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+    ...                                   num_attention_heads=4)).eval()
+    >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, layers=[2, 3]))
+    >>> with cached_prompts(model, [[5, 6, 7], [5, 9], [5, 6, 7]]) as prompts:
+    ...     logits = model(**prompts[[2, 1]], memory=mmattn.Memory(torch.randn(2, 11, 24))).logits
+    >>> logits.shape
+    torch.Size([2, 1, 97])
+    """
+    check_int("last", last), check_int("batch_size", batch_size)
+    short = [row for row, prompt in enumerate(prompts) if len(prompt) <= last]
+    if short or not len(prompts):
+        raise TextError(f"prompts {short[:5]} have no token before the last {last}, which see the memory")
+    lower = lower_layers(model)
+    if any(parameter.requires_grad for parameter in lower.model.host.parameters()):
+        raise ConditionError(f"{type(lower.model.host).__name__} is trained, which changes what it makes of prompts")
+    with lower.installed():
+        cache = PromptCache(lower, prompts, last, batch_size)
+        hooks = [
+            lower.reader.register_forward_pre_hook(cache.before, with_kwargs=True),
+            lower.reader.register_forward_hook(cache.after, always_call=True),
+        ]
+        try:
+            cache.check()
+            yield cache
+        finally:
+            for hook in hooks:
+                hook.remove()
+            lower.run()

@@ -182,7 +182,7 @@ def _refused(reason: str) -> ConditionError:
 def cached_hidden_states(
     model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, batch_size: int = 1
 ) -> Iterator[HiddenStateCache]:
-    """Run the layers of a causal language model below its lowest adapter once for each text inside the block.
+    """Run the layers of a causal language model below everything that is trained once for each text inside the block.
 
     Their hidden states are cached on the disk, in a file for each text, and a forward that reads the text again begins
     above them: any trainer, order of rows, padding and packing, and evaluation alike. They are those of the evaluation
@@ -194,7 +194,7 @@ def cached_hidden_states(
     do that are split otherwise: by rounding, and by nothing where a batch is a single text.
 
     Args:
-        model: a causal language model with adapters, all of which are attached.
+        model: a causal language model with adapters, all of which are attached, or the peft model of a LoRA alone.
         folder: of the cache, which may serve many runs. A token takes d numbers; folders of hosts that are no longer
             used may be removed at any time.
         dtype: in which hidden states are cached, float32, bfloat16 or float16; None for that of the host.
@@ -205,7 +205,7 @@ def cached_hidden_states(
         ConditionError: no layer is below the lowest adapter, something below it is trained, the host's weights lie in
             several processes, or it does not answer as before when it begins with these hidden states (a probe of a few
             tokens sees to it).
-        ConfigError: no language model with adapters, or no such dtype.
+        ConfigError: no language model with adapters or a LoRA, or no such dtype.
         OSError: the folder cannot be written to.
         AdapterFileError: a file of the cache is damaged; remove it, and it is computed again.
 

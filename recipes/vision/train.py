@@ -9,6 +9,7 @@ same order for as many steps.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -61,13 +62,14 @@ def main(config: dict[str, Any]) -> Path:
     torch.manual_seed(settings.seed)
     model = mmattn.attach(lm, make_adapter(settings.adapter, memory.dim))
     model.print_trainable_parameters()
-    parameters = model.trainable_parameters()[0]
+    parameters, layers = model.trainable_parameters()[0], model.adapter("default").layers
     samples = list(range(0, len(data.held_out), max(1, len(data.held_out) // SAMPLES)))[:SAMPLES]
     captions = write_captions(model, tokenizer, held_out[torch.tensor(samples)], settings.max_new_tokens)
     run.write_text("samples_before.txt", name_captions(data, samples, captions))
 
     # Training.
-    result = train(model, "adapter", data, ids, memory, settings, run, accelerator)
+    with hidden_states(model, settings):
+        result = train(model, "adapter", data, ids, memory, settings, run, accelerator)
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     pipeline_config = make_pipeline_config(settings, tokenizer, data)
     pipeline_config.save(run.path / "adapter")
@@ -80,13 +82,15 @@ def main(config: dict[str, Any]) -> Path:
     try:
         shuffled = held_out[torch.tensor(other_species(data.held_out, settings.seed))]
         for name, pictures in (("right picture", held_out), ("shuffled pictures", shuffled), ("no picture", None)):
-            row, texts = measure.row(f"adapter, {name}", model, pictures)
+            # Without a picture the whole host runs: its figures must be those of the frozen LM bit for bit.
+            with contextlib.nullcontext() if pictures is None else hidden_states(model, settings):
+                row, texts = measure.row(f"adapter, {name}", model, pictures)
             rows.append(row | {"parameters": parameters, "seconds": result.seconds})
             captions = texts if pictures is held_out else captions
         save_captions(run, model, tokenizer, data, held_out, captions, samples, encoder.grid)
         model.unload()
         if settings.controls:
-            control = train_lora(lm, parameters, data, ids, measure, settings, run, accelerator)
+            control = train_lora(lm, parameters, layers, data, ids, measure, settings, run, accelerator)
             rows.insert(1, control)
             for row in rows:
                 row["bits_saved"] = bits_saved(row["nats"], control["nats"])
@@ -115,6 +119,13 @@ def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdap
     return mmattn.GatedAdapter(memory_dim=memory_dim, **options)
 
 
+def hidden_states(model: Any, settings: Config) -> contextlib.AbstractContextManager[Any]:
+    """Return the block in which hidden states below what is trained come from the cache, if the settings say so."""
+    if not settings.optim.cache_hidden_states:
+        return contextlib.nullcontext()
+    return training.cached_hidden_states(model, Path(settings.data.cache) / "hidden_states")
+
+
 def train(
     model: Any,
     name: str,
@@ -139,9 +150,10 @@ def train(
             batch_memory = memory[torch.tensor(pictures)]
             batch_memory = training.augment_memory(batch_memory, keep_fraction=optim.keep_fraction, seed=seed)
         batch = training.collate([ids[text] for text in texts], batch_memory)
-        return training.sum_nats(model, batch.to(accelerator.device))
+        return training.sum_nats(model, batch.to(accelerator.device), optim.loss_chunk_size)
 
-    options = optim.model_dump(exclude={"batch_size", "keep_fraction", "lora_learning_rate"}) | {"seed": settings.seed}
+    other = {"batch_size", "keep_fraction", "lora_learning_rate", "cache_hidden_states", "loss_chunk_size"}
+    options = optim.model_dump(exclude=other) | {"seed": settings.seed}
     if memory is None:
         options["learning_rate"] = optim.lora_learning_rate
     config = training.TrainingConfig(**options)
@@ -152,6 +164,7 @@ def train(
 def train_lora(
     lm: Any,
     parameters: int,
+    layers: Sequence[int],
     data: Data,
     ids: Sequence[Sequence[int]],
     measure: Measure,
@@ -159,15 +172,16 @@ def train_lora(
     run: training.RunFolder,
     accelerator: Any,
 ) -> dict[str, Any]:
-    """Train and measure the control: a LoRA on the texts, with as many parameters as the adapter."""
+    """Train and measure the control: a LoRA on the texts, with as many parameters as the adapter, in its layers."""
     torch.manual_seed(settings.seed)
-    lora = training.matched_lora(lm, parameters)
+    lora = training.matched_lora(lm, parameters, layers=layers)
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, text only: {count:,} trained parameters beside {parameters:,} of the adapter")
-    result = train(lora, "lora", data, ids, None, settings, run, accelerator)
-    if result.interrupted:
-        raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
-    row, _ = measure.row("LoRA, text only", lora)
+    with hidden_states(lora, settings):
+        result = train(lora, "lora", data, ids, None, settings, run, accelerator)
+        if result.interrupted:
+            raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
+        row, _ = measure.row("LoRA, text only", lora)
     lora.unload()
     return row | {"parameters": count, "seconds": result.seconds}
 

@@ -29,6 +29,17 @@ class TestMatchedLora:
         assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
         assert torch.equal(model.unload()(ids).logits, before)
 
+    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    def test_in_some_layers(self, family: str) -> None:
+        model = training.matched_lora(tiny.make(family), 3001, layers=[1, 2])
+        names = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert {part for name in names for part in name.split(".") if part.isdigit()} == {"1", "2"}
+        assert abs(sum(model.get_parameter(name).numel() for name in names) - 3001) <= 0.05 * 3001
+
+    def test_in_layers_that_are_not_there(self) -> None:
+        with pytest.raises(ConfigError, match=r"layers=\[1, 77\]: LlamaForCausalLM has no linear layers in \[77\]"):
+            training.matched_lora(tiny.make("llama"), 3001, layers=[1, 77])
+
     def test_too_few(self) -> None:
         with pytest.raises(ConfigError, match="give the adapter more"):
             training.matched_lora(tiny.make("llama"), 3)

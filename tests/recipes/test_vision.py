@@ -46,7 +46,13 @@ def short(out: Path, cache: Path) -> dict[str, Any]:
         "progress": False,
         "data": data,
         "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
-        "optim": {"max_steps": 5, "batch_size": 7, "warmup_steps": 1},
+        "optim": {
+            "max_steps": 5,
+            "batch_size": 7,
+            "warmup_steps": 1,
+            "cache_hidden_states": True,
+            "loss_chunk_size": 64,
+        },
         "max_new_tokens": 11,
     }
 

@@ -127,6 +127,21 @@ class TestAStepIsTheHosts:
             assert (cache.computed, cache.found) == (3, 3)
         tiny.assert_close(got, want)
 
+    @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+    def test_a_lora_alone(self, tmp_path: Path) -> None:
+        """Trained in the third layer; an adapter's states serve it, for below both lies the same host."""
+        texts = training.collate([[5, 6, 7]]), training.collate([[5, 6, 7], [8, 9]])
+        with cached_hidden_states(attach(), tmp_path) as adapters:
+            adapters.lower.model(**texts[1].kwargs())
+        model = training.matched_lora(tiny.make("llama"), 3001, layers=[2])
+        model.train()
+        want = [step(model, one) for one in texts]
+        with cached_hidden_states(model, tmp_path) as cache:
+            got = [step(model, one) for one in texts]
+            assert (cache.layers, cache.computed, cache.found) == (2, 0, 3)
+        assert same(got[0], want[0])
+        assert_near(got[1], want[1], 1e-3)
+
     def test_half_precision(self, tmp_path: Path) -> None:
         """A host in bfloat16, and one in float32 whose states are cached in bfloat16; cold and warm are equal."""
         for host, dtype in ((tiny.make("llama").to(torch.bfloat16), None), (tiny.make("llama"), torch.bfloat16)):

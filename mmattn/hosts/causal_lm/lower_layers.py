@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.core.tensor_cache import ModuleVersion, TensorVersion
 from mmattn.errors import ConditionError, ConfigError, MmattnError
+from mmattn.hosts.base import adapted
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.context import LayerOutput
-from mmattn.hosts.interop.peft import active_lora, inner_host
+from mmattn.hosts.interop.peft import active_lora, has_peft, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.storage.fingerprints import fingerprint
@@ -126,12 +127,12 @@ class LowerLayers:
 
     def fingerprint(self) -> str:
         """Return a sha256 of their weights and of the active LoRA; computed again when one has changed."""
-        lora = active_lora(self.reader)
+        lower = self.modules()
+        lora = tuple(one for one in active_lora(self.reader) if one[0] in lower)
         if self._fingerprint is not None:
             modules, version, tensors, earlier, digest = self._fingerprint
             if modules.holds() and version.holds(tensors) and lora == earlier:
                 return digest
-        lower = self.modules()
         # Weights that accelerate has offloaded are new tensors after every call, from a file that does not change.
         resident = [part for part in lower.values() if not getattr(getattr(part, "_hf_hook", None), "offload", False)]
         tensors = [value for part in resident for value in _frozen(part).values()]
@@ -171,10 +172,12 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     Two texts run through the whole host and again from the hidden states: the logits must be equal bit for bit; from
     hidden states of each text alone, but for rounding.
     """
-    if not (isinstance(model, AdaptedCausalLM) and model.adapters):
+    if not isinstance(model, AdaptedCausalLM) and has_peft(model) and not adapted(model):
+        model = AdaptedCausalLM(model)  # a LoRA alone
+    elif not (isinstance(model, AdaptedCausalLM) and model.adapters):
         raise ConfigError(
-            f"hidden states are cached for a causal language model with adapters, got {type(model).__name__}: give "
-            "what mmattn.attach returned for one"
+            f"hidden states are cached for a causal language model with adapters or a LoRA, got {type(model).__name__}:"
+            " give what mmattn.attach or peft returned for one"
         )
     name, count = type(model.host).__name__, count_below(model)
     if not count:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -103,13 +103,12 @@ def _is_of_peft(kind: type) -> bool:
 # LoRA, beside an adapter and as the text-only control of equal size ---------------------------------------------------
 
 
-def _ranks_for(host: nn.Module, parameters: int) -> dict[str, int]:
-    """Return LoRA ranks by name of the linear layers, head excepted, with nearly so many parameters in all.
+def _ranks_for(sizes: dict[str, tuple[int, ...]], parameters: int) -> dict[str, int]:
+    """Return LoRA ranks by name of linear layers of these sizes, with nearly so many parameters in all.
 
     All layers get the same rank; the rest goes to layers from the last to the first, one rank each.
     """
     check_int("parameters", parameters)
-    sizes = _linear_sizes(host)
     costs = {name: sum(shape) for name, shape in sizes.items()}
     if not costs or min(costs.values()) > parameters:
         raise ConfigError(
@@ -148,7 +147,9 @@ def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> PeftModel:
+def matched_lora(
+    host: nn.Module, parameters: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0
+) -> PeftModel:
     """Add a LoRA of a given number of parameters to a host: the control of equal size.
 
     As every LoRA it starts as nothing. Its parameters, and those of adapters that are attached to the host, are what is
@@ -157,17 +158,24 @@ def matched_lora(host: nn.Module, parameters: int, *, dropout: float = 0.0) -> P
     Args:
         host: a model with linear layers, and without layers of peft.
         parameters: that are to be trained, within 5 %.
+        layers: only in host layers of these numbers, as peft's `layers_to_transform`; None for all.
         dropout: of the inputs of the LoRA.
 
     Returns:
         The peft model, which is trained and called like the host; its `unload()` returns the host.
 
     Raises:
-        ConfigError: no ranks come within 5 %, an adapted model instead of its host, or a host with a LoRA; nothing is
-            changed then.
+        ConfigError: no ranks come within 5 %, no such layers, an adapted model instead of its host, or a host with a
+            LoRA; nothing is changed then.
         MissingExtraError: peft is not installed.
     """
-    ranks, sizes = _ranks_for(host, parameters), _linear_sizes(host)
+    sizes = _linear_sizes(host)
+    if layers is not None:
+        number_of = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in sizes}
+        if missing := sorted(set(layers) - set(number_of.values())):
+            raise ConfigError(f"layers={list(layers)}: {type(host).__name__} has no linear layers in {missing}")
+        sizes = {name: size for name, size in sizes.items() if number_of[name] in layers}
+    ranks = _ranks_for(sizes, parameters)
     trained = sum(rank * sum(sizes[name]) for name, rank in ranks.items())
     if abs(trained - parameters) > 0.05 * parameters:
         raise ConfigError(

@@ -43,12 +43,14 @@ class BlockLayout:
         memory_norm: normalise the memory, once for all layers; None is where it is 12 wide or more: of few numbers a
             norm leaves little more than signs.
         activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
+        calibrated: the blocks have the mean and spread of the host's hidden states; set by `AdaptedModel.calibrate`.
     """
 
     norm: str = "layer"
     norm_eps: float | None = None
     memory_norm: bool | None = None
     activation: str = "gelu"
+    calibrated: bool = False
 
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)
@@ -57,6 +59,7 @@ class BlockLayout:
             check_float("norm_eps", self.norm_eps, at_least=1e-12, below=1)
         if self.memory_norm is not None:
             check_bool("memory_norm", self.memory_norm)
+        check_bool("calibrated", self.calibrated)
 
     def make_norm(self, dim: int) -> nn.LayerNorm | nn.RMSNorm:
         """The norm in front of an attention or a feed-forward."""
@@ -86,6 +89,32 @@ class Gate(nn.Module):
         return super()._apply(keep_precision, recurse)
 
 
+class Calibration(nn.Module):
+    """Hidden states (…, d) without the mean of each channel and divided by its spread.
+
+    Deep in a language model a few channels are a hundred times wider than the others (arXiv 2402.17762), and most of
+    them is the same for every text: a norm in front of a block leaves little of what differs between texts.
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("spread", torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardise x (…, d)."""
+        return (x - self.mean) / self.spread
+
+    def measure(self, states: Tensor) -> None:
+        """Measure hidden states (n, d); a channel that is nearly constant is divided by a tenth of the usual spread."""
+        spread = states.std(0)
+        self.mean.copy_(states.mean(0))
+        self.spread.copy_(spread.clamp(min=0.1 * float(spread.median()) or 1.0))
+
+
 class GatedBlock(nn.Module):
     """Gated cross-attention and feed-forward at one host layer."""
 
@@ -93,6 +122,7 @@ class GatedBlock(nn.Module):
         super().__init__()
         layout, heads = config.layout, config.num_heads
         assert heads is not None, "settings are sized for the host"
+        self.calibration = Calibration(host_dim) if layout.calibrated else None
         self.norm = layout.make_norm(host_dim)
         self.attention = CrossAttention(
             host_dim,
@@ -127,9 +157,9 @@ class GatedBlock(nn.Module):
         """x + tanh(α) · attend(norm(x), M), then the same with the feed-forward; in the dtype of x."""
         norm = self.norm
         wide = x if x.dtype is norm.weight.dtype else x.to(norm.weight.dtype)
-        gate = self.gate()
+        gate, calibration = self.gate(), self.calibration
         attended = self.attention(
-            norm(wide),
+            norm(wide if calibration is None else calibration(wide)),
             memory,
             attention_mask=attention_mask,
             query_positions=query_positions,
@@ -137,12 +167,18 @@ class GatedBlock(nn.Module):
         )
         out = wide + attended if self.per_head else torch.addcmul(wide, gate, attended)
         if self.feed_forward is not None and self.feed_forward_gate is not None:
-            out = torch.addcmul(out, self.feed_forward_gate(), self.feed_forward(out))
+            read = out if calibration is None else calibration(out)
+            out = torch.addcmul(out, self.feed_forward_gate(), self.feed_forward(read))
         if adapter_scale != 1.0:
             out = wide + adapter_scale * (out - wide)
         if out.dtype is not x.dtype:
             out = out.to(x.dtype)
         return out if seen is None else torch.where(seen, out, x)
+
+    def calibrate(self, states: Tensor) -> None:
+        """Standardise what this block reads by the mean and spread of hidden states (n, d)."""
+        self.calibration = Calibration(states.shape[1]).to(self.norm.weight)
+        self.calibration.measure(states)
 
 
 class FeedForward(nn.Module):
@@ -288,6 +324,10 @@ class BlockLayers(AdapterLayers):
 
     def block(self, layer: int) -> GatedBlock:
         return cast(GatedBlock, self.blocks[str(layer)])
+
+    def gated_blocks(self) -> list[GatedBlock]:
+        """Return the blocks in the order of the layers."""
+        return [self.block(layer) for layer in self.layers]
 
     def attention(self, layer: int) -> CrossAttention:
         return self.block(layer).attention

@@ -16,6 +16,7 @@ from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory
 from mmattn.errors import AdapterFileError, ConditionError
+from mmattn.hosts.calibration import calibrating, is_fresh
 from mmattn.hosts.context import Arguments, Call, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import HookedModel
 from mmattn.hosts.keywords import check_keywords, shown_as
@@ -190,6 +191,36 @@ class AdaptedModel(HookedModel):
             return self.host(*args, **kwargs)
         with self.open_blocks.conditioned(self.make_call(memory, **options)):
             return self.host(*args, **kwargs)
+
+    def calibrate(self, *args: Any, memory: object, **kwargs: Any) -> None:
+        """Calibrate fresh gated adapters by a batch of the training data: mean and spread of what each block reads.
+
+        Only tokens that attend to the memory count. The adapter is still exactly nothing. `training.train` and the
+        `AdapterTrainer` do this by their first batch; call it yourself before a loop of your own.
+
+        Args:
+            args: those of the host.
+            memory: as in `forward`.
+            kwargs: those of `forward`.
+
+        Raises:
+            ConditionError: no adapter is fresh and has gated blocks.
+
+        >>> import mmattn
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...                                   num_attention_heads=4)).eval()
+        >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, layers=[1]))
+        >>> model.calibrate(torch.tensor([[5, 6, 7]]), memory=torch.randn(1, 11, 24))
+        >>> model.adapter("default").block(1).calibration.spread.shape
+        torch.Size([32])
+        """
+        if not any(is_fresh(self.adapter(name)) for name in self.adapters):
+            raise ConditionError(
+                "calibrate measures a fresh adapter of gated blocks, and none with gates at 0 is attached"
+            )
+        with calibrating(self):
+            self(*args, memory=memory, **kwargs)
 
     @contextlib.contextmanager
     def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Self]:

@@ -40,6 +40,7 @@ class TrainingConfig:
         max_grad_norm: L2 norm to which the gradient is clipped; None does not clip.
         ema_decay: decay of an exponential moving average of the weights, which is then what is evaluated and saved; 0
             for none.
+        calibrate: a fresh gated adapter is first calibrated by the first batch, see `AdaptedModel.calibrate`.
         gradient_checkpointing: compute the activations of the adapters again in the backward pass.
         torch_compile: compile the blocks of the adapters; results differ by rounding, also between the process that was
             interrupted and the one that resumes.
@@ -66,6 +67,7 @@ class TrainingConfig:
     lr_scheduler_type: str = "cosine"
     max_grad_norm: float | None = 1.0
     ema_decay: float = 0.0
+    calibrate: bool = True
     gradient_checkpointing: bool = False
     torch_compile: bool = False
     eval_steps: int = 0
@@ -96,6 +98,7 @@ class TrainingConfig:
                 check_float(name, getattr(self, name), at_least=0)
         check_float("ema_decay", self.ema_decay, at_least=0, below=1)
         check_choice("lr_scheduler_type", self.lr_scheduler_type, tuple(SCHEDULES))
+        check_bool("calibrate", self.calibrate)
         check_bool("gradient_checkpointing", self.gradient_checkpointing)
         check_bool("torch_compile", self.torch_compile)
         if self.early_stopping_patience and not self.eval_steps:

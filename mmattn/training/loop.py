@@ -16,10 +16,10 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from mmattn.data.row import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
+from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.calibration import calibrating, is_fresh
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
 from mmattn.progress import tracked
@@ -112,6 +114,9 @@ def train(
         model, loss, batches, config, accelerator, collate, eval_rows, shuffled_rows, folder, identity or {}, measure,
         save_more,
     )  # fmt: skip
+    if config.calibrate:
+        with stored(model):
+            run.calibrate()
     if folder is not None and resume:
         run.state.resume(folder, accelerator.device)
     elif folder is not None and accelerator.is_main_process:
@@ -218,6 +223,25 @@ class _Run:
         self.done = self.state.done
         self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
 
+    def calibrate(self) -> None:
+        """Calibrate fresh adapters by the first batch, also of a run that is resumed, whose weights follow."""
+        model = self.model
+        if not isinstance(model, AdaptedModel) or not any(is_fresh(model.adapter(name)) for name in model.adapters):
+            return
+        if isinstance(self.batches, Iterator):
+            first = list(islice(self.batches, 1))
+            self.batches = chain(first, self.batches)
+            first_batches: Batches = first
+        else:
+            first_batches = self.batches
+        model.eval()
+        with contextlib.closing(self._fetch(first_batches, TrainingResult())) as fetched, calibrating(model):
+            for part in next(fetched).micro_batches:
+                torch.manual_seed(derive_seed(self.config.seed, "piece", 0, part.number, self.processes.index))
+                loss_of(self.loss, part.batch, part.seeds, self.collate, self.accelerator)
+        for buffer in model.adapters.buffers():
+            buffer.copy_(self.processes.from_first(buffer))
+
     # A step --------------------------------------------------------------------------------------------------------
 
     def step(self, batch: FetchedBatch) -> tuple[float, float]:
@@ -272,7 +296,7 @@ class _Run:
         next(bar, None)
         self.clock.begin()
         try:
-            with contextlib.closing(self._fetch()) as fetched:
+            with contextlib.closing(self._fetch(self.batches, self.done)) as fetched:
                 for batch in self.clock.timed(fetched):
                     if done.global_step % config.logging_steps == 0:
                         self.recent.clear()
@@ -304,7 +328,7 @@ class _Run:
         """Measure the first steps and return the cost of the run."""
         self.model.train()
         size, last = 0, min(self.total, 1 + MEASURED)
-        with contextlib.closing(self._fetch()) as fetched:
+        with contextlib.closing(self._fetch(self.batches, self.done)) as fetched:
             for number, batch in enumerate(self.clock.timed(islice(fetched, last)), start=1):
                 self.step(batch)
                 self.done.global_step, size = self.done.global_step + 1, batch.size
@@ -314,10 +338,10 @@ class _Run:
         seconds = size / speed["rows_per_second"]
         return cost(self.model, label, size, self.total, seconds, speed["waiting"], self.accelerator)
 
-    def _fetch(self) -> Generator[FetchedBatch, None, None]:
-        """Return the batches from where the run is, made ready for this process."""
-        steps = 0 if self.done.stopped_early else self.total - self.done.global_step
-        fetched = fetch(self.batches, self.config, self.processes, self.collate, self.sharded, self.done, steps)
+    def _fetch(self, batches: Batches, done: TrainingResult) -> Generator[FetchedBatch, None, None]:
+        """Return the batches from where a run is, made ready for this process."""
+        steps = 0 if done.stopped_early else self.total - done.global_step
+        fetched = fetch(batches, self.config, self.processes, self.collate, self.sharded, done, steps)
         return prefetched(fetched, self.config.dataloader_prefetch_factor)
 
     def _is_evaluated(self, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
+from mmattn.hosts.calibration import calibrating, is_fresh
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.optimization import parameter_groups
@@ -100,6 +102,7 @@ def adapter_trainer() -> type:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_complete(Path(self.args.output_dir))
+            self._calibrate()
             config = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
@@ -107,6 +110,16 @@ def adapter_trainer() -> type:
             finally:
                 if config is not None and cached is not None:
                     config.use_cache = cached
+
+        def _calibrate(self) -> None:
+            """Calibrate fresh adapters by the first rows, also of a run that is resumed, whose weights follow."""
+            model, size = self.accelerator.unwrap_model(self.model), self.args.per_device_train_batch_size
+            if not any(is_fresh(model.adapter(name)) for name in model.adapters):
+                return
+            model.eval()
+            with torch.random.fork_rng(devices=[]), calibrating(model), self.autocast_smart_context_manager():
+                inputs = self._prepare_inputs(self.data_collator(list(islice(self.train_dataset, size))))
+                model(**inputs)
 
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
         def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:

@@ -1,0 +1,94 @@
+"""Gated blocks that know the mean and spread of the hidden states that they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import training
+from mmattn.adapters.gated_block import Calibration
+from mmattn.errors import ConditionError
+from tests import tiny
+
+ROWS, LENGTH, LAYERS = 5, 7, (0, 1)
+
+
+def adapted(family: str = "llama", **settings: Any) -> Any:
+    return mmattn.attach(tiny.make(family), mmattn.GatedAdapter(tiny.MEMORY_DIM, layers=LAYERS, **settings))
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    """Texts of unequal length, padded on the left."""
+    mask = (torch.arange(LENGTH) >= torch.tensor([0, 2, 0, 3, 1])[:, None]).long()
+    return {"input_ids": tiny.text(ROWS, LENGTH), "attention_mask": mask}
+
+
+def calibration(model: Any, layer: int) -> Any:
+    return model.adapter("default").block(layer).calibration
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@torch.no_grad()
+def test_mean_and_spread_are_those_of_tokens_that_attend(family: str) -> None:
+    """Padding, and tokens that attend to no slot, are not among them; a fresh adapter is still nothing."""
+    model, batch, memory = adapted(family), inputs(), tiny.memory(ROWS, lengths=[5, 3, 0, 1, 5])
+    bare = model(**batch, output_hidden_states=True)
+    arrived = torch.full((ROWS, LENGTH), memory.length)
+    arrived[:, :4] = 0
+    model.calibrate(**batch, memory=memory, arrived=arrived)
+    attending = batch["attention_mask"].bool() & (arrived > 0)
+    attending[2] = False
+    for layer in LAYERS:
+        states = bare.hidden_states[layer + 1][attending]
+        torch.testing.assert_close(calibration(model, layer).mean, states.mean(0))
+        torch.testing.assert_close(calibration(model, layer).spread, states.std(0), rtol=1e-4, atol=1e-5)
+    assert torch.equal(model(**batch, memory=memory).logits, bare.logits)
+
+
+def test_what_a_block_reads_is_standardised() -> None:
+    """Of hidden states that are the same for all tokens but for little, that little; constants stay finite."""
+    x = 300 + torch.randn(1009, 13) * torch.linspace(0, 5, 13)
+    read = Calibration(13)
+    read.measure(x)
+    out = read(x)
+    assert torch.isfinite(out).all() and float(out.mean(0).abs().max()) < 1e-2
+    torch.testing.assert_close(out.std(0)[2:], torch.ones(11), rtol=1e-3, atol=1e-3)
+
+
+def test_it_is_saved_and_trained_with(tmp_path: Path) -> None:
+    model, batch, memory = adapted(), inputs(), tiny.memory(ROWS)
+    plain = tiny.open_gates(adapted())(**batch, memory=memory).logits
+    model.calibrate(**batch, memory=memory)
+    written = tiny.open_gates(model)(**batch, memory=memory).logits
+    assert tiny.differs(written, plain)
+    model.save_adapter(tmp_path)
+    again = mmattn.load(tiny.make("llama"), tmp_path)
+    assert torch.equal(again(**batch, memory=memory).logits, written)
+    with pytest.raises(ConditionError, match="none with gates at 0 is attached"):
+        again.calibrate(**batch, memory=memory)
+
+
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_training_calibrates_by_its_first_batch(calibrate: bool) -> None:
+    memory, ids = tiny.memory(ROWS), tiny.text(ROWS, LENGTH)
+
+    def loss(rows: Any, seeds: Any) -> tuple[torch.Tensor, int]:
+        chosen = torch.tensor(rows)
+        return training.sum_nats(model, training.TextBatch(ids[chosen], None, ids[chosen], memory[chosen]))
+
+    model = adapted()
+    config = training.TrainingConfig(max_steps=2, calibrate=calibrate)
+    batches = iter([[0, 1, 2], [3, 4]])  # the first one is learned, too
+    result = training.train(model, loss, batches, config, training.make_accelerator(device="cpu"), progress=False)
+    assert result.global_step == 2
+    if not calibrate:
+        assert calibration(model, 0) is None
+        return
+    want = adapted()
+    want.calibrate(ids[:3], memory=memory[:3])
+    for layer in LAYERS:
+        torch.testing.assert_close(calibration(model, layer).mean, calibration(want, layer).mean)

@@ -1,0 +1,121 @@
+"""easy-VQA: its pictures as memories, its questions as prompts of the language model, its answers as tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import mmattn
+from mmattn import models
+from mmattn.errors import ConfigError
+
+#: What a question asks for, by its answer.
+KINDS = {"yes": "yes or no", "no": "yes or no", "circle": "shape", "rectangle": "shape", "triangle": "shape"}
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions by the numbers of their prompt, picture and answer.
+
+    `prompts` are ids, `answers` words, of which `tokens` are the first tokens; `pictures` are files.
+    """
+
+    rows: Sequence[models.Question]
+    pictures: Sequence[Path]
+    prompt: Tensor
+    picture: Tensor
+    answer: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def kinds(self, answers: Sequence[str]) -> dict[str, Tensor]:
+        """Return the numbers of the questions of each kind."""
+        kinds = [KINDS.get(answers[answer], "colour") for answer in self.answer.tolist()]
+        return {
+            name: torch.tensor([row for row, kind in enumerate(kinds) if kind == name])
+            for name in ("yes or no", "shape", "colour")
+        }
+
+
+@dataclass(frozen=True)
+class Data:
+    """The public split into training and test, with what both have in common."""
+
+    train: Questions
+    test: Questions
+    prompts: list[list[int]]
+    texts: list[str]
+    answers: list[str]
+    tokens: Tensor
+
+
+def load_data(tokenizer: PreTrainedTokenizerBase, test_questions: int | None = None) -> Data:
+    """Read the questions, and write each as a prompt; of the test some may be drawn."""
+    splits = {split: models.load_easy_vqa(split) for split in ("train", "test")}
+    if test_questions is not None:
+        splits["test"] = Random(0).sample(splits["test"], min(test_questions, len(splits["test"])))
+    texts = sorted({row.text for rows in splits.values() for row in rows})
+    answers = sorted({row.answer for rows in splits.values() for row in rows})
+    firsts = [tokenizer(answer.capitalize(), add_special_tokens=False)["input_ids"][0] for answer in answers]
+    if len(set(firsts)) != len(answers):
+        raise ConfigError("answers are told apart by their first token, and two begin alike in this tokenizer")
+    train, test = (_numbered(rows, texts, answers) for rows in splits.values())
+    prompts = [prompt_ids(tokenizer, text) for text in texts]
+    return Data(train, test, prompts, texts, answers, torch.tensor(firsts))
+
+
+def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[str]) -> Questions:
+    pictures = sorted({row.picture for row in rows})
+    numbers = {picture: number for number, picture in enumerate(pictures)}
+    return Questions(
+        rows,
+        pictures,
+        torch.tensor([texts.index(row.text) for row in rows]),
+        torch.tensor([numbers[row.picture] for row in rows]),
+        torch.tensor([answers.index(row.answer) for row in rows]),
+    )
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    """Return a question as a turn of the host's chat template, or plainly where it has none."""
+    text = question[:1].upper() + question[1:]
+    if tokenizer.chat_template is None:
+        return list(tokenizer(f"Question: {text}\nAnswer:")["input_ids"])
+    messages = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+
+def encode(encoder: Any, pictures: Sequence[Path], folder: Path, progress: bool) -> mmattn.Memory:
+    """Encode pictures once; later runs read the file that is named after the encoder and the pictures."""
+    digest = hashlib.sha256(encoder.fingerprint.encode())
+    for picture in pictures:
+        digest.update(picture.read_bytes())
+    file = folder / f"memory-{digest.hexdigest()[:24]}.safetensors"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        memory = encoder(list(pictures), progress=progress)
+        mmattn.Memory(memory.tokens.half(), memory.mask).save(file)  # half precision halves the file
+    return mmattn.Memory.load(file).to(torch.float32)
+
+
+def usual_answers(train: Questions) -> tuple[int, Tensor]:
+    """Return the most frequent answer, and that of each prompt: all that can be known without a picture."""
+    counts: dict[int, Counter[int]] = {}
+    for prompt, answer in zip(train.prompt.tolist(), train.answer.tolist(), strict=True):
+        counts.setdefault(prompt, Counter())[answer] += 1
+    overall = sum(counts.values(), Counter())
+    usual = overall.most_common(1)[0][0]
+    by_prompt = [
+        counts[prompt].most_common(1)[0][0] if prompt in counts else usual for prompt in range(max(counts) + 1)
+    ]
+    return usual, torch.tensor(by_prompt)

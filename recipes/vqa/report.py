@@ -1,0 +1,111 @@
+"""The table of a run, and answers with the patches that they attended to."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmattn
+from mmattn import inspect, training
+
+from .data import Data
+
+COLUMNS = {
+    "all": ("all questions", 100, ".1f", " %"),
+    "yes or no": ("yes or no", 100, ".1f", " %"),
+    "shape": ("shape", 100, ".1f", " %"),
+    "colour": ("colour", 100, ".1f", " %"),
+    "parameters": ("trained parameters", 1, ",.0f", ""),
+    "seconds": ("seconds", 1, ".0f", ""),
+}
+SAMPLES = 8
+
+
+def table(contents: list[dict[str, Any]]) -> str:
+    """Return the table of one or several `table.json`, with notes on how to read it."""
+    notes = [f"{len(contents)} seeds, mean ± half the range."] if len(contents) > 1 else []
+    notes += [
+        f"Right answers to {contents[0]['test_questions']:,} questions of the public test split, none of whose pictures "
+        "is in training: the first token that the model generates, greedily from its whole vocabulary.",
+        "The usual answer to each question is all that can be known without a picture. Shuffled: another question's "
+        "picture. No picture: the same model called without a memory, bit for bit the frozen one.",
+    ]
+    rows = training.spread_table("", COLUMNS, [content["rows"] for content in contents])
+    return "\n".join([rows, "", *(f"- {note}" for note in notes)])
+
+
+def draw_answers(
+    run: training.RunFolder,
+    model: Any,
+    prompts: training.PromptCache,
+    encoder: Any,
+    data: Data,
+    memory: mmattn.Memory,
+    predicted: Tensor,
+) -> None:
+    """Draw some test pictures with a question each, its answer, and the attention of the answer to the patches."""
+    from matplotlib.figure import Figure
+
+    chosen = choose(data)
+    figure = Figure(figsize=(13, 1.3 * len(chosen)), layout="constrained")
+    axes = figure.subplots(len(chosen) // 2, 4).reshape(-1, 2)
+    traces = [trace_answer(model, prompts, encoder, data, memory, number, int(predicted[number])) for number in chosen]
+    for (left, right), number, trace in zip(axes, chosen, traces, strict=True):
+        question, answer = data.test.rows[number], trace.words[0]
+        picture, correct = mmattn.load_image(question.picture), answer.lower() == question.answer
+        left.set_title("\n".join(textwrap.wrap(question.text.capitalize(), 40)), fontsize=9, loc="left")
+        text = answer if correct else f"{answer} ✗ it is {question.answer}"
+        right.set_title(text, fontsize=12, loc="left", color="#1b7837" if correct else "#b3261e", fontweight="bold")
+        left.imshow(picture)
+        right.imshow(picture.convert("L"), cmap="gray", alpha=0.6)
+        if encoder.grid is not None:
+            heat, extent = trace.mean()[0].view(encoder.grid).numpy(), (0, picture.width, picture.height, 0)
+            right.imshow(heat, cmap="inferno", alpha=0.6, extent=extent, interpolation="bilinear")
+    for ax in axes.flat:
+        ax.axis("off")
+    figure.savefig(run.path / "answers.png", dpi=110)
+    inspect.save_traces(traces, run.path)
+
+
+def choose(data: Data) -> list[int]:
+    """Return test questions about as many pictures, of every kind by turns; nothing is known of their answers."""
+    order = torch.randperm(len(data.test), generator=torch.Generator().manual_seed(0)).tolist()
+    wanted = ["yes or no", "shape", "colour", "yes or no"] * (SAMPLES // 4)
+    kinds = {number: kind for kind, rows in data.test.kinds(data.answers).items() for number in rows.tolist()}
+    chosen: list[int] = []
+    for kind in wanted:
+        taken = {int(data.test.picture[number]) for number in chosen}
+        said = {data.test.rows[number].answer for number in chosen}
+        fitting = [one for one in order if kinds[one] == kind and int(data.test.picture[one]) not in taken]
+        chosen.append(next((one for one in fitting if data.test.rows[one].answer not in said), fitting[0]))
+    return chosen
+
+
+@torch.no_grad()
+def trace_answer(
+    model: Any,
+    prompts: training.PromptCache,
+    encoder: Any,
+    data: Data,
+    memory: mmattn.Memory,
+    number: int,
+    token: int,
+) -> inspect.Trace:
+    """Return the attention of the answer to a test question to the patches of its picture."""
+    question, answers = data.test.rows[number], dict(zip(data.tokens.tolist(), data.answers, strict=True))
+    with inspect.record(model) as weights:
+        model(**prompts[[int(data.test.prompt[number])]], memory=memory[int(data.test.picture[number])])
+    rows, columns = encoder.grid or (1, memory.length)
+    answer = answers.get(token, "?").capitalize()
+    return inspect.Trace(
+        [answer],
+        [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
+        torch.stack([calls[0][0, :, -1:] for _, calls in sorted(weights.items())]).cpu(),
+        [f"layer {layer}" for _, layer in sorted(weights)],
+        f"{question.text.capitalize()} {answer}",
+        grid=encoder.grid,
+        picture=mmattn.load_image(question.picture),
+    )

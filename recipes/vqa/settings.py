@@ -1,0 +1,45 @@
+"""Every setting of this recipe, with its default. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class Strict(BaseModel, extra="forbid"):
+    """Settings; an unknown key is an error."""
+
+
+class AdapterSettings(Strict):
+    layers: list[int] = [24, 26, 28]  # hidden states below the first one are computed once
+    num_heads: int = Field(4, ge=1)
+    head_dim: int = Field(32, ge=1)
+    feed_forward: float = Field(2.0, ge=0)
+
+
+class OptimSettings(Strict):
+    max_steps: int = Field(5000, ge=1)
+    batch_size: int = Field(64, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    gate_learning_rate: float | None = Field(3e-2, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(50, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    calibrate: bool = True  # False to see what the calibration of the blocks' norms is good for
+    lora_steps: int = Field(300, ge=1)  # the control sees 107 questions, of which it learns the usual answers
+    lora_learning_rate: float = Field(2e-3, gt=0)
+
+
+class Config(Strict):
+    out: str = "runs/vqa"
+    seed: int = Field(0, ge=0)
+    lm: str = "smollm2"
+    encoder: str = "efficientnet-lite0"
+    test_questions: int | None = Field(None, ge=1)  # of the 9,673, drawn once for all seeds; None for all
+    controls: bool = True  # the text-only LoRA
+    cache: str = "runs/cache"  # encoded pictures, by encoder
+    progress: bool = True
+    device: Literal["auto", "cpu"] = "auto"
+    adapter: AdapterSettings = AdapterSettings()
+    optim: OptimSettings = OptimSettings()

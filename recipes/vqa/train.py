@@ -1,0 +1,186 @@
+"""Can a language model that has never seen a picture learn to answer questions about pictures? easy-VQA on SmolLM2.
+
+    mmattn train config.yaml
+
+The language model and the encoder of the pictures stay frozen, and an adapter between them is trained. Only the last
+token of a question sees the picture; what comes before it was read once. All rows of the table answer the same
+questions of the public test split.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mmattn
+from mmattn import inspect, pipelines, training
+from mmattn.errors import import_extra
+
+from .data import Data, encode, load_data, usual_answers
+from .report import COLUMNS, draw_answers, table
+from .settings import Config
+
+__all__ = ["COLUMNS", "main", "table"]
+
+
+def main(config: dict[str, Any]) -> Path:
+    """Run with these settings (see settings.py) and return the run's folder."""
+    settings = Config.model_validate(config)
+    import_extra("matplotlib", "viz")  # fail now rather than after the last step
+    run = training.RunFolder(settings.out)
+    if not run.begin(settings.model_dump(mode="json")):
+        return run.path
+    accelerator = training.make_accelerator(device=settings.device)
+    torch.manual_seed(settings.seed)
+
+    # Data: each picture becomes a memory of one slot per patch, each question a prompt.
+    lm, tokenizer = pipelines.load_language_model(settings.lm, accelerator.device)
+    data = load_data(tokenizer, settings.test_questions)
+    encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
+    encoded = [
+        encode(encoder, one.pictures, Path(settings.cache), settings.progress) for one in (data.train, data.test)
+    ]
+    train_memory, test_memory = (memory.to(accelerator.device) for memory in encoded)
+    print(
+        f"{len(data.train)} questions about {train_memory.batch} pictures to train on, {len(data.test)} about "
+        f"{test_memory.batch} others to test; memories of {train_memory.length} slots of width {train_memory.dim}"
+    )
+    rows = prior_rows(data)
+
+    # Model: a frozen language model with gated cross-attention in its upper layers.
+    model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=train_memory.dim, **settings.adapter.model_dump()))
+    model.print_trainable_parameters()
+    parameters = model.trainable_parameters()[0]
+    with training.cached_prompts(model, data.prompts) as prompts:
+        answer = partial(predict, model, prompts, data)
+        rows.append(row(data, "frozen model, no picture", answer(None)))
+        result = train(model, prompts, data, train_memory, settings, run, accelerator)
+        model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
+        if result.interrupted:
+            print(f"stopped after {result.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
+            return run.path
+        right = answer(test_memory)
+        other = torch.randperm(test_memory.batch, generator=torch.Generator().manual_seed(settings.seed))
+        cost = {"parameters": parameters, "seconds": result.seconds}
+        rows.append(row(data, "adapter, no picture", answer(None)) | cost)
+        rows.append(row(data, "adapter, shuffled pictures", answer(test_memory[other])) | cost)
+        rows.append(row(data, "adapter, right picture", right) | cost)
+        draw_answers(run, model, prompts, encoder, data, test_memory, right)
+    if settings.controls:
+        model.unload()
+        rows.insert(2, train_lora(lm, parameters, data, settings, run, accelerator))
+    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
+    inspect.plot_curves(curves, run.path / "loss.png", log=True)
+    run.finish({"test_questions": len(data.test), "seed": settings.seed, "rows": rows}, table)
+    return run.path
+
+
+def prior_rows(data: Data) -> list[dict[str, Any]]:
+    """Return what the answers of the training questions tell about those of the test, without any model."""
+    usual, by_prompt = usual_answers(data.train)
+    return [
+        row(data, "the most frequent answer", data.tokens[torch.full_like(data.test.answer, usual)]),
+        row(data, "the usual answer to each question", data.tokens[by_prompt[data.test.prompt]]),
+    ]
+
+
+def row(data: Data, name: str, predicted: Tensor) -> dict[str, Any]:
+    """Return the share of right tokens (n,) for the test questions, in all and by kind."""
+    right = (predicted == data.tokens[data.test.answer]).float()
+    shares = {kind: right[rows].mean().item() for kind, rows in data.test.kinds(data.answers).items()}
+    return {"name": name, "all": right.mean().item(), **shares, "parameters": 0, "seconds": None}
+
+
+def train(
+    model: Any,
+    prompts: training.PromptCache,
+    data: Data,
+    memory: mmattn.Memory,
+    settings: Config,
+    run: training.RunFolder,
+    accelerator: Any,
+) -> training.TrainingResult:
+    """Train the adapter on the first token of the answers."""
+    optim, questions = settings.optim, data.train
+    tokens = data.tokens.to(accelerator.device)
+
+    def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        chosen = torch.tensor(rows)
+        batch = prompts[questions.prompt[chosen]]
+        logits = model(**batch, memory=memory[questions.picture[chosen]]).logits[:, -1]
+        target = tokens[questions.answer[chosen].to(tokens.device)]
+        return F.cross_entropy(logits.float(), target, reduction="sum"), len(rows)
+
+    options = optim.model_dump(exclude={"batch_size", "lora_steps", "lora_learning_rate"}) | {"seed": settings.seed}
+    batches = draw_batches(len(questions), optim.batch_size, settings.seed)
+    log = partial(run.log, model="adapter")
+    return training.train(
+        model, loss, batches, training.TrainingConfig(**options), accelerator, log=log, label="adapter",
+        progress=settings.progress,
+    )  # fmt: skip
+
+
+def draw_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Yield batches of numbers below `count`, each once in an epoch."""
+    order = random.Random(f"{seed} questions")
+    while True:
+        rows = list(range(count))
+        order.shuffle(rows)
+        for start in range(0, count - batch_size + 1, batch_size):
+            yield rows[start : start + batch_size]
+
+
+@torch.no_grad()
+def predict(model: Any, prompts: training.PromptCache, data: Data, memory: mmattn.Memory | None) -> Tensor:
+    """Return the first token (n,) of the answer to each test question, greedily from the whole vocabulary."""
+    tokens = []
+    for rows in torch.arange(len(data.test)).split(256):
+        seen = None if memory is None else memory[data.test.picture[rows]]
+        tokens.append(model(**prompts[data.test.prompt[rows]], memory=seen).logits[:, -1].argmax(-1).cpu())
+    return torch.cat(tokens)
+
+
+def train_lora(
+    lm: Any, parameters: int, data: Data, settings: Config, run: training.RunFolder, accelerator: Any
+) -> dict[str, Any]:
+    """Train and measure the control: a LoRA on questions and answers, with as many parameters as the adapter."""
+    torch.manual_seed(settings.seed)
+    layers = range(settings.adapter.layers[0] + 1, len(lm.model.layers))
+    lora = training.matched_lora(lm, parameters, layers=layers)
+    count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
+    print(f"LoRA, questions only: {count:,} trained parameters beside {parameters:,} of the adapter")
+    tokens = data.tokens.to(accelerator.device)
+
+    def logits(chosen: Tensor) -> Tensor:
+        ids = [torch.tensor(data.prompts[number]) for number in chosen.tolist()]
+        last = torch.tensor([len(one) - 1 for one in ids])
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(accelerator.device)
+        mask = (torch.arange(padded.shape[1]) <= last[:, None]).long().to(accelerator.device)
+        states = lora.base_model.model.model(input_ids=padded, attention_mask=mask, use_cache=False).last_hidden_state
+        out: Tensor = lm.get_output_embeddings()(states[torch.arange(len(ids)), last])
+        return out
+
+    def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        chosen = torch.tensor(rows)
+        target = tokens[data.train.answer[chosen].to(tokens.device)]
+        return F.cross_entropy(logits(data.train.prompt[chosen]).float(), target, reduction="sum"), len(rows)
+
+    config = training.TrainingConfig(
+        max_steps=settings.optim.lora_steps, learning_rate=settings.optim.lora_learning_rate, seed=settings.seed,
+        warmup_steps=settings.optim.lora_steps // 20,
+    )  # fmt: skip
+    batches = draw_batches(len(data.train), settings.optim.batch_size // 2, settings.seed)
+    with training.cached_hidden_states(lora, Path(settings.cache) / "states"):
+        result = training.train_run(run, "LoRA", lora, loss, batches, config, accelerator, progress=settings.progress)
+        with torch.no_grad():
+            answers = torch.cat([logits(part).argmax(-1).cpu() for part in torch.arange(len(data.prompts)).split(32)])
+    lora.unload()
+    measured = row(data, "LoRA, questions only", answers[data.test.prompt])
+    return measured | {"parameters": count, "seconds": result.seconds}

@@ -14,25 +14,21 @@ from mmattn.cli.inspect import write_runs
 
 
 def demo() -> None:
-    """Train on drawn flowers, caption pictures, print the table; write digits in the hand of examples; ask for facts.
+    """Teach a language model that has never seen a picture to answer questions about pictures, and print the table.
 
-    The table holds the controls beside the good row: no memory, shuffled memory, a text-only LoRA of equal size.
-    It ends with a page that shows what all of them attended to (see `mmattn explore`).
+    The table holds the controls beside the good row: no picture, shuffled pictures, a text-only LoRA of equal size.
+    It ends with a page that shows what the answers attended to (see `mmattn explore`).
     """
     from mmattn.inspect.environment import check_extras
     from mmattn.inspect.trace import FILE
     from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import find_recipe, load_recipe
 
-    check_extras("mmattn demo", "vision", "diffusion", "viz", "data")
+    check_extras("mmattn demo", "vision", "viz", "data", "models", "train")
     with without_progress_bars():
-        run = load_recipe(find_recipe("vision").folder, "demo").main()
-        drawn = load_recipe(find_recipe("diffusion").folder, "pictures").demo(run)
-        typer.echo(f"digits in the hand of examples {drawn}")
-        load_recipe(find_recipe("rag").folder, "demo").demo(run)
-    typer.echo("\nwhat all of them attended to, word by word, as a page:")
-    parts = {run: "captions", run / "answers": "answers", run / "digits": "digits"}
-    write_runs({part: name for part, name in parts.items() if (part / FILE).is_file()}, run / "explore.html")
+        run = load_recipe(find_recipe("vqa").folder, "demo").main()
+    if (run / FILE).is_file():
+        write_runs({run: "answers"}, run / "explore.html")
 
 
 def train(

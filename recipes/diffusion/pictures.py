@@ -18,7 +18,6 @@ from torch import Tensor
 import mmattn
 from mmattn import inspect
 from mmattn.pipelines import DiffusionHost, as_image
-from mmattn.recipes import assets_folder
 
 from .models import Denoiser
 
@@ -116,21 +115,3 @@ def enlarge(picture: Tensor) -> Image.Image:
     """Return a picture (c, height, width) from -1 to 1 for a page, its pixels as squares."""
     image = as_image(picture)
     return image.resize((256, 256), resample=0 if image.width < 256 else None)
-
-
-def demo(out: Path, steps: int = 20) -> Path:
-    """Draw the ten digits plain and in the style of each shipped example; save the attention of two drawings."""
-    pipe = mmattn.pipeline("assets/diffusion/adapter")
-    model, host, encoder = pipe.model, pipe.host, pipe.encoder
-    sentences, labels = [f"a {digit}" for digit in range(10)], ["no example"]
-    rows = [-torch.ones(1, 1, host.size, host.size), draw(model, host, sentences, steps, 2.0, seed=0)]
-    for path in sorted((assets_folder() / "digits").glob("*.png")):
-        example, memory = encoder.image_processor([path]), encoder(path)
-        rows += [example, draw(model, host, sentences, steps, 2.0, seed=0, memory=memory.expand(len(sentences)))]
-        labels.append(f"like {path.stem}.png")
-    grid(torch.cat(rows), len(sentences) + 1, out / "digits.png", labels, ["example", *map(str, range(10))])
-    (out / "digits").mkdir(exist_ok=True)
-    traces = trace_drawing(model, host, "a thick seven", steps, seed=0)
-    traces += trace_drawing(model, host, "a 3", steps, seed=0, memory=memory, example=example[0])  # the last example
-    inspect.save_traces(traces, out / "digits")
-    return out / "digits.png"

@@ -28,8 +28,8 @@ def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`, with notes on how to read it."""
     notes = [f"{len(contents)} seeds, mean ± half the range."] if len(contents) > 1 else []
     notes += [
-        f"Right answers to {contents[0]['test_questions']:,} questions of the public test split, none of whose pictures "
-        "is in training: the first token that the model generates, greedily from its whole vocabulary.",
+        f"Right answers to {contents[0]['test_questions']:,} questions of the public test split, about other pictures "
+        "than in training: the first token that the model generates, greedily from its whole vocabulary.",
         "The usual answer to each question is all that can be known without a picture. Shuffled: another question's "
         "picture. No picture: the same model called without a memory, bit for bit the frozen one.",
     ]

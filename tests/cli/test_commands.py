@@ -90,13 +90,13 @@ class TestWords:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        for name in ("PIL", "diffusers", "matplotlib"):
+        for name in ("PIL", "matplotlib", "gguf"):
             monkeypatch.setitem(sys.modules, name, None)
         code, out, err = call(capsys, "demo")
         assert (code, out) == (2, "") and not any(tmp_path.iterdir())
         assert err == (
-            "mmattn: mmattn demo needs PIL, diffusers, matplotlib, which are not installed; install with: pip install "
-            "'mmattn[vision,diffusion,viz]'\n"
+            "mmattn: mmattn demo needs PIL, matplotlib, gguf, which are not installed; install with: pip install "
+            "'mmattn[vision,viz,models]'\n"
         )
 
     def test_every_extra_of_the_project_is_listed(self) -> None:

@@ -109,10 +109,9 @@ class Calibration(nn.Module):
         return (x - self.mean) / self.spread
 
     def measure(self, states: Tensor) -> None:
-        """Measure hidden states (n, d); a channel that is nearly constant is divided by a tenth of the usual spread."""
-        spread = states.std(0)
+        """Measure hidden states (n, d); a spread is a hundredth of their size at least, or it would be rounding."""
         self.mean.copy_(states.mean(0))
-        self.spread.copy_(spread.clamp(min=0.1 * float(spread.median()) or 1.0))
+        self.spread.copy_(states.std(0).clamp(min=0.01 * float(states.square().mean().sqrt()) or 1.0))
 
 
 class GatedBlock(nn.Module):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.hosts.interop.peft import add_lora, load_lora, matched_lora
     from mmattn.progress import tracked
-    from mmattn.training.cached_prompts import cached_prompts
+    from mmattn.training.cached_prompts import PromptCache, cached_prompts
     from mmattn.training.checkpoints import last_step
     from mmattn.training.compare import (
         SavedRun,
@@ -53,6 +53,7 @@ __all__ = [
     "MemorySource",
     "MetricsLog",
     "PairSampler",
+    "PromptCache",
     "Row",
     "RowBatches",
     "RowCollator",

@@ -59,17 +59,20 @@ class Data:
     tokens: Tensor
 
 
-def load_data(tokenizer: PreTrainedTokenizerBase, test_questions: int | None = None) -> Data:
-    """Read the questions, and write each as a prompt; of the test some may be drawn."""
-    splits = {split: models.load_easy_vqa(split) for split in ("train", "test")}
-    if test_questions is not None:
-        splits["test"] = Random(0).sample(splits["test"], min(test_questions, len(splits["test"])))
-    texts = sorted({row.text for rows in splits.values() for row in rows})
-    answers = sorted({row.answer for rows in splits.values() for row in rows})
+def load_data(
+    tokenizer: PreTrainedTokenizerBase, train_questions: int | None = None, test_questions: int | None = None
+) -> Data:
+    """Read the questions, or draw so many of them, and write each as a prompt."""
+    splits = []
+    for split, count in (("train", train_questions), ("test", test_questions)):
+        rows = models.load_easy_vqa(split)
+        splits.append(rows if count is None else Random(0).sample(rows, min(count, len(rows))))
+    texts = sorted({row.text for rows in splits for row in rows})
+    answers = sorted({row.answer for rows in splits for row in rows})
     firsts = [tokenizer(answer.capitalize(), add_special_tokens=False)["input_ids"][0] for answer in answers]
     if len(set(firsts)) != len(answers):
         raise ConfigError("answers are told apart by their first token, and two begin alike in this tokenizer")
-    train, test = (_numbered(rows, texts, answers) for rows in splits.values())
+    train, test = (_numbered(rows, texts, answers) for rows in splits)
     prompts = [prompt_ids(tokenizer, text) for text in texts]
     return Data(train, test, prompts, texts, answers, torch.tensor(firsts))
 
@@ -108,14 +111,11 @@ def encode(encoder: Any, pictures: Sequence[Path], folder: Path, progress: bool)
     return mmattn.Memory.load(file).to(torch.float32)
 
 
-def usual_answers(train: Questions) -> tuple[int, Tensor]:
+def usual_answers(data: Data) -> tuple[int, Tensor]:
     """Return the most frequent answer, and that of each prompt: all that can be known without a picture."""
     counts: dict[int, Counter[int]] = {}
-    for prompt, answer in zip(train.prompt.tolist(), train.answer.tolist(), strict=True):
+    for prompt, answer in zip(data.train.prompt.tolist(), data.train.answer.tolist(), strict=True):
         counts.setdefault(prompt, Counter())[answer] += 1
     overall = sum(counts.values(), Counter())
-    usual = overall.most_common(1)[0][0]
-    by_prompt = [
-        counts[prompt].most_common(1)[0][0] if prompt in counts else usual for prompt in range(max(counts) + 1)
-    ]
-    return usual, torch.tensor(by_prompt)
+    usual = [counts.get(prompt, overall).most_common(1)[0][0] for prompt in range(len(data.prompts))]
+    return overall.most_common(1)[0][0], torch.tensor(usual)

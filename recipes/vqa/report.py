@@ -71,16 +71,24 @@ def draw_answers(
 
 
 def choose(data: Data) -> list[int]:
-    """Return test questions about as many pictures, of every kind by turns; nothing is known of their answers."""
+    """Return test questions of every kind by turns, about other pictures each; nothing is known of their answers."""
     order = torch.randperm(len(data.test), generator=torch.Generator().manual_seed(0)).tolist()
-    wanted = ["yes or no", "shape", "colour", "yes or no"] * (SAMPLES // 4)
     kinds = {number: kind for kind, rows in data.test.kinds(data.answers).items() for number in rows.tolist()}
     chosen: list[int] = []
-    for kind in wanted:
-        taken = {int(data.test.picture[number]) for number in chosen}
-        said = {data.test.rows[number].answer for number in chosen}
-        fitting = [one for one in order if kinds[one] == kind and int(data.test.picture[one]) not in taken]
-        chosen.append(next((one for one in fitting if data.test.rows[one].answer not in said), fitting[0]))
+    for kind in ["yes or no", "shape", "colour", "yes or no"] * (SAMPLES // 4):
+        pictures = {data.test.rows[number].picture for number in chosen}
+        answers = {data.test.rows[number].answer for number in chosen}
+        # Of equals the first is taken.
+        chosen.append(
+            min(
+                (number for number in order if number not in chosen),
+                key=lambda number: (
+                    kinds[number] != kind,
+                    data.test.rows[number].picture in pictures,
+                    data.test.rows[number].answer in answers,
+                ),
+            )
+        )
     return chosen
 
 

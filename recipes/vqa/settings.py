@@ -36,7 +36,8 @@ class Config(Strict):
     seed: int = Field(0, ge=0)
     lm: str = "smollm2"
     encoder: str = "efficientnet-lite0"
-    test_questions: int | None = Field(None, ge=1)  # of the 9,673, drawn once for all seeds; None for all
+    train_questions: int | None = Field(None, ge=1)  # of the 38,575, drawn once for all seeds; None for all
+    test_questions: int | None = Field(None, ge=1)  # of the 9,673
     controls: bool = True  # the text-only LoRA
     cache: str = "runs/cache"  # encoded pictures, by encoder
     progress: bool = True

@@ -42,7 +42,7 @@ def main(config: dict[str, Any]) -> Path:
 
     # Data: each picture becomes a memory of one slot per patch, each question a prompt.
     lm, tokenizer = pipelines.load_language_model(settings.lm, accelerator.device)
-    data = load_data(tokenizer, settings.test_questions)
+    data = load_data(tokenizer, settings.train_questions, settings.test_questions)
     encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
     encoded = [
         encode(encoder, one.pictures, Path(settings.cache), settings.progress) for one in (data.train, data.test)
@@ -84,7 +84,7 @@ def main(config: dict[str, Any]) -> Path:
 
 def prior_rows(data: Data) -> list[dict[str, Any]]:
     """Return what the answers of the training questions tell about those of the test, without any model."""
-    usual, by_prompt = usual_answers(data.train)
+    usual, by_prompt = usual_answers(data)
     return [
         row(data, "the most frequent answer", data.tokens[torch.full_like(data.test.answer, usual)]),
         row(data, "the usual answer to each question", data.tokens[by_prompt[data.test.prompt]]),

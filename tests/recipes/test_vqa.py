@@ -1,0 +1,64 @@
+"""The recipe vqa: its data, a short run on the real models, and what cannot be known without a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import pipelines
+from tests.models.test_pretrained import need
+
+
+@pytest.fixture(scope="module")
+def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    for name in ("smollm2", "efficientnet-lite0", "easy-vqa"):
+        need(name)
+    return load_files("vqa", "settings", "data", "report", "train")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recipe: SimpleNamespace) -> Any:
+    return pipelines.load_language_model("smollm2", "cpu")[1]
+
+
+def test_without_a_picture_two_thirds_are_right(recipe: SimpleNamespace, tokenizer: Any) -> None:
+    """The figures of the public split: what a model must be above."""
+    data = recipe.data.load_data(tokenizer)
+    assert (len(data.train), len(data.test), len(data.prompts), len(data.answers)) == (38575, 9673, 107, 13)
+    assert not set(data.train.pictures) & set(data.test.pictures)
+    rows = {row["name"]: row for row in recipe.train.prior_rows(data)}
+    usual = rows["the usual answer to each question"]
+    assert [round(100 * usual[kind], 1) for kind in ("all", "yes or no", "shape", "colour")] == [67.0, 82.5, 34.8, 12.0]
+    assert tokenizer.decode(data.prompts[0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    settings = {
+        "out": str(tmp_path / "run"),
+        "train_questions": 23,
+        "test_questions": 17,
+        "controls": False,
+        "cache": str(tmp_path / "cache"),
+        "progress": False,
+        "adapter": {"layers": [28], "num_heads": 2, "head_dim": 8, "feed_forward": 0.5},
+        "optim": {"max_steps": 3, "batch_size": 7, "warmup_steps": 1},
+    }
+    run = recipe.train.main(settings)
+    rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+    bare, blind = rows["frozen model, no picture"], rows["adapter, no picture"]
+    assert [bare[kind] for kind in ("all", "yes or no")] == [blind[kind] for kind in ("all", "yes or no")]
+    assert {"adapter, right picture", "adapter, shuffled pictures"} <= set(rows)
+    assert (run / "answers.png").stat().st_size > 10_000 and (run / "loss.png").is_file()
+    written = (run / "table.json").stat().st_mtime_ns
+    recipe.train.main(settings)
+    assert (run / "table.json").stat().st_mtime_ns == written, "a finished run is left as it is"
+    model = mmattn.load(pipelines.load_language_model("smollm2", "cpu")[0], run / "adapter")
+    block = model.adapter("default").block(28)
+    assert block.calibration is not None and torch.isfinite(block.calibration.spread).all()

@@ -308,6 +308,7 @@ class SlotAdapter(BlockAdapter):
 class BlockLayers(AdapterLayers):
     """Gated blocks at some layers of one host, and how the memory is read for them."""
 
+    config: BlockAdapter
     separable = True
 
     def __init__(self, config: BlockAdapter, sites: Sequence[Site]) -> None:

@@ -16,7 +16,7 @@ from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory
 from mmattn.errors import AdapterFileError, ConditionError
-from mmattn.hosts.calibration import calibrating, is_fresh
+from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.context import Arguments, Call, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import HookedModel
 from mmattn.hosts.keywords import check_keywords, shown_as
@@ -215,7 +215,7 @@ class AdaptedModel(HookedModel):
         >>> model.adapter("default").block(1).calibration.spread.shape
         torch.Size([32])
         """
-        if not any(is_fresh(self.adapter(name)) for name in self.adapters):
+        if not fresh_adapters(self):
             raise ConditionError(
                 "calibrate measures a fresh adapter of gated blocks, and none with gates at 0 is attached"
             )

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.gated_block import BlockLayers, Gate, GatedBlock
 from mmattn.hosts.context import step_of
 from mmattn.hosts.hooks import HookedModel
@@ -21,7 +20,7 @@ MOST = 8192
 @contextlib.contextmanager
 def calibrating(model: HookedModel) -> Iterator[None]:
     """Calibrate the fresh gated adapters of a model by what they read in the forwards inside the block."""
-    adapters = [adapter for adapter in map(model.adapter, model.adapters) if is_fresh(adapter)]
+    adapters = fresh_adapters(model)
     states: dict[GatedBlock, list[Tensor]] = {block: [] for one in adapters for block in one.gated_blocks()}
 
     def note(block: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, object]) -> None:
@@ -41,10 +40,10 @@ def calibrating(model: HookedModel) -> Iterator[None]:
             adapter.config = replace(adapter.config, layout=replace(adapter.config.layout, calibrated=True))
 
 
-def is_fresh(adapter: AdapterLayers) -> bool:
-    """Return whether an adapter of gated blocks was never trained: all its gates are 0."""
-    gates = [part.gate for part in adapter.modules() if isinstance(part, Gate)]
-    return isinstance(adapter, BlockLayers) and not any(bool(gate.any()) for gate in gates)
+def fresh_adapters(model: HookedModel) -> list[BlockLayers]:
+    """Return the adapters of gated blocks that were never trained: all their gates are 0."""
+    layers = [one for one in map(model.adapter, model.adapters) if isinstance(one, BlockLayers)]
+    return [one for one in layers if not any(bool(gate.gate.any()) for gate in one.modules() if isinstance(gate, Gate))]
 
 
 def _attending(model: HookedModel, x: Tensor, seen: object) -> Tensor:

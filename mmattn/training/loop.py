@@ -30,7 +30,7 @@ from mmattn.data.row import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.calibration import calibrating, is_fresh
+from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
 from mmattn.progress import tracked
@@ -226,7 +226,7 @@ class _Run:
     def calibrate(self) -> None:
         """Calibrate fresh adapters by the first batch, also of a run that is resumed, whose weights follow."""
         model = self.model
-        if not isinstance(model, AdaptedModel) or not any(is_fresh(model.adapter(name)) for name in model.adapters):
+        if not isinstance(model, AdaptedModel) or not fresh_adapters(model):
             return
         if isinstance(self.batches, Iterator):
             first = list(islice(self.batches, 1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.hosts.calibration import calibrating, is_fresh
+from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.optimization import parameter_groups
@@ -114,7 +114,7 @@ def adapter_trainer() -> type:
         def _calibrate(self) -> None:
             """Calibrate fresh adapters by the first rows, also of a run that is resumed, whose weights follow."""
             model, size = self.accelerator.unwrap_model(self.model), self.args.per_device_train_batch_size
-            if not any(is_fresh(model.adapter(name)) for name in model.adapters):
+            if not fresh_adapters(model):
                 return
             model.eval()
             with torch.random.fork_rng(devices=[]), calibrating(model), self.autocast_smart_context_manager():

@@ -213,4 +213,4 @@ def _as_row(point: Record | ScoredPoint) -> Row:
     payload: dict[str, Any] = point.payload or {}
     tokens = payload["tokens"] and base64.b64decode(payload["tokens"])
     vector = torch.tensor(cast(dict[str, list[float]], point.vector)["vector"], dtype=torch.float32)
-    return Row(*(payload[name] for name in ("place", "id", "text", "metadata")), tokens, vector)
+    return Row(payload["place"], payload["id"], payload["text"], payload["metadata"], tokens, vector)

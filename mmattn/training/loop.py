@@ -114,7 +114,7 @@ def train(
         model, loss, batches, config, accelerator, collate, eval_rows, shuffled_rows, folder, identity or {}, measure,
         save_more,
     )  # fmt: skip
-    if config.calibrate:
+    if config.calibrate and not is_dry_run():
         with stored(model):
             run.calibrate()
     if folder is not None and resume:
@@ -225,19 +225,17 @@ class _Run:
 
     def calibrate(self) -> None:
         """Calibrate fresh adapters by the first batch, also of a run that is resumed, whose weights follow."""
-        model = self.model
+        model, batches = self.model, self.batches
         if not isinstance(model, AdaptedModel) or not fresh_adapters(model):
             return
-        if isinstance(self.batches, Iterator):
-            first = list(islice(self.batches, 1))
-            self.batches = chain(first, self.batches)
-            first_batches: Batches = first
-        else:
-            first_batches = self.batches
+        if isinstance(batches, Iterator):
+            batches = list(islice(batches, 1))
+            self.batches = chain(batches, self.batches)
         model.eval()
-        with contextlib.closing(self._fetch(first_batches, TrainingResult())) as fetched, calibrating(model):
-            for part in next(fetched).micro_batches:
-                torch.manual_seed(derive_seed(self.config.seed, "piece", 0, part.number, self.processes.index))
+        done = TrainingResult()
+        first = next(fetch(batches, self.config, self.processes, self.collate, self.sharded, done, steps=1))
+        with calibrating(model):
+            for part in first.micro_batches:
                 loss_of(self.loss, part.batch, part.seeds, self.collate, self.accelerator)
         for buffer in model.adapters.buffers():
             buffer.copy_(self.processes.from_first(buffer))
@@ -296,7 +294,7 @@ class _Run:
         next(bar, None)
         self.clock.begin()
         try:
-            with contextlib.closing(self._fetch(self.batches, self.done)) as fetched:
+            with contextlib.closing(self._fetch()) as fetched:
                 for batch in self.clock.timed(fetched):
                     if done.global_step % config.logging_steps == 0:
                         self.recent.clear()
@@ -328,7 +326,7 @@ class _Run:
         """Measure the first steps and return the cost of the run."""
         self.model.train()
         size, last = 0, min(self.total, 1 + MEASURED)
-        with contextlib.closing(self._fetch(self.batches, self.done)) as fetched:
+        with contextlib.closing(self._fetch()) as fetched:
             for number, batch in enumerate(self.clock.timed(islice(fetched, last)), start=1):
                 self.step(batch)
                 self.done.global_step, size = self.done.global_step + 1, batch.size
@@ -338,10 +336,10 @@ class _Run:
         seconds = size / speed["rows_per_second"]
         return cost(self.model, label, size, self.total, seconds, speed["waiting"], self.accelerator)
 
-    def _fetch(self, batches: Batches, done: TrainingResult) -> Generator[FetchedBatch, None, None]:
-        """Return the batches from where a run is, made ready for this process."""
-        steps = 0 if done.stopped_early else self.total - done.global_step
-        fetched = fetch(batches, self.config, self.processes, self.collate, self.sharded, done, steps)
+    def _fetch(self) -> Generator[FetchedBatch, None, None]:
+        """Return the batches from where the run is, made ready for this process."""
+        steps = 0 if self.done.stopped_early else self.total - self.done.global_step
+        fetched = fetch(self.batches, self.config, self.processes, self.collate, self.sharded, self.done, steps)
         return prefetched(fetched, self.config.dataloader_prefetch_factor)
 
     def _is_evaluated(self, step: int) -> bool:

@@ -31,7 +31,7 @@ LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_ne
 .PHONY: help setup demo models test test-slow test-wheel test-lowest families lint bench docs clean
 
 help:
-	@echo "make demo   train a small adapter on drawn flowers, caption pictures, print the table"
+	@echo "make demo   teach a language model to answer questions about pictures, print the table"
 	@echo "make models fetch the pretrained models with a short name, which tests use where they are"
 	@echo "make test   run the tests, but those that take long"
 	@echo "make test-slow  run those: training, compiling, killed processes, families that others stand for"

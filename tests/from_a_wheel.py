@@ -160,14 +160,7 @@ def first_hour(user: User, demo: bool) -> None:
     print(mmattn("python", str(user.environment.parent / "pages.py"), *pages, says=["README.md: runs"]))
 
     if demo:
-        mmattn("mmattn", "demo")
-        # As the README has them.
-        mmattn(
-            "mmattn", "caption", "assets/flora/snowdrop.png", "--adapter", "runs/demo/adapter", says=["snowdrop.png:"]
-        )
-        mmattn(
-            "mmattn", "ask", "What is the currency of Pakitāne?", "--index", "runs/demo/facts", says=["Pakistani Rupee"]
-        )
+        mmattn("mmattn", "demo", says=["as before, bit for bit", "adapter, right picture"])
 
 
 def main() -> int:

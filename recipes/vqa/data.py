@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +110,8 @@ def encode(encoder: Any, pictures: Sequence[Path], folder: Path, progress: bool)
     return mmattn.Memory.load(file).to(torch.float32)
 
 
-def usual_answers(data: Data) -> tuple[int, Tensor]:
-    """Return the most frequent answer, and that of each prompt: all that can be known without a picture."""
-    counts: dict[int, Counter[int]] = {}
-    for prompt, answer in zip(data.train.prompt.tolist(), data.train.answer.tolist(), strict=True):
-        counts.setdefault(prompt, Counter())[answer] += 1
-    overall = sum(counts.values(), Counter())
-    usual = [counts.get(prompt, overall).most_common(1)[0][0] for prompt in range(len(data.prompts))]
-    return overall.most_common(1)[0][0], torch.tensor(usual)
+def answer_shares(data: Data) -> Tensor:
+    """Return the share (prompts, answers) of each answer to each question of training, 0 if it is not asked there."""
+    counts = torch.zeros(len(data.prompts), len(data.answers))
+    counts.index_put_((data.train.prompt, data.train.answer), torch.tensor(1.0), accumulate=True)
+    return counts / counts.sum(1, keepdim=True).clamp(min=1)

@@ -27,7 +27,7 @@ class OptimSettings(Strict):
     warmup_steps: int = Field(50, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     calibrate: bool = True  # False to see what the calibration of the blocks' norms is good for
-    lora_steps: int = Field(300, ge=1)  # the control sees 107 questions, of which it learns the usual answers
+    lora_steps: int = Field(100, ge=1)  # of 16 questions; there are 107
     lora_learning_rate: float = Field(2e-3, gt=0)
 
 

@@ -23,7 +23,7 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
 
-from .data import Data, encode, load_data, usual_answers
+from .data import Data, answer_shares, encode, load_data
 from .report import COLUMNS, draw_answers, table
 from .settings import Config
 
@@ -84,10 +84,11 @@ def main(config: dict[str, Any]) -> Path:
 
 def prior_rows(data: Data) -> list[dict[str, Any]]:
     """Return what the answers of the training questions tell about those of the test, without any model."""
-    usual, by_prompt = usual_answers(data)
+    most = data.train.answer.bincount().argmax()
+    usual = answer_shares(data).argmax(1)[data.test.prompt]
     return [
-        row(data, "the most frequent answer", data.tokens[torch.full_like(data.test.answer, usual)]),
-        row(data, "the usual answer to each question", data.tokens[by_prompt[data.test.prompt]]),
+        row(data, "the most frequent answer", data.tokens[most].expand(len(data.test))),
+        row(data, "the usual answer to each question", data.tokens[usual]),
     ]
 
 
@@ -150,37 +151,39 @@ def predict(model: Any, prompts: training.PromptCache, data: Data, memory: mmatt
 def train_lora(
     lm: Any, parameters: int, data: Data, settings: Config, run: training.RunFolder, accelerator: Any
 ) -> dict[str, Any]:
-    """Train and measure the control: a LoRA on questions and answers, with as many parameters as the adapter."""
+    """Train and measure the control: a LoRA in the same layers, with as many parameters as the adapter.
+
+    It learns how often each answer stands behind each question in training, which is all that questions tell.
+    """
     torch.manual_seed(settings.seed)
     layers = range(settings.adapter.layers[0] + 1, len(lm.model.layers))
     lora = training.matched_lora(lm, parameters, layers=layers)
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, questions only: {count:,} trained parameters beside {parameters:,} of the adapter")
-    tokens = data.tokens.to(accelerator.device)
+    tokens, shares = data.tokens.to(accelerator.device), answer_shares(data).to(accelerator.device)
 
-    def logits(chosen: Tensor) -> Tensor:
-        ids = [torch.tensor(data.prompts[number]) for number in chosen.tolist()]
-        last = torch.tensor([len(one) - 1 for one in ids])
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(accelerator.device)
-        mask = (torch.arange(padded.shape[1]) <= last[:, None]).long().to(accelerator.device)
-        states = lora.base_model.model.model(input_ids=padded, attention_mask=mask, use_cache=False).last_hidden_state
-        out: Tensor = lm.get_output_embeddings()(states[torch.arange(len(ids)), last])
-        return out
+    def logits(rows: Sequence[int]) -> Tensor:
+        batch = training.collate([data.prompts[row] for row in rows]).to(accelerator.device)
+        last = torch.tensor([len(data.prompts[row]) - 1 for row in rows], device=accelerator.device)
+        places, number = last.unique(return_inverse=True)
+        out = lora(input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=places).logits
+        return out[torch.arange(len(rows)), number].float()
 
     def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        chosen = torch.tensor(rows)
-        target = tokens[data.train.answer[chosen].to(tokens.device)]
-        return F.cross_entropy(logits(data.train.prompt[chosen]).float(), target, reduction="sum"), len(rows)
+        nats = -logits(rows).log_softmax(-1)[:, tokens] * shares[list(rows)]
+        return nats.sum(), len(rows)
 
+    optim = settings.optim
     config = training.TrainingConfig(
-        max_steps=settings.optim.lora_steps, learning_rate=settings.optim.lora_learning_rate, seed=settings.seed,
-        warmup_steps=settings.optim.lora_steps // 20,
-    )  # fmt: skip
-    batches = draw_batches(len(data.train), settings.optim.batch_size // 2, settings.seed)
+        max_steps=optim.lora_steps, learning_rate=optim.lora_learning_rate, warmup_steps=5, seed=settings.seed
+    )
+    asked = [row for row in range(len(data.prompts)) if shares[row].any()]
+    batches = ([asked[row] for row in rows] for rows in draw_batches(len(asked), min(16, len(asked)), settings.seed))
     with training.cached_hidden_states(lora, Path(settings.cache) / "states"):
         result = training.train_run(run, "LoRA", lora, loss, batches, config, accelerator, progress=settings.progress)
         with torch.no_grad():
-            answers = torch.cat([logits(part).argmax(-1).cpu() for part in torch.arange(len(data.prompts)).split(32)])
+            parts = torch.arange(len(data.prompts)).split(16)
+            answers = torch.cat([logits(part.tolist()).argmax(-1).cpu() for part in parts])
     lora.unload()
     measured = row(data, "LoRA, questions only", answers[data.test.prompt])
     return measured | {"parameters": count, "seconds": result.seconds}

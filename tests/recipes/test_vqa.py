@@ -35,7 +35,8 @@ def test_without_a_picture_two_thirds_are_right(recipe: SimpleNamespace, tokeniz
     assert not set(data.train.pictures) & set(data.test.pictures)
     rows = {row["name"]: row for row in recipe.train.prior_rows(data)}
     usual = rows["the usual answer to each question"]
-    assert [round(100 * usual[kind], 1) for kind in ("all", "yes or no", "shape", "colour")] == [67.0, 82.5, 34.8, 12.0]
+    shares = [round(100 * usual[kind], 1) for kind in ("all", "yes or no", "shape", "colour")]
+    assert shares == [66.9, 82.5, 34.3, 12.0], "of equally frequent answers the first one in the alphabet"
     assert tokenizer.decode(data.prompts[0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 

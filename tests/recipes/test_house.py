@@ -7,7 +7,7 @@ import pytest
 from mmattn.recipes import Recipe, list_recipes, load_recipe
 
 TRAINED = [recipe for recipe in list_recipes() if (recipe.folder / "train.py").is_file()]
-NAMES = {"compose", "diffusion", "finetune", "listen", "rag", "translate", "vision", "ways"}
+NAMES = {"compose", "diffusion", "finetune", "listen", "rag", "translate", "vision", "vqa", "ways"}
 
 
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda recipe: recipe.name)

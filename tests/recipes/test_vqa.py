@@ -45,17 +45,18 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
         "out": str(tmp_path / "run"),
         "train_questions": 23,
         "test_questions": 17,
-        "controls": False,
         "cache": str(tmp_path / "cache"),
         "progress": False,
         "adapter": {"layers": [28], "num_heads": 2, "head_dim": 8, "feed_forward": 0.5},
-        "optim": {"max_steps": 3, "batch_size": 7, "warmup_steps": 1},
+        "optim": {"max_steps": 3, "batch_size": 7, "warmup_steps": 1, "lora_steps": 2},
     }
     run = recipe.train.main(settings)
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
     bare, blind = rows["frozen model, no picture"], rows["adapter, no picture"]
     assert [bare[kind] for kind in ("all", "yes or no")] == [blind[kind] for kind in ("all", "yes or no")]
-    assert {"adapter, right picture", "adapter, shuffled pictures"} <= set(rows)
+    assert {"adapter, right picture", "adapter, shuffled pictures", "LoRA, questions only"} <= set(rows)
+    sizes = [rows[name]["parameters"] for name in ("adapter, right picture", "LoRA, questions only")]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.05
     assert (run / "answers.png").stat().st_size > 10_000 and (run / "loss.png").is_file()
     written = (run / "table.json").stat().st_mtime_ns
     recipe.train.main(settings)

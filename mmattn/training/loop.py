@@ -229,8 +229,8 @@ class _Run:
         if not isinstance(model, AdaptedModel) or not fresh_adapters(model):
             return
         if isinstance(batches, Iterator):
-            batches = list(islice(batches, 1))
-            self.batches = chain(batches, self.batches)
+            rest, batches = batches, list(islice(batches, 1))
+            self.batches = chain(batches, rest)
         model.eval()
         done = TrainingResult()
         first = next(fetch(batches, self.config, self.processes, self.collate, self.sharded, done, steps=1))

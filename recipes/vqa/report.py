@@ -6,6 +6,7 @@ import textwrap
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mmattn
@@ -50,20 +51,21 @@ def draw_answers(
     from matplotlib.figure import Figure
 
     chosen = choose(data)
-    figure = Figure(figsize=(13, 1.3 * len(chosen)), layout="constrained")
-    axes = figure.subplots(len(chosen) // 2, 4).reshape(-1, 2)
+    figure = Figure(figsize=(15, 2.35 * (len(chosen) // 4)), layout="constrained")
+    axes = figure.subplots(len(chosen) // 4, 8).reshape(-1, 2)
     traces = [trace_answer(model, prompts, encoder, data, memory, number, int(predicted[number])) for number in chosen]
     for (left, right), number, trace in zip(axes, chosen, traces, strict=True):
         question, answer = data.test.rows[number], trace.words[0]
         picture, correct = mmattn.load_image(question.picture), answer.lower() == question.answer
-        left.set_title("\n".join(textwrap.wrap(question.text.capitalize(), 40)), fontsize=9, loc="left")
-        text = answer if correct else f"{answer} ✗ it is {question.answer}"
-        right.set_title(text, fontsize=12, loc="left", color="#1b7837" if correct else "#b3261e", fontweight="bold")
+        left.set_title("\n".join(textwrap.wrap(question.text.capitalize(), 24)), fontsize=10, loc="left")
+        text = answer if correct else f"{answer} ✗\nit is {question.answer}"
+        right.set_title(text, fontsize=13, loc="left", color="#1b7837" if correct else "#b3261e", fontweight="bold")
         left.imshow(picture)
-        right.imshow(picture.convert("L"), cmap="gray", alpha=0.6)
-        if encoder.grid is not None:
-            heat, extent = trace.mean()[0].view(encoder.grid).numpy(), (0, picture.width, picture.height, 0)
-            right.imshow(heat, cmap="inferno", alpha=0.6, extent=extent, interpolation="bilinear")
+        right.imshow(picture)
+        if encoder.grid is not None:  # what is not attended to lies in the dark
+            weights = trace.mean()[0].view(1, 1, *encoder.grid)
+            light = F.interpolate(weights / weights.max(), size=(picture.height, picture.width), mode="bicubic")[0, 0]
+            right.imshow(torch.zeros(*light.shape, 3).numpy(), alpha=(0.85 * (1 - light.clamp(0, 1))).numpy())
     for ax in axes.flat:
         ax.axis("off")
     figure.savefig(run.path / "answers.png", dpi=110)

@@ -120,6 +120,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             length=read.shape[1],
             inputs=read,
             past=0 if cache is None else past_length(cache),
+            cache=cache,
             arrivals=call.arrivals,
             expansions=call.expansions,
         )
@@ -131,6 +132,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if call.rows is None:  # inside generate they were checked before, or computed
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
         text = self.text_state(call, args, kwargs)
+        self.check_cache(call, text)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
     def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> Sources:

@@ -127,7 +127,7 @@ class BeforeHost:
             refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not compiling:
             keep_context(host)
-        call, disabled = model.call_of_forward(host, kwargs)
+        call, disabled = model.call_of_forward(host, args, kwargs)
         if call is None:
             if outer is not None:
                 FORWARD.set(ForwardStep(model, host, outer, {}))
@@ -185,12 +185,17 @@ class AfterHost:
     def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
         step = FORWARD.get()
         if step is None or step.model is not self.model:
+            if torch.compiler.is_compiling():
+                self.model.note_output(output)
             return
         if step.nested and step.module is not host:
             step.nested -= 1
             return
         FORWARD.set(step.outer)
-        if output is None or not step.actions:
+        if output is None:
+            return
+        if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
+            self.model.note_output(output)
             return
         for layer, _ in step.actions:
             if layer not in step.visited:
@@ -230,7 +235,9 @@ class HookedModel(SavedModel):
         if not torch.compiler.is_compiling():
             self.open_blocks.warn_of_others()
 
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+    def call_of_forward(
+        self, host: nn.Module, args: Positional, kwargs: Keywords
+    ) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins, and the adapters that do not exist for it."""
         return self.current_call()
 
@@ -322,3 +329,6 @@ class HookedModel(SavedModel):
 
     def check_answer(self, step: ForwardStep, output: object) -> None:
         """Refuse an output that is not finite."""
+
+    def note_output(self, output: object) -> None:
+        """Note the output of a forward without actions, as in a compiled graph."""

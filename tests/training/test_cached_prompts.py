@@ -40,7 +40,7 @@ def step(model: Any, logits: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("last", [1, 2])
 @pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name != "mamba"])
 def test_a_step_is_that_of_whole_texts_whose_last_tokens_see_the_memory(family: str, last: int) -> None:
-    """Logits and the gradients of every weight of the adapter."""
+    """Invariant 141: logits, and the gradients of every weight of the adapter."""
     model, memory = attach(family), tiny.memory(4, lengths=[5, 2, 3, 4])
     ids, mask = tiny.left_padded([torch.tensor(texts()[row]) for row in ROWS])
     arrived = torch.zeros_like(ids)

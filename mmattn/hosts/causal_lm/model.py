@@ -14,6 +14,7 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.inserted import EmbeddingReader
 from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.language_models import (
+    CACHE_NAMES,
     depth_of,
     device_of,
     embeddings_of,
@@ -28,6 +29,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.boundary import refuse_rows
+from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory, check_without_memory
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
     StartsBatching,
@@ -153,7 +155,7 @@ class AdaptedCausalLM(AdaptedModel):
             inputs = kwargs.get("inputs_embeds")
         cache = kwargs.get("cache")
         if cache is None:
-            cache = given_cache(kwargs)
+            cache = None if kwargs.keys().isdisjoint(CACHE_NAMES) else given_cache(kwargs)
         noted = NOTED.get()
         generation = noted[1] if noted is not None and noted[0] is call else None
         if noted is not None:
@@ -195,6 +197,7 @@ class AdaptedCausalLM(AdaptedModel):
         """Return the actions of the adapters in one forward, and the inputs of the host."""
         text = self.text_state(call, args, kwargs)
         step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
+        self.check_cache(call, text)
         for actions in step.actions.values():
             if actions[0][0].stands_in_text or len(actions) > 1:
                 step.inputs = shift_text(step, text, dict(kwargs))
@@ -207,6 +210,17 @@ class AdaptedCausalLM(AdaptedModel):
             with self.open_blocks.conditioned(None):
                 step.inputs = keep_apart(self.host, step.inputs or dict(kwargs), text.packed)
         return step
+
+    def check_cache(self, call: Call, text: TextState) -> None:
+        """Refuse a cache whose tokens were read without a memory; each request of continuous batching has its own."""
+        cache = text.cache
+        if cache is None or hasattr(cache, READ) or call.reads_memory or type(cache).__name__ == PAGED_CACHE:
+            return
+        if not torch.compiler.is_compiling():
+            # Prompts of peft are in the cache before the text.
+            peft = getattr(self.host, "active_peft_config", None)
+            declared = call.arrivals is not None or getattr(peft, "is_prompt_learning", False)
+            check_with_memory(cache, text.past, declared)
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design."""
@@ -222,7 +236,11 @@ class AdaptedCausalLM(AdaptedModel):
     def check_answer(self, step: ForwardStep, output: object) -> None:
         """Refuse logits that are not finite in the first forward of a text, or beside a memory that was not checked."""
         text, call, logits = step.details, step.call, getattr(output, "logits", None)
-        if text is None or call is None or call.reads_memory:
+        if call is None or call.reads_memory:
+            return
+        if text is None or text.cache is None:
+            note_cache(output)
+        if text is None:
             return
         unchecked = call.unchecked
         if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
@@ -237,6 +255,11 @@ class AdaptedCausalLM(AdaptedModel):
         rows = text.rows_of(lost)
         if rows:
             refuse_rows(rows, text, unchecked, logits.dtype)
+
+    def note_output(self, output: object) -> None:
+        """Note the cache that a forward without actions has read with a memory."""
+        if self.open_blocks.in_force().call is not None:
+            note_cache(output)
 
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and have `generate` note texts where memory follows them."""
@@ -343,7 +366,9 @@ class AdaptedCausalLM(AdaptedModel):
             if arrived is not None:
                 call.arrivals = arrivals_of(arrived, window, call.sources.values())
 
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+    def call_of_forward(
+        self, host: nn.Module, args: Positional, kwargs: Keywords
+    ) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins: in continuous batching those of the requests of this step."""
         cache = kwargs.get("cache")
         if type(cache).__name__ == PAGED_CACHE and (step := call_of_step(self, cache)) is not None:
@@ -351,6 +376,10 @@ class AdaptedCausalLM(AdaptedModel):
         is_set, call, disabled = self.open_blocks.in_force()  # not by `current_call`: a token may cost little
         if not is_set:
             self.miss_memory()
+        if call is None and not torch.compiler.is_compiling():
+            for cache in (*args, *kwargs.values()):
+                if getattr(cache, READ, False):
+                    check_without_memory(cache, is_set)
         return call, disabled
 
     def _host_generate(self, *args: object, **kwargs: object) -> Tensor | ModelOutput:
@@ -391,6 +420,16 @@ class AdaptedCausalLM(AdaptedModel):
         if getattr(config, "visible_segments", "all") != "all":
             batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(rows, -1).to(device)
         return batch
+
+
+def note_cache(output: object) -> None:
+    """Note that the cache in the output of a host, if there is one, was read with a memory."""
+    if isinstance(output, Mapping):  # by name: a compiler would follow tensors that are touched
+        parts = [output[name] for name in CACHE_NAMES if name in output]
+    else:
+        parts = [part for part in output if hasattr(part, "get_seq_length")] if isinstance(output, tuple) else []
+    for part in parts:
+        setattr(part, READ, True)
 
 
 def past_length(cache: Cache) -> int | None:

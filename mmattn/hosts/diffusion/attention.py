@@ -21,7 +21,7 @@ from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.context import Call, Keywords
+from mmattn.hosts.context import Call, Keywords, Positional
 from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads
 from mmattn.hosts.diffusion.heads import head_size, query_heads, split_heads, weight_of
 from mmattn.hosts.ownership import forget_compiled
@@ -238,7 +238,9 @@ class TextThroughCore(AdaptedModel):
         """Return whether the host's own attention to its text is computed by the core."""
         return bool(self.processors)
 
-    def call_of_forward(self, host: nn.Module, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+    def call_of_forward(
+        self, host: nn.Module, args: Positional, kwargs: Keywords
+    ) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins; no processor may have been replaced after `use_core`."""
         for index, processor in self.processors.items():
             if self.layer(index).processor is not processor:

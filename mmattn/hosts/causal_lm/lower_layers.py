@@ -179,24 +179,8 @@ def lower_layers(model: nn.Module) -> LowerLayers:
             f"hidden states are cached for a causal language model with adapters or a LoRA, got {type(model).__name__}:"
             " give what mmattn.attach or peft returned for one"
         )
-    name, count = type(model.host).__name__, count_below(model)
-    if not count:
-        upper = tuple(range(len(model.layers) // 2, len(model.layers)))
-        raise ConditionError(
-            f"no layer of {name} is below all trained ones: an adapter acts at its first layer or before the text, or "
-            f"a LoRA is there; give higher layers, such as layers={upper}"
-        )
-    if shards(model.host) or tensor_parallel_size(model.host) > 1:
-        raise ConditionError(
-            f"the weights of {name} lie in several processes, which must run every layer together: leave the cache "
-            "out, or give each process the whole host"
-        )
-    lower, (ids, mask) = LowerLayers(model, count), _texts(model.host, 0)
-    if any(p.requires_grad for part in lower.modules().values() for p in part.parameters(recurse=False)):
-        raise ConditionError(
-            f"a parameter below layer {count} of {name} is trained (its embeddings, for one), so hidden states change "
-            "with every step: freeze it, or leave the cache out"
-        )
+    lower, (ids, mask) = _frozen_layers(model), _texts(model.host, 0)
+    name, count = type(model.host).__name__, lower.count
     whole, states = _record(lower, ids, mask)
     try:
         with lower.installed(), torch.no_grad():
@@ -219,6 +203,29 @@ def lower_layers(model: nn.Module) -> LowerLayers:
         raise ConditionError(
             f"{name} has other logits from the hidden states after layer {count - 1}, so these cannot be cached: upper "
             "layers read more of the lower ones; leave the cache out"
+        )
+    return lower
+
+
+def _frozen_layers(model: AdaptedCausalLM) -> LowerLayers:
+    """Return the layers below all that is trained; refuse a host of which none may be skipped."""
+    name, count = type(model.host).__name__, count_below(model)
+    if not count:
+        upper = tuple(range(len(model.layers) // 2, len(model.layers)))
+        raise ConditionError(
+            f"no layer of {name} is below all trained ones: an adapter acts at its first layer or before the text, or "
+            f"a LoRA is there; give higher layers, such as layers={upper}"
+        )
+    if shards(model.host) or tensor_parallel_size(model.host) > 1:
+        raise ConditionError(
+            f"the weights of {name} lie in several processes, which must run every layer together: leave the cache "
+            "out, or give each process the whole host"
+        )
+    lower = LowerLayers(model, count)
+    if any(p.requires_grad for part in lower.modules().values() for p in part.parameters(recurse=False)):
+        raise ConditionError(
+            f"a parameter below layer {count} of {name} is trained (its embeddings, for one), so hidden states change "
+            "with every step: freeze it, or leave the cache out"
         )
     return lower
 

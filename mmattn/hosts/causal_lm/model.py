@@ -235,14 +235,15 @@ class AdaptedCausalLM(AdaptedModel):
 
     def check_answer(self, step: ForwardStep, output: object) -> None:
         """Refuse logits that are not finite in the first forward of a text, or beside a memory that was not checked."""
-        text, call, logits = step.details, step.call, getattr(output, "logits", None)
+        text, call = step.details, step.call
         if call is None or call.reads_memory:
             return
         if text is None or text.cache is None:
             note_cache(output)
-        if text is None:
-            return
-        unchecked = call.unchecked
+        if text is not None:
+            self._check_logits(text, call.unchecked, getattr(output, "logits", None))
+
+    def _check_logits(self, text: TextState, unchecked: list[Memory], logits: object) -> None:
         if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
             return
         # Requests of continuous batching are looked at one by one.

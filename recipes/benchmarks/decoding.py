@@ -20,16 +20,19 @@ WIDTH = 768
 
 
 def decoder(host: torch.nn.Module, rows: int, prompt: int = 16) -> Callable[..., None]:
-    """Return a step of decoding after a prompt; the cache is cropped, so that every step is the same."""
+    """Return a step of decoding after a prompt that the same call has read; every step is the same."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=host.config)
     ids = torch.ones(rows, prompt, dtype=torch.long)
-    host(input_ids=ids, **from_cache(host, cache), use_cache=True)
+    caches: dict[tuple[int, ...], DynamicCache] = {}
 
     def step(call: Callable[..., object], **options: object) -> None:
-        call(input_ids=ids[:, :1], **from_cache(host, cache), use_cache=True, **options)
-        cache.crop(-1)
+        key = id(call), *map(id, options.values())
+        if key not in caches:
+            caches[key] = DynamicCache(config=host.config)
+            call(input_ids=ids, **from_cache(host, caches[key]), use_cache=True, **options)
+        call(input_ids=ids[:, :1], **from_cache(host, caches[key]), use_cache=True, **options)
+        caches[key].crop(-1)
 
     return step
 

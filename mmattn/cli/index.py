@@ -11,7 +11,9 @@ import typer
 #: encoder gives texts that have nothing in common up to 0.2.
 COSINE_THRESHOLD = 0.2
 #: Words of a chunk of a text; the default encoder reads 256 tokens.
-_CHUNK = 128
+_CHUNK = 96
+#: Files of a folder that are texts.
+_TEXTS = (".txt", ".md", ".rst")
 _ENCODER = typer.Option(help="minilm, any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
 
 
@@ -39,12 +41,13 @@ def build_index(
 ) -> None:
     """Embed the lines of files, or the texts in a folder, and make an index of them.
 
-    Of a folder every .txt and .md in it is cut into chunks; the source of each is the name of its file.
+    Of a folder every .txt, .md and .rst in it is cut into chunks; the source of each is the name of its file.
+    `mmattn ask QUESTION --index DIR` answers from them.
 
     An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
     the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder
-    is the adapter's. With --host that model reads each text once, and DIR.passages has its keys and values, with which
-    `mmattn ask QUESTION --index DIR --adapter DIR.passages` and `mmattn serve DIR.passages --index DIR` answer.
+    is the adapter's. With --host that model reads each text beforehand, and DIR.passages has its keys and values, with
+    which `mmattn ask QUESTION --index DIR --adapter DIR.passages` and `mmattn serve DIR.passages --index DIR` answer.
     """
     import shutil
 
@@ -99,7 +102,7 @@ def build_index(
     chunks.unlink(missing_ok=True)
     typer.echo(f"{index} in {out}")
     if host is not None:
-        _read_by(host, texts, out.with_name(f"{out.name}.passages"), encoder, text_encoder.fingerprint)
+        _read_by(host, encoder, texts, out.with_name(f"{out.name}.passages"))
 
 
 def _check_paths(files: list[Path], out: Path) -> None:
@@ -121,7 +124,7 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
     from mmattn.retrieval.chunking import chunk
     from mmattn.storage.files import write_text
 
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".txt", ".md") and path.is_file())
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _TEXTS and path.is_file())
     texts: dict[str, str] = {}
     for path in paths:
         try:
@@ -131,29 +134,20 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
                 raise TextError(f"{path} is not UTF-8: convert the file, or leave it out with --skip-broken") from error
     cut = chunk(list(texts.values()), size=_CHUNK, overlap=_CHUNK // 8, sources=list(texts))
     if not cut:
-        raise TextError(f"the folder {folder} has no .txt or .md file with a text: name one that has, or files")
+        raise TextError(f"the folder {folder} has no {', '.join(_TEXTS)} file with a text: name one that has, or files")
     about = ({"id": f"{one.source}:{one.start}", "text": one.text, "source": one.source} for one in cut)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in about))
 
 
-def _read_by(host: str, texts: list[str], out: Path, encoder: str, fingerprint: str | None) -> None:
+def _read_by(host: str, encoder: str, texts: list[str], out: Path) -> None:
     """Write the folder of a passage adapter whose host has read the texts of an index."""
-    from mmattn.adapters.passages import PassageAdapter
-    from mmattn.hosts.attach import attach
-    from mmattn.kv_store.passages import PassageCache
-    from mmattn.models.loading import without_progress_bars
-    from mmattn.pipelines import EncoderReference, ModelReference, default_device, load_host, save_passages
-    from mmattn.recipes import resolve_asset
+    from mmattn.pipelines import pipeline
 
-    with without_progress_bars():
-        lm, tokenizer = load_host(ModelReference(name=resolve_asset(host)), out.parent, default_device(), None)
-    model = attach(lm, PassageAdapter())
-    passages = PassageCache(model, tokenizer)
-    passages.add(texts)
-    reference = EncoderReference.of(resolve_asset(encoder))
-    save_passages(out, model, ModelReference.of(resolve_asset(host), tokenizer), reference, fingerprint, passages)
-    typer.echo(f"{len(passages)} passages of {sum(passages.lengths)} tokens in {out}")
+    pipe = pipeline(host=host, encoder=encoder)
+    pipe.read(texts, progress=True)
+    pipe.save(out)
+    typer.echo(f"{len(pipe.passages)} passages of {sum(pipe.passages.lengths)} tokens in {out}")
 
 
 def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,23 +63,44 @@ def draw(
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
     index: Annotated[
-        str, typer.Option(help="The folder of an index, as `mmattn index build --for` makes it, or its address.")
+        str, typer.Option(help="The folder of an index, as `mmattn index build` makes it, or its address.")
     ],
-    adapter: Annotated[Path, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = Path("assets/rag/adapter"),
+    adapter: Annotated[
+        Path | None, typer.Option(help="The folder of an adapter, or ORG/NAME; by default the index decides.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="A language model that reads the texts itself; smollm2 by default.")
+    ] = None,
+    encoder: Annotated[str | None, typer.Option(help="For --host the encoder of the index; minilm by default.")] = None,
     show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
     """Answer a question from what an index holds, and print what was attended to.
 
+    Texts are read by a language model as they are, without training; an index that was built --for an adapter needs
+    that adapter, by default the one of the facts that is installed.
+
     The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
     with the text instead, and the number is the share over all of it.
     """
-    pipe = _pipeline(adapter, device, ("question-answering", "passage-answering", "text-generation"), index=index)
+    from mmattn.errors import ConfigError
+    from mmattn.pipelines import pipeline
+
+    by_host = host is not None or encoder is not None
+    if adapter is not None and by_host:
+        raise ConfigError(f"--adapter {adapter} names its own models: leave --host and --encoder out")
+    if adapter is None and not by_host and _has_tokens(index):
+        adapter = Path("assets/rag/adapter")
+    if adapter is not None:
+        pipe = _pipeline(adapter, device, ("question-answering", "passage-answering", "text-generation"), index=index)
+    else:
+        pipe = pipeline(host=host or "smollm2", encoder=encoder, index=index, device=device)
     answer = pipe(question)
     typer.echo(answer.text)
     for source in answer.sources[:sources] if show_sources else []:
-        typer.echo(f"{source.weight:6.1%}  {source.text}")
+        name = f"{source.id}  " if isinstance(source.id, str) else ""
+        typer.echo(f"{source.weight:6.1%}  {name}{textwrap.shorten(source.text or '', 160, placeholder=' …')}")
 
 
 def serve(
@@ -119,6 +141,15 @@ def serve(
     # At a stop running requests are finished, and no others are taken.
     settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": max(1, int(timeout))}
     uvicorn.run(app, host=host, port=port, **settings)
+
+
+def _has_tokens(index: str) -> bool:
+    """Return True if the entries of an index have encoded tokens, which only an adapter reads."""
+    from mmattn.retrieval.index import Index
+
+    opened = Index.open(index)
+    opened.close()  # where one process at a time may have it open
+    return opened.has_tokens
 
 
 def _pipeline(adapter: Path, device: str | None, tasks: tuple[str, ...] = (), index: str | None = None) -> Any:

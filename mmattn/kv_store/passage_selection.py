@@ -24,7 +24,7 @@ from mmattn.hosts.probe import in_eval_mode
 
 @dataclass(frozen=True)
 class Passage:
-    """Ids of a passage, and its keys (m, g, k) and values (m, g, v) by layer, as at positions 0 to m - 1.
+    """Ids of a passage, and its keys (m, g, k) and values (m, g, v) by layer, as at positions from `start` on.
 
     `has_windows`: some layers attend to a limited number of tokens before.
     """
@@ -33,6 +33,7 @@ class Passage:
     keys: Mapping[int, Tensor]
     values: Mapping[int, Tensor]
     has_windows: bool = False
+    start: int = 0
 
     def nbytes(self) -> int:
         """Bytes of keys and values."""
@@ -90,7 +91,7 @@ class PassageSelection(Passages):
 
     def _concatenate(self, adapter: PassageLayers) -> JoinedSlots:
         moved = adapter.rotations is not None
-        starts = [_starts(row) if moved else [0] * len(row) for row in self.rows]
+        starts = [_starts(row) if moved else [passage.start for passage in row] for row in self.rows]
         positions = [
             torch.cat([_EMPTY, *(start + torch.arange(len(one.ids)) for start, one in zip(begin, row, strict=True))])
             for begin, row in zip(starts, self.rows, strict=True)
@@ -110,7 +111,10 @@ class PassageSelection(Passages):
 
         def rotate(passage: Passage, start: int) -> Tensor:
             keys = passage.keys[site.layer].to(site.device)
-            return keys if rotation is None or not start else rotation(keys.transpose(0, 1), start).transpose(0, 1)
+            distance = start - passage.start
+            return (
+                keys if rotation is None or not distance else rotation(keys.transpose(0, 1), distance).transpose(0, 1)
+            )
 
         rows = [
             [rotate(passage, start) for passage, start in zip(row, begin, strict=True)]
@@ -170,10 +174,11 @@ def _starts(row: Sequence[Passage]) -> list[int]:
 
 
 def _first_tokens(row: Sequence[Passage], count: int) -> list[int]:
-    """Return the numbers of the first slots of each passage but the first."""
+    """Return the numbers of the first slots of each passage that does not stand where it was read."""
     return [
         start + token
-        for start, passage in list(zip(_starts(row), row, strict=True))[1:]
+        for start, passage in zip(_starts(row), row, strict=True)
+        if start != passage.start
         for token in range(min(count, len(passage.ids)))
     ]
 

@@ -23,6 +23,7 @@ from mmattn.progress import counted
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
+from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +49,12 @@ class PassageCache:
         model: what `attach(host, PassageAdapter())` returned.
         tokenizer: makes ids of passages that are given as texts.
         adapter: name of the passage adapter, where the model has several.
+        prefix: ids before all passages, such as the begin of a chat template: every passage is read after them, and
+            `select` puts them before each row, once.
 
     Raises:
         ConditionError: the model has no passage adapter.
+        ShapeError: ids beyond the host's vocabulary.
 
     >>> import mmattn
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,10 +70,17 @@ class PassageCache:
     """
 
     def __init__(
-        self, model: AdaptedModel, tokenizer: PreTrainedTokenizerBase | None = None, adapter: str | None = None
+        self,
+        model: AdaptedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: str | None = None,
+        *,
+        prefix: Sequence[int] | Tensor = (),
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name = passage_adapter(model, adapter)
+        self.prefix = self._tokens(prefix) if len(prefix) else ()
+        self._prefix: Passage | None = None
         self._passages: list[Passage] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self._version: TensorVersion | None = None
@@ -96,7 +107,8 @@ class PassageCache:
         """Have the host read passages; one that it has read is not read again.
 
         Args:
-            passages: texts, or ids of each. The tokenizer puts a BOS token in front, if it should stand there.
+            passages: texts, or ids of each. Special tokens in a text are plain text; without a prefix the tokenizer
+                puts a BOS token in front, if it should stand there.
             progress: show it.
 
         Returns:
@@ -116,10 +128,10 @@ class PassageCache:
         with counted(max(len(new), 1), "reading passages", progress and bool(new)) as advance:
             while len(read) < len(new):
                 rest = new[len(read) :]
-                count = max(1, min(len(rest), TOKENS // len(rest[0])))
-                while count > 1 and count * len(rest[count - 1]) > TOKENS:
+                count = max(1, min(len(rest), TOKENS // (len(self.prefix) + len(rest[0]))))
+                while count > 1 and count * (len(self.prefix) + len(rest[count - 1])) > TOKENS:
                     count -= 1
-                for passage in read_with_host(self.model, self.name, rest[:count]):
+                for passage in read_with_host(self.model, self.name, rest[:count], self.prefix):
                     read[passage.ids] = passage
                 advance(count)
         for ids in tokens:
@@ -136,15 +148,19 @@ class PassageCache:
             recomputed_tokens: number of first tokens of each passage but the first that the host reads again at their
                 new positions, with the passages before them visible (arXiv 2410.15332, section 3).
 
+        Returns:
+            The passages of each row, the prefix before them.
+
         Raises:
             IndexError: a passage that is not there.
             ShapeError: no rows.
             ConditionError: tokens cannot be read again in this host.
         """
         check_int("recomputed_tokens", recomputed_tokens, at_least=0)
-        chosen = [[self._passage(number) for number in row] for row in rows]
-        if not chosen:
+        if not rows:
             raise ShapeError("passages are selected for each row of text, and there are no rows: select([[0, 2], [1]])")
+        prefix = self._read_prefix()
+        chosen = [[*prefix, *(self._passage(number) for number in row)] for row in rows]
         return PassageSelection(self._check, partial(capture, self.model, self.name), chosen, recomputed_tokens)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -157,7 +173,7 @@ class PassageCache:
             ConditionError: the host's weights have changed since it read them.
         """
         self.check_current()
-        write_passages(path, self._passages, self._fingerprint())
+        write_passages(path, self._passages, self._fingerprint(), self._read_prefix())
 
     @classmethod
     def load(
@@ -183,7 +199,9 @@ class PassageCache:
         cache = cls(model, tokenizer)
         adapter = model.adapter(cache.name)
         assert isinstance(adapter, PassageLayers)
-        cache._passages = read_passages(path, cache._fingerprint(), adapter, mapped, cache._vocab_size())
+        prefix, cache._passages = read_passages(path, cache._fingerprint(), adapter, mapped, cache._vocab_size())
+        if prefix is not None:
+            cache.prefix, cache._prefix = prefix.ids, prefix
         cache._numbers = {passage.ids: number for number, passage in enumerate(cache._passages)}
         cache._remember()
         return cache
@@ -211,6 +229,15 @@ class PassageCache:
         self._version = TensorVersion(self.model.host.parameters())
         self._active = active_lora(self.model.host)
 
+    def _read_prefix(self) -> list[Passage]:
+        """Return the prefix as a passage, read once; an empty list without one."""
+        if self.prefix and self._prefix is None:
+            self.check_current()
+            if self._version is None:
+                self._remember()
+            (self._prefix,) = read_with_host(self.model, self.name, [self.prefix])
+        return [] if self._prefix is None else [self._prefix]
+
     def _fingerprint(self) -> str:
         return fingerprint(self.model.host.state_dict())
 
@@ -226,7 +253,7 @@ class PassageCache:
         if isinstance(passage, str):
             if self.tokenizer is None:
                 raise ConfigError("a passage was given as a text: PassageCache(model, tokenizer), or give its ids")
-            passage = self.tokenizer(passage)["input_ids"]
+            (passage,), _ = tokenize(self.tokenizer, passage, add_special_tokens=not self.prefix)
         ids = tuple(torch.as_tensor(passage).flatten().tolist())
         if not ids:
             raise ShapeError("a passage has no tokens: leave it out")
@@ -251,28 +278,33 @@ def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:
     return names[0]
 
 
-def read_with_host(model: AdaptedModel, name: str, passages: Sequence[tuple[int, ...]]) -> list[Passage]:
-    """Return keys and values of passages, as if each were all there is; the host reads them in one batch."""
-    longest = max(map(len, passages))
-    padded = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
-    real = torch.arange(longest) < torch.tensor([[len(one)] for one in passages])
+def read_with_host(
+    model: AdaptedModel, name: str, passages: Sequence[tuple[int, ...]], prefix: tuple[int, ...] = ()
+) -> list[Passage]:
+    """Return keys and values of passages, each read alone after the prefix; the host reads them in one batch."""
+    start, longest = len(prefix), len(prefix) + max(map(len, passages))
+    padded = torch.tensor([[*prefix, *one, *[one[-1]] * (longest - start - len(one))] for one in passages])
+    real = torch.arange(longest) < torch.tensor([[start + len(one)] for one in passages])
     captured = capture(model, name, padded, real, torch.arange(longest)[None])
     has_windows = any(window is not None for window in captured.windows.values())
 
     def of_row(row: int, slots: dict[int, Tensor]) -> dict[int, Tensor]:
-        length = len(passages[row])
-        return {layer: one[row, :, :length].transpose(0, 1).contiguous() for layer, one in slots.items()}
+        end = start + len(passages[row])
+        return {layer: one[row, :, start:end].transpose(0, 1).contiguous() for layer, one in slots.items()}
 
     return [
-        Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows)
+        Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows, start)
         for row, ids in enumerate(passages)
     ]
 
 
-def write_passages(path: str | PathLike[str], passages: Sequence[Passage], host: str) -> None:
-    """Write passages to one file, with the fingerprint of their host."""
+def write_passages(
+    path: str | PathLike[str], passages: Sequence[Passage], host: str, prefix: Sequence[Passage] = ()
+) -> None:
+    """Write the prefix and the passages to one file, with the fingerprint of their host."""
     if not passages:
         raise AdapterFileError(f"there are no passages to write to {str(path)!r}: add some first")
+    passages = [*prefix, *passages]
     tables = {
         "ids": torch.tensor([token for passage in passages for token in passage.ids]),
         "lengths": torch.tensor([len(passage.ids) for passage in passages]),
@@ -280,14 +312,16 @@ def write_passages(path: str | PathLike[str], passages: Sequence[Passage], host:
     for layer in passages[0].keys:
         tables[f"keys.{layer}"] = torch.cat([passage.keys[layer] for passage in passages])
         tables[f"values.{layer}"] = torch.cat([passage.values[layer] for passage in passages])
-    about = {"host": host, "has_windows": any(passage.has_windows for passage in passages)}
+    about: dict[str, object] = {"host": host, "has_windows": any(passage.has_windows for passage in passages)}
+    if prefix:
+        about["has_prefix"] = True
     write_tensors(path, tables, {"format": PASSAGES, "mmattn_version": __version__, **about})
 
 
 def read_passages(
     path: str | PathLike[str], host: str, adapter: PassageLayers, mapped: bool, vocab_size: int | None = None
-) -> list[Passage]:
-    """Read the passages that `write_passages` wrote for the host with this fingerprint.
+) -> tuple[Passage | None, list[Passage]]:
+    """Read the prefix and the passages that `write_passages` wrote for the host with this fingerprint.
 
     Raises AdapterFileError if the file is torn, changed or something else, another host has read the passages, or the
     file holds what no host can have read.
@@ -300,6 +334,7 @@ def read_passages(
                 "or read them again, PassageCache(model).add(…)"
             )
         has_windows = validated(f"has_windows in {str(path)!r}", bool, metadata.get("has_windows"))
+        has_prefix = validated(f"has_prefix in {str(path)!r}", bool, metadata.get("has_prefix", False))
         _check_passages(path, tables, adapter, vocab_size)
         lengths = tables["lengths"].tolist()
         parts = {name: table.split(lengths) for name, table in tables.items() if name != "lengths"}
@@ -309,12 +344,14 @@ def read_passages(
                 {layer: parts[f"keys.{layer}"][number] for layer in adapter.layers},
                 {layer: parts[f"values.{layer}"][number] for layer in adapter.layers},
                 has_windows,
+                lengths[0] if has_prefix and number else 0,
             )
             for number in range(len(lengths))
         ]
+        prefix = passages.pop(0) if has_prefix else None
         if len({passage.ids for passage in passages}) != len(passages):
             raise AdapterFileError(f"{str(path)!r} holds a passage twice, and each is read once")
-    return passages
+    return prefix, passages
 
 
 def _check_passages(

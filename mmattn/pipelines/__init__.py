@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from mmattn.pipelines.generation import generate_texts
     from mmattn.pipelines.image_to_text import ImageToTextPipeline
-    from mmattn.pipelines.passage_answering import PassageAnsweringPipeline, save_passages
+    from mmattn.pipelines.passage_answering import PassageAnsweringPipeline
     from mmattn.pipelines.question_answering import (
         Answer,
         QuestionAnsweringPipeline,
@@ -70,7 +70,6 @@ __all__ = [
     "quantization_config",
     "read_entries",
     "read_passages",
-    "save_passages",
     "searchable",
     "tokenizer_fingerprint",
 ]

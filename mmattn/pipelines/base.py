@@ -93,6 +93,8 @@ class Pipeline:
             ConfigError: a model is named by a folder or a file of this machine.
         """
         host, encoder = self.config.host, self.config.encoder
+        if not (self.folder / CONFIG).is_file():
+            raise ConfigError(f"{str(self.folder)!r} is a host without an adapter: there is nothing to upload")
         for name in (host.name, host.lora, encoder.name):
             # The weights of "torchvision:NAME:WEIGHTS".
             path = "" if name is None else name.removeprefix("torchvision:").rpartition(":")[2]
@@ -120,17 +122,22 @@ class ImagePipeline(Pipeline):
 
 
 def pipeline(
-    folder: str | PathLike[str],
+    folder: str | PathLike[str] | None = None,
     *,
+    host: str | None = None,
+    encoder: str | None = None,
     index: IndexSource | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> Any:
-    """Load an adapter with the host, the tokenizer and the encoder that its folder names.
+    """Load an adapter with the host, the tokenizer and the encoder that its folder names; or a host alone.
 
     Args:
         folder: of the adapter, "assets/…" of the installation, or "org/name" on the Hugging Face hub.
+        host: instead of a folder a causal language model ("smollm2", a folder, "org/name"), which reads the texts of
+            an index itself and answers from them without training.
+        encoder: with a host, the encoder of the texts of the index, "minilm" by default.
         index: for answers from an index: the index, its folder or its address (see `Index.open`); it can also be
             given to each call.
         device: of all models; the accelerator of this machine by default, or the CPU.
@@ -138,13 +145,17 @@ def pipeline(
         revision: branch, tag or commit of a repository on the hub.
 
     Returns:
-        An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a passage adapter a `PassageAnsweringPipeline`),
+        An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a host a `PassageAnsweringPipeline`),
         `TextGenerationPipeline` or `TextToImagePipeline`.
 
     Raises:
         AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.
-        ConfigError: an index for a pipeline that reads none.
+        ConfigError: an index for a pipeline that reads none, or neither or both of a folder and a host.
     """
+    if folder is None or host is not None:
+        return _of_host(folder, host, encoder, index, device, dtype, revision)
+    if encoder is not None:
+        raise ConfigError(f"encoder={encoder!r} goes with host=; the adapter in {folder!r} names its own: leave it out")
     name = os.fspath(folder)
     place = Path(asset_path(name) if name.startswith("assets/") else local_folder(folder, revision))
     if not place.is_dir():
@@ -158,9 +169,35 @@ def pipeline(
             f"index={index!r} is for adapters that answer from an index; the one in {name!r} attends to pictures: "
             "leave it out"
         )
-    module, cls = _TASKS[config.task]
-    kind: type[Pipeline] = getattr(importlib.import_module(module), cls)
     with without_progress_bars(), warnings.catch_warnings():
         if dtype is not None:  # in another dtype the weights have another fingerprint
             warnings.filterwarnings("ignore", message="the weights of this .* are not those")
-        return kind.load(config, place, torch.device(device or default_device()), dtype, index)
+        pipe: Pipeline = _class_of(config.task).load(
+            config, place, torch.device(device or default_device()), dtype, index
+        )
+    return pipe
+
+
+def _class_of(task: str) -> Any:
+    """Return the class of the pipelines of a task."""
+    module, name = _TASKS[task]
+    return getattr(importlib.import_module(module), name)
+
+
+def _of_host(
+    folder: str | PathLike[str] | None,
+    host: str | None,
+    encoder: str | None,
+    index: IndexSource | None,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    revision: str | None,
+) -> Pipeline:
+    """Load a host that answers from passages."""
+    if host is None or folder is not None:
+        raise ConfigError(f"a pipeline is of an adapter's folder or of a host=; got {folder!r} and {host!r}")
+    with without_progress_bars():
+        pipe: Pipeline = _class_of("passage-answering").of_host(
+            host, encoder or "minilm", torch.device(device or default_device()), dtype, index, revision
+        )
+    return pipe

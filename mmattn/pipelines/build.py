@@ -122,7 +122,8 @@ def quantization_config(kind: str) -> QuantizationConfigMixin:
 
 def saved_fingerprint(folder: Path) -> str | None:
     """Return the fingerprint of the encoder that an adapter was trained with, if its file has one."""
-    fingerprint: str | None = read_json(folder / CONFIG).get("encoder")
+    path = folder / CONFIG
+    fingerprint: str | None = read_json(path).get("encoder") if path.is_file() else None
     return fingerprint
 
 

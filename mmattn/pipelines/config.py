@@ -115,7 +115,8 @@ class PipelineConfig(_Strict):
         host: the language model, or the UNet with its text encoder.
         encoder: of the pictures, or of the texts of the index.
         memory: settings of the memory of an index; None for images.
-        prompt: begin of the text; "{question}" stands for the question.
+        prompt: begin of the text; "{question}" stands for the question, and for "passage-answering" "{passages}" for
+            the passages, before which and in the rest of which special tokens are tokens.
         refusal: the answer if nothing in the index answers.
         generation: arguments of `generate`, or for drawing num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.

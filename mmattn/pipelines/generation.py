@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -20,11 +21,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each prompt after the begin token; special tokens that a user typed stay plain text."""
-    begin, _ = bos_and_eos(tokenizer)
-    rows, _ = tokenize(tokenizer, prompts)
-    return [[begin, *row] for row in rows]
+#: A text, or ids.
+Prompt = str | list[int]
+
+
+def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the ids of each text after the begin token, special tokens in it as plain text; ids stay as they are."""
+    rows = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            rows.append([bos_and_eos(tokenizer)[0], *tokenize(tokenizer, [prompt])[0][0]])
+        else:
+            rows.append(prompt)
+    return rows
+
+
+def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, question: str = "") -> list[int]:
+    """Return the ids of a template: its special tokens are tokens, those in the question plain text."""
+    special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    ids: list[int] = []
+    for piece in re.split(f"({pattern})", template) if special else [template]:
+        if piece in special:
+            ids.append(int(tokenizer.convert_tokens_to_ids(piece)))
+        elif piece:
+            ids += tokenize(tokenizer, [piece.replace("{question}", question)])[0][0]
+    return ids
+
+
+def end_ids(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end a text: of the tokenizer, and of the host's generation config."""
+    config = getattr(model.host, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    others = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return list(dict.fromkeys([bos_and_eos(tokenizer)[1], *others]))
 
 
 def left_padded(
@@ -42,7 +72,7 @@ def left_padded(
 def generate_texts(
     model: AdaptedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     memory: Memory | SearchedMemory | None = None,
     *,
     batch_size: int = 64,
@@ -52,8 +82,8 @@ def generate_texts(
 
     Args:
         model: a causal language model, with adapters where there is a memory.
-        tokenizer: of the model; each prompt begins with its begin token.
-        prompts: the texts to continue; special tokens in them are plain text.
+        tokenizer: of the model.
+        prompts: the texts to continue, each after the begin token, special tokens in them as plain text; or their ids.
         memory: a row for each prompt, or a searched memory for at most `batch_size` prompts; None for the bare model.
         batch_size: prompts at once.
         options: of `generate`.
@@ -91,7 +121,7 @@ def generate_rows(
 
 
 def stream_text(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, memory: Memory, *, options: Keywords
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, memory: Memory, *, options: Keywords
 ) -> Iterator[str]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
@@ -137,8 +167,8 @@ def arguments(
     model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, options: Keywords
 ) -> Arguments:
     """Return the arguments of `generate` for prompts (b, l) with their mask, checked; `options` override defaults."""
-    _, end = bos_and_eos(tokenizer)
-    merged = {"do_sample": False, "eos_token_id": end, "pad_token_id": _pad(tokenizer), **options}
+    ends = end_ids(model, tokenizer)
+    merged = {"do_sample": False, "eos_token_id": ends, "pad_token_id": _pad(tokenizer), **options}
     check_prompt(ids, mask, model.config, int(merged.get("max_new_tokens", 0)))
     return {"input_ids": ids, "attention_mask": mask, **merged}
 

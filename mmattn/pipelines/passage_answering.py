@@ -8,18 +8,29 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmattn.errors import ConfigError
-from mmattn.hosts.base import AdaptedModel
+import torch
+
+from mmattn.adapters.passages import PassageAdapter
+from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.hosts.attach import attach
 from mmattn.inspect.trace import Trace
 from mmattn.kv_store.passages import PassageCache, PassageSelection
-from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig, Settings
+from mmattn.pipelines.build import load_host
+from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
+from mmattn.pipelines.generation import Prompt, template_ids
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from mmattn.pipelines.base import IndexSource
 
 #: Keys and values of passages that were read beforehand, in the folder of the adapter.
 FILE = "passages.safetensors"
+#: Entries that a question attends to.
+TOP_K = 4
+#: Message of a user in the chat template.
+USER = "{passages}Question: {question}\nAnswer with a word or a short phrase from the texts."
 
 
 class _PassageHits(PassageSelection):
@@ -35,19 +46,86 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
     """Answers from the texts of an index, as the language model has read them. Arguments as for `IndexPipeline`.
 
     Passages in the adapter's `passages.safetensors` were read beforehand; other texts are read when they are first
-    found, and kept.
+    found, and kept. Where the prompt has {passages}, the text before stands before the passages of each question, and
+    special tokens of the prompt are tokens.
 
     Attributes:
         passages: a `PassageCache`.
     """
 
+    @classmethod
+    def of_host(
+        cls,
+        name: str,
+        encoder: str,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        index: IndexSource | None = None,
+        revision: str | None = None,
+    ) -> PassageAnsweringPipeline:
+        """Load a language model that answers from the texts of an index without training, in its chat template.
+
+        Args:
+            name: "smollm2", any other causal language model of the hub, or a folder.
+            encoder: of the texts of the index, by name.
+            device: of all models.
+            dtype: of the weights, float32 by default.
+            index: as for `pipeline`.
+            revision: of a name on the hub.
+        """
+        folder = Path(name)
+        host, tokenizer = load_host(ModelReference(name=name, revision=revision), folder, device, dtype)
+        config = PipelineConfig(
+            task="passage-answering",
+            host=ModelReference.of(name, tokenizer, revision=revision),
+            encoder=EncoderReference.of(encoder),
+            memory=MemoryConfig(top_k=TOP_K, host_layer=None),
+            prompt=passage_prompt(tokenizer),
+            generation={"max_new_tokens": 64},
+        )
+        return cls(config, attach(host, PassageAdapter()).eval(), tokenizer, folder, index)
+
     def _set_up(self, index: IndexSource | None) -> None:
         super()._set_up(index)
+        before, has_passages, after = self.config.prompt.partition("{passages}")
+        prefix = template_ids(self.tokenizer, before) if has_passages else []
+        self._template = after if has_passages else None
         file = self.folder / FILE
         if file.is_file():
             self.passages = PassageCache.load(self.model, file, self.tokenizer, mapped=True)
+            if list(self.passages.prefix) != prefix:
+                raise AdapterFileError(
+                    f"the passages in {str(file)!r} were read after another text than the prompt has before "
+                    "{passages}: read them again, or restore the prompt"
+                )
         else:
-            self.passages = PassageCache(self.model, self.tokenizer)
+            self.passages = PassageCache(self.model, self.tokenizer, prefix=prefix)
+
+    def read(self, texts: Sequence[str], *, progress: bool = False) -> list[int]:
+        """Have the language model read texts beforehand; return the number of each in `passages`.
+
+        Args:
+            texts: as an index has them.
+            progress: show it.
+        """
+        end = "" if self._template is None else "\n\n"
+        return self.passages.add([f"{text}{end}" for text in texts], progress=progress)
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Save the pipeline for `mmattn.pipeline(folder)`, with all passages that were read.
+
+        Args:
+            folder: where to.
+        """
+        self.model.save_adapter(folder, encoder=self.encoder.fingerprint)
+        self.config.save(folder)
+        if len(self.passages):
+            self.passages.save(Path(folder) / FILE)
+
+    def _prompts(self, questions: list[str]) -> Sequence[Prompt]:
+        if self._template is None:
+            return super()._prompts(questions)
+        return [template_ids(self.tokenizer, self._template, question.strip()) for question in questions]
 
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Raise ConfigError: passages are K/V of every layer, and a trace leaves out slots of a memory."""
@@ -66,55 +144,29 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             columns = zip(ids, texts, hits.scores[row].tolist(), real, strict=True)
             # The best hit stands last, next to the question.
             entries = [Source(id_, text, score, 0.0) for id_, text, score, is_real in columns if is_real and text][::-1]
-            read = [str(entry.text) for entry in entries]
-            numbers.append(list(self.passages.add(read, progress=False)) if read else [])
+            numbers.append(self.read([str(entry.text) for entry in entries]))
             sources.append(entries)
         return _PassageHits(self.passages, numbers, sources)
 
     def _sources(self, memory: _PassageHits, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
-        begin, sources = 0, []
-        for source, passage in zip(memory.sources[row], memory.rows[row], strict=True):
+        begin, sources = len(self.passages.prefix), []
+        passages = memory.rows[row][bool(begin) :]
+        for source, passage in zip(memory.sources[row], passages, strict=True):
             end = begin + len(passage.ids)
             sources.append(replace(source, weight=sum(weights[begin:end])))
             begin = end
         return tuple(sorted(sources, key=lambda source: -source.weight))
 
 
-def save_passages(
-    folder: str | PathLike[str],
-    model: AdaptedModel,
-    host: ModelReference,
-    encoder: EncoderReference,
-    fingerprint: str | None,
-    passages: PassageCache | None = None,
-    *,
-    top_k: int = 4,
-    prompt: str = "{question}",
-    generation: Settings | None = None,
-) -> PipelineConfig:
-    """Save a passage adapter as a pipeline, with passages that were read beforehand.
+def passage_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the prompt for a question about passages, in the chat template of the tokenizer if it has one.
 
     Args:
-        folder: where to.
-        model: the adapted model.
-        host: its language model by name.
-        encoder: of the texts of the index, by name.
-        fingerprint: of that encoder.
-        passages: read beforehand.
-        top_k: entries that a question attends to.
-        prompt: begin of the text; "{question}" stands for the question.
-        generation: arguments of `generate`.
+        tokenizer: of the language model.
     """
-    config = PipelineConfig(
-        task="passage-answering",
-        host=host,
-        encoder=encoder,
-        memory=MemoryConfig(top_k=top_k, host_layer=None),
-        prompt=prompt,
-        generation={"max_new_tokens": 64} if generation is None else generation,
+    if tokenizer.chat_template is None:
+        return f"{tokenizer.bos_token or ''}{{passages}}Question: {{question}}\nAnswer:"
+    prompt: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": USER}], tokenize=False, add_generation_prompt=True
     )
-    model.save_adapter(folder, encoder=fingerprint)
-    config.save(folder)
-    if passages is not None and len(passages):
-        passages.save(Path(folder) / FILE)
-    return config
+    return prompt

@@ -23,7 +23,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.build import check_encoder, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
-from mmattn.pipelines.generation import generate_texts, stream_text
+from mmattn.pipelines.generation import Prompt, generate_texts, stream_text
 from mmattn.retrieval.entries import Id
 from mmattn.retrieval.index import Index
 from mmattn.storage.files import open_regular
@@ -94,8 +94,8 @@ class IndexPipeline(Pipeline):
         chosen = self.index if index is None else self._load_index(index)
         if chosen is None:
             raise ConfigError(
-                f"the adapter in {str(self.folder)!r} reads an index, and there is none: give index=, such as the one "
-                f"of its run, or one made by: mmattn index build FILE -o DIR --for {shlex.quote(str(self.folder))}"
+                f"{str(self.folder)!r} answers from an index, and there is none: give index=, such as the one of its "
+                "run, or one that mmattn index build made"
             )
         return chosen
 
@@ -137,6 +137,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Return the entries that each word of the answer attended to, and its probability without them."""
         prompt, memory = self.inputs(question, index)
+        assert isinstance(prompt, str)
         (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
         begin, end = bos_and_eos(self.tokenizer)
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -148,7 +149,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
         """Build an index of JSON objects with the fields that the adapter reads, as `build_index` does."""
         return build_index(rows, self.config, self.encoder)
 
-    def inputs(self, question: str, index: IndexSource | None = None) -> tuple[str, Any]:
+    def inputs(self, question: str, index: IndexSource | None = None) -> tuple[Prompt, Any]:
         """Return the prompt of a question, and the memory (one row) of its hits."""
         (prompt,) = self._prompts(_check_questions(question))
         return prompt, self._memory([question], index)
@@ -184,7 +185,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
         ]
         return tuple(sorted(sources, key=lambda source: -source.weight))
 
-    def _prompts(self, questions: list[str]) -> list[str]:
+    def _prompts(self, questions: list[str]) -> Sequence[Prompt]:
         return [self.config.prompt.replace("{question}", question.strip()) for question in questions]
 
     def _memory(self, questions: list[str], index: IndexSource | None) -> Any:

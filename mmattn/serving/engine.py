@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmattn.data.text_batches import bos_and_eos, check_prompt
+from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.pipelines.generation import prompt_rows
+from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +89,7 @@ class Engine:
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
-        _, self.end = bos_and_eos(pipe.tokenizer)
+        self.ends = end_ids(pipe.model, pipe.tokenizer)
         host: PreTrainedModel = pipe.model.host
         text = host.config.get_text_config()
         self.context = int(getattr(text, "max_position_embeddings", 2048))
@@ -101,7 +101,7 @@ class Engine:
             num_blocks=min(rows, 4096) if device == "cpu" else None,
             max_batch_tokens=max(256, self.context) if device == "cpu" else None,
         )
-        answers = GenerationConfig(do_sample=False, eos_token_id=self.end, pad_token_id=self.end)
+        answers = GenerationConfig(do_sample=False, eos_token_id=self.ends, pad_token_id=self.ends[0])
         self.manager = host.init_continuous_batching(generation_config=answers, continuous_batching_config=config)
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class Engine:
         if not self.running:
             self._idle.set()
 
-    def ids_of(self, prompt: str, max_tokens: int) -> list[int]:
+    def ids_of(self, prompt: Prompt, max_tokens: int) -> list[int]:
         """Return the ids of a prompt; TextError if they leave no room for `max_tokens`."""
         (ids,) = prompt_rows(self.pipe.tokenizer, [prompt])
         input_ids = torch.tensor([ids])
@@ -160,7 +160,7 @@ class Engine:
                 # Wait for the rest of a character of several tokens.
                 if text.endswith("\N{REPLACEMENT CHARACTER}") and not done:
                     continue
-                reason = ("stop" if tokens and tokens[-1] == self.end else "length") if done else None
+                reason = ("stop" if tokens and tokens[-1] in self.ends else "length") if done else None
                 yield Piece(text[len(sent) :], len(tokens), reason)
                 sent = text
         finally:

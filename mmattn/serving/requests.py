@@ -15,6 +15,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 
 if TYPE_CHECKING:
+    from mmattn.pipelines.generation import Prompt
     from mmattn.pipelines.image_to_text import ImageToTextPipeline
 
 
@@ -92,7 +93,7 @@ def make_inputs(
     pictures: Sequence[str] = (),
     documents: Sequence[dict[str, JsonValue]] | None = None,
     vectors: Sequence[Sequence[float]] | None = None,
-) -> tuple[str, Memory]:
+) -> tuple[Prompt, Memory]:
     """Return prompt and memory (one row) of a request; documents replace the index, vectors (m, e) are the memory."""
     sources = {"a picture": pictures, "documents": documents, "memory": vectors}
     named = [name for name, source in sources.items() if source]

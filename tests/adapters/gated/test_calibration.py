@@ -72,6 +72,14 @@ def test_it_is_saved_and_trained_with(tmp_path: Path) -> None:
         again.calibrate(**batch, memory=memory)
 
 
+def test_one_token_has_no_spread() -> None:
+    model, memory = adapted(), tiny.memory(1)
+    arrived = torch.tensor([[0, 0, memory.length]])
+    with pytest.raises(ConditionError, match="fewer than two tokens attended"):
+        model.calibrate(tiny.text(1, 3), memory=memory, arrived=arrived)
+    assert calibration(model, 0) is None
+
+
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_training_calibrates_by_its_first_batch(calibrate: bool) -> None:
     memory, ids = tiny.memory(ROWS), tiny.text(ROWS, LENGTH)

@@ -51,7 +51,7 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, question: st
 
 def end_ids(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that end a text: of the tokenizer, and of the host's generation config."""
-    config = getattr(model.host, "generation_config", None)
+    config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
     others = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     return list(dict.fromkeys([bos_and_eos(tokenizer)[1], *others]))

@@ -113,7 +113,8 @@ def adapter_trainer() -> type:
 
         def _calibrate(self) -> None:
             """Calibrate fresh adapters by the first rows, also of a run that is resumed, whose weights follow."""
-            model, size = self.accelerator.unwrap_model(self.model), self.args.per_device_train_batch_size
+            model, args = self.accelerator.unwrap_model(self.model), self.args
+            size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
             if not fresh_adapters(model):
                 return
             model.eval()

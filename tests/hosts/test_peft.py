@@ -100,7 +100,9 @@ def test_prompts_beside_a_memory(kind, ids):
     lm, memory = tiny.make("llama"), tiny.memory(ROWS)
     model = tiny.attach(lm)
     guest = peft.get_peft_model(lm, KINDS[kind]())
-    with torch.no_grad(), model.condition(memory):
+    # A prefix is a cache that was read without a memory.
+    arrived = None if kind == "prompt" else torch.full(ids.shape, memory.length)
+    with torch.no_grad(), model.condition(memory, arrived=arrived):
         seeing = guest(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         # peft 0.21 gives its prefix to `generate` by a name that transformers 5.24 leaves aside.
         if kind == "prompt" or not tiny.IS_5_24:

@@ -12,7 +12,7 @@ from mmattn.encoders.images import ImageProcessor, image_list, load_image, pictu
 from mmattn.errors import ImageError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
-from mmattn.pipelines.generation import arguments, generate_texts, left_padded, prompt_rows, stream_text
+from mmattn.pipelines.generation import arguments, end_ids, generate_texts, left_padded, prompt_rows, stream_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,7 +77,7 @@ class ImageToTextPipeline(ImagePipeline):
         ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [self.config.prompt]), memory.device)
         options = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
         out = self.model.generate(**options, memory=memory)
-        if out[0, -1] == options["eos_token_id"]:
+        if int(out[0, -1]) in end_ids(self.model, self.tokenizer):
             out = out[:, :-1]
         with record(self.model) as weights:
             self.model(input_ids=out, memory=memory)

@@ -57,6 +57,12 @@ def test_captions_are_those_of_the_single_steps(pipe: Any, encoder: Any) -> None
     assert trace.title == want[0] and "".join(trace.words).strip() == want[0]
 
 
+def test_a_trace_ends_before_the_end_token() -> None:
+    pipe = mmattn.pipeline(asset_path("assets/vision/adapter"))
+    trace = pipe.trace(asset_path("assets/flora/snowdrop.png"))
+    assert "".join(trace.words).strip() == trace.title == pipe(asset_path("assets/flora/snowdrop.png"))
+
+
 def test_a_trace_by_an_encoder_with_pixels_of_its_own(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """How its pixels become a picture again is not known."""
     want, processor = pipe.trace(FLOWERS[0]), pipe.encoder.image_processor

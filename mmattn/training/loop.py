@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -232,8 +232,8 @@ class _Run:
             rest, batches = batches, list(islice(batches, 1))
             self.batches = chain(batches, rest)
         model.eval()
-        done = TrainingResult()
-        first = next(fetch(batches, self.config, self.processes, self.collate, self.sharded, done, steps=1))
+        whole = replace(self.processes, index=0, count=1)  # nothing may depend on the number of processes
+        first = next(fetch(batches, self.config, whole, self.collate, self.sharded, TrainingResult(), steps=1))
         with calibrating(model):
             for part in first.micro_batches:
                 loss_of(self.loss, part.batch, part.seeds, self.collate, self.accelerator)

@@ -148,8 +148,10 @@ def _has_tokens(index: str) -> bool:
     from mmattn.retrieval.index import Index
 
     opened = Index.open(index)
-    opened.close()  # where one process at a time may have it open
-    return opened.has_tokens
+    try:
+        return opened.has_tokens
+    finally:
+        opened.close()  # where one process at a time may have it open
 
 
 def _pipeline(adapter: Path, device: str | None, tasks: tuple[str, ...] = (), index: str | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
@@ -174,11 +174,6 @@ class GatedBlock(nn.Module):
             out = out.to(x.dtype)
         return out if seen is None else torch.where(seen, out, x)
 
-    def calibrate(self, states: Tensor) -> None:
-        """Standardise what this block reads by the mean and spread of hidden states (n, d)."""
-        self.calibration = Calibration(states.shape[1]).to(self.norm.weight)
-        self.calibration.measure(states)
-
 
 class FeedForward(nn.Module):
     """norm, up, GELU, down; or for SwiGLU swish(x W₁) · (x W₂) between norm and down (arXiv 2002.05202, equation 6)."""
@@ -325,9 +320,19 @@ class BlockLayers(AdapterLayers):
     def block(self, layer: int) -> GatedBlock:
         return cast(GatedBlock, self.blocks[str(layer)])
 
-    def gated_blocks(self) -> list[GatedBlock]:
-        """Return the blocks in the order of the layers."""
-        return [self.block(layer) for layer in self.layers]
+    def calibrate(self, states: Mapping[int, Tensor] | None = None) -> None:
+        """Standardise what the blocks read by the mean and spread of hidden states (n, d) of each layer, if given."""
+        for site in self.sites:
+            block = self.block(site.layer)
+            block.calibration = Calibration(site.width).to(block.norm.weight)
+            if states is not None:
+                block.calibration.measure(states[site.layer])
+        self.config = replace(self.config, layout=replace(self.config.layout, calibrated=True))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        if not self.config.layout.calibrated and f"{prefix}blocks.{self.layers[0]}.calibration.mean" in state_dict:
+            self.calibrate()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def attention(self, layer: int) -> CrossAttention:
         return self.block(layer).attention

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated_block import BlockLayers, Gate, GatedBlock
+from mmattn.adapters.gated_block import BlockLayers, Gate
 from mmattn.hosts.context import step_of
 from mmattn.hosts.hooks import HookedModel
+from mmattn.hosts.probe import in_eval_mode
 
 #: Hidden states of a block that are measured.
 MOST = 8192
@@ -21,23 +21,21 @@ MOST = 8192
 def calibrating(model: HookedModel) -> Iterator[None]:
     """Calibrate the fresh gated adapters of a model by what they read in the forwards inside the block."""
     adapters = fresh_adapters(model)
-    states: dict[GatedBlock, list[Tensor]] = {block: [] for one in adapters for block in one.gated_blocks()}
+    states: dict[nn.Module, list[Tensor]] = {block: [] for adapter in adapters for block in adapter.blocks.values()}
 
     def note(block: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, object]) -> None:
-        assert isinstance(block, GatedBlock)
         states[block].append(_attending(model, args[0], kwargs.get("seen")))
 
-    with contextlib.ExitStack() as hooks, torch.no_grad():
+    with contextlib.ExitStack() as hooks, torch.no_grad(), in_eval_mode(model.host):
         for block in states:
             hooks.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
         yield
     for adapter in adapters:
-        read = {block: torch.cat(states[block]) for block in adapter.gated_blocks() if states[block]}
+        read = {layer: states[adapter.block(layer)] for layer in adapter.layers}
+        tokens = {layer: torch.cat(parts) for layer, parts in read.items() if parts}
         # Of one token there is no spread.
-        if all(len(tokens) > 1 for tokens in read.values()) and len(read) == len(adapter.layers):
-            for block, tokens in read.items():
-                block.calibrate(tokens[:: -(-len(tokens) // MOST)])
-            adapter.config = replace(adapter.config, layout=replace(adapter.config.layout, calibrated=True))
+        if len(tokens) == len(read) and min(map(len, tokens.values())) > 1:
+            adapter.calibrate({layer: one[:: -(-len(one) // MOST)] for layer, one in tokens.items()})
 
 
 def fresh_adapters(model: HookedModel) -> list[BlockLayers]:

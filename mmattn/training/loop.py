@@ -231,7 +231,6 @@ class _Run:
         if isinstance(batches, Iterator):
             rest, batches = batches, list(islice(batches, 1))
             self.batches = chain(batches, rest)
-        model.eval()
         whole = replace(self.processes, index=0, count=1)  # nothing may depend on the number of processes
         first = next(fetch(batches, self.config, whole, self.collate, self.sharded, TrainingResult(), steps=1))
         with calibrating(model):

@@ -117,7 +117,6 @@ def adapter_trainer() -> type:
             size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
             if not fresh_adapters(model):
                 return
-            model.eval()
             with torch.random.fork_rng(devices=[]), calibrating(model), self.autocast_smart_context_manager():
                 inputs = self._prepare_inputs(self.data_collator(list(islice(self.train_dataset, size))))
                 model(**inputs)

@@ -72,6 +72,28 @@ def test_it_is_saved_and_trained_with(tmp_path: Path) -> None:
         again.calibrate(**batch, memory=memory)
 
 
+def test_a_state_dict_brings_it() -> None:
+    """Into a fresh adapter, as trainers resume; what is saved of that again is calibrated, too."""
+    model, batch, memory = adapted(), inputs(), tiny.memory(ROWS)
+    model.calibrate(**batch, memory=memory)
+    written = tiny.open_gates(model)(**batch, memory=memory).logits
+    again = adapted()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(**batch, memory=memory).logits, written)
+    assert again.adapter("default").config == model.adapter("default").config
+
+
+def test_dropout_does_not_act_meanwhile() -> None:
+    """And the model is in training afterwards, as before."""
+    batch, memory = inputs(), tiny.memory(ROWS)
+    hosts = [tiny.make("gpt2", resid_pdrop=0.5) for _ in range(2)]
+    still, training_mode = (mmattn.attach(host, mmattn.GatedAdapter(tiny.MEMORY_DIM, layers=LAYERS)) for host in hosts)
+    for model in (still, training_mode.train()):
+        model.calibrate(**batch, memory=memory)
+    assert torch.equal(calibration(still, 1).mean, calibration(training_mode, 1).mean)
+    assert training_mode.training and training_mode.host.training
+
+
 def test_one_token_has_no_spread() -> None:
     model, memory = adapted(), tiny.memory(1)
     arrived = torch.tensor([[0, 0, memory.length]])

@@ -19,6 +19,7 @@ from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory
 from mmattn.hosts.causal_lm.generation import asked, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
@@ -132,7 +133,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if call.rows is None:  # inside generate they were checked before, or computed
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
         text = self.text_state(call, args, kwargs)
-        self.check_cache(call, text)
+        if text.cache is not None and not hasattr(text.cache, READ):
+            check_with_memory(self.host, call, text)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
     def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> Sources:

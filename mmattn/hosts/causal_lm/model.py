@@ -197,7 +197,8 @@ class AdaptedCausalLM(AdaptedModel):
         """Return the actions of the adapters in one forward, and the inputs of the host."""
         text = self.text_state(call, args, kwargs)
         step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
-        self.check_cache(call, text)
+        if text.cache is not None and not hasattr(text.cache, READ):
+            check_with_memory(self.host, call, text)
         for actions in step.actions.values():
             if actions[0][0].stands_in_text or len(actions) > 1:
                 step.inputs = shift_text(step, text, dict(kwargs))
@@ -210,17 +211,6 @@ class AdaptedCausalLM(AdaptedModel):
             with self.open_blocks.conditioned(None):
                 step.inputs = keep_apart(self.host, step.inputs or dict(kwargs), text.packed)
         return step
-
-    def check_cache(self, call: Call, text: TextState) -> None:
-        """Refuse a cache whose tokens were read without a memory; each request of continuous batching has its own."""
-        cache = text.cache
-        if cache is None or hasattr(cache, READ) or call.reads_memory or type(cache).__name__ == PAGED_CACHE:
-            return
-        if not torch.compiler.is_compiling():
-            # Prompts of peft are in the cache before the text.
-            peft = getattr(self.host, "active_peft_config", None)
-            declared = call.arrivals is not None or getattr(peft, "is_prompt_learning", False)
-            check_with_memory(cache, text.past, declared)
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an answer that memory did not reach at some layers, but for those that a host leaves out by design."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import mmattn
-from mmattn import models
+from mmattn import models, training
 from mmattn.errors import ConfigError
 
 #: What a question asks for, by its answer.
@@ -97,17 +96,14 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
 
-def encode(encoder: Any, pictures: Sequence[Path], folder: Path, progress: bool) -> mmattn.Memory:
-    """Encode pictures once; later runs read the file that is named after the encoder and the pictures."""
-    digest = hashlib.sha256(encoder.fingerprint.encode())
-    for picture in pictures:
-        digest.update(picture.read_bytes())
-    file = folder / f"memory-{digest.hexdigest()[:24]}.safetensors"
-    if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        memory = encoder(list(pictures), progress=progress)
-        mmattn.Memory(memory.tokens.half(), memory.mask).save(file)  # half precision halves the file
-    return mmattn.Memory.load(file).to(torch.float32)
+def encode(encoder: Any, questions: Questions, folder: Path, progress: bool) -> mmattn.Memory:
+    """Return the memory of each picture; encoded once, and read from the folder by later runs."""
+    rows = [training.Row("", images=(picture,)) for picture in questions.pictures]
+    name = f"easy-vqa-{questions.pictures[0].parts[-3]}-{len(rows)}-{encoder.fingerprint[:12]}"
+    encoded = training.encode_rows(rows, folder / name, pictures=encoder, progress=progress)
+    memory = encoded.of(list(encoded))
+    assert memory is not None
+    return mmattn.Memory(memory.tokens, memory.mask)
 
 
 def answer_shares(data: Data) -> Tensor:

@@ -27,12 +27,15 @@ SAMPLES = 8
 
 def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`, with notes on how to read it."""
+    agree = sum(content["agree"] for content in contents) / len(contents)
     notes = [f"{len(contents)} seeds, mean ± half the range."] if len(contents) > 1 else []
     notes += [
         f"Right answers to {contents[0]['test_questions']:,} questions of the public test split, about other pictures "
         "than in training: the first token that the model generates, greedily from its whole vocabulary.",
         "The usual answer to each question is all that can be known without a picture. Shuffled: another question's "
         "picture. No picture: the same model called without a memory, bit for bit the frozen one.",
+        f"Only the last token of a question sees the picture. Where all tokens do, {100 * agree:.1f} % of "
+        f"{contents[0]['whole_prompts']} answers are the same.",
     ]
     rows = training.spread_table("", COLUMNS, [content["rows"] for content in contents])
     return "\n".join([rows, "", *(f"- {note}" for note in notes)])

@@ -9,8 +9,7 @@ questions of the public test split.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
 
 from .data import Data, answer_shares, encode, load_data
-from .report import COLUMNS, draw_answers, table
+from .report import draw_answers, table
 from .settings import Config
-
-__all__ = ["COLUMNS", "main", "table"]
 
 
 def main(config: dict[str, Any]) -> Path:
@@ -44,10 +42,10 @@ def main(config: dict[str, Any]) -> Path:
     lm, tokenizer = pipelines.load_language_model(settings.lm, accelerator.device)
     data = load_data(tokenizer, settings.train_questions, settings.test_questions)
     encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
-    encoded = [
-        encode(encoder, one.pictures, Path(settings.cache), settings.progress) for one in (data.train, data.test)
-    ]
-    train_memory, test_memory = (memory.to(accelerator.device) for memory in encoded)
+    train_memory, test_memory = (
+        encode(encoder, questions, Path(settings.cache), settings.progress).to(accelerator.device)
+        for questions in (data.train, data.test)
+    )
     print(
         f"{len(data.train)} questions about {train_memory.batch} pictures to train on, {len(data.test)} about "
         f"{test_memory.batch} others to test; memories of {train_memory.length} slots of width {train_memory.dim}"
@@ -73,12 +71,15 @@ def main(config: dict[str, Any]) -> Path:
         rows.append(row(data, "adapter, shuffled pictures", answer(test_memory[other])) | cost)
         rows.append(row(data, "adapter, right picture", right) | cost)
         draw_answers(run, model, prompts, encoder, data, test_memory, right)
+    whole = predict_whole(model, data, test_memory)
+    agree = (whole == right[: len(whole)]).float().mean().item()
     if settings.controls:
         model.unload()
         rows.insert(2, train_lora(lm, parameters, data, settings, run, accelerator))
     curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
     inspect.plot_curves(curves, run.path / "loss.png", log=True)
-    run.finish({"test_questions": len(data.test), "seed": settings.seed, "rows": rows}, table)
+    content = {"test_questions": len(data.test), "whole_prompts": len(whole), "agree": agree, "rows": rows}
+    run.finish(content | {"seed": settings.seed}, table)
     return run.path
 
 
@@ -120,7 +121,7 @@ def train(
         return F.cross_entropy(logits.float(), target, reduction="sum"), len(rows)
 
     options = optim.model_dump(exclude={"batch_size", "lora_steps", "lora_learning_rate"}) | {"seed": settings.seed}
-    batches = draw_batches(len(questions), optim.batch_size, settings.seed)
+    batches = draw_batches(range(len(questions)), optim.batch_size, settings.seed)
     log = partial(run.log, model="adapter")
     return training.train(
         model, loss, batches, training.TrainingConfig(**options), accelerator, log=log, label="adapter",
@@ -128,14 +129,10 @@ def train(
     )  # fmt: skip
 
 
-def draw_batches(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of numbers below `count`, each once in an epoch."""
-    order = random.Random(f"{seed} questions")
-    while True:
-        rows = list(range(count))
-        order.shuffle(rows)
-        for start in range(0, count - batch_size + 1, batch_size):
-            yield rows[start : start + batch_size]
+def draw_batches(rows: Sequence[int], batch_size: int, seed: int) -> DataLoader[Any]:
+    """Return batches of some numbers, each once in an epoch."""
+    order = torch.Generator().manual_seed(seed)
+    return DataLoader(rows, batch_size, shuffle=True, drop_last=True, collate_fn=list, generator=order)
 
 
 @torch.no_grad()
@@ -149,6 +146,24 @@ def predict(model: Any, prompts: training.PromptCache, data: Data, memory: mmatt
         seen = memory[data.test.picture[rows]]
         tokens.append(model(**prompts[data.test.prompt[rows]], memory=seen).logits[:, -1].argmax(-1).cpu())
     return torch.cat(tokens)
+
+
+def last_logits(model: Any, prompts: Sequence[Sequence[int]], device: torch.device, **memory: Any) -> Tensor:
+    """Return the logits (b, vocabulary) after whole prompts."""
+    batch = training.collate(prompts).to(device)
+    assert batch.attention_mask is not None
+    places, number = (batch.attention_mask.sum(1) - 1).unique(return_inverse=True)
+    texts = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "logits_to_keep": places}
+    logits: Tensor = model(**texts, **memory).logits
+    return logits[torch.arange(len(prompts)), number].float()
+
+
+@torch.no_grad()
+def predict_whole(model: Any, data: Data, memory: mmattn.Memory, count: int = 64) -> Tensor:
+    """Return the first token of the answers to some test questions where the whole prompt sees the picture."""
+    rows = torch.arange(min(count, len(data.test)))
+    prompts = [data.prompts[number] for number in data.test.prompt[rows].tolist()]
+    return last_logits(model, prompts, memory.device, memory=memory[data.test.picture[rows]]).argmax(-1).cpu()
 
 
 def train_lora(
@@ -166,11 +181,7 @@ def train_lora(
     tokens, shares = data.tokens.to(accelerator.device), answer_shares(data).to(accelerator.device)
 
     def logits(rows: Sequence[int]) -> Tensor:
-        batch = training.collate([data.prompts[row] for row in rows]).to(accelerator.device)
-        last = torch.tensor([len(data.prompts[row]) - 1 for row in rows], device=accelerator.device)
-        places, number = last.unique(return_inverse=True)
-        out = lora(input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=places).logits
-        return out[torch.arange(len(rows)), number].float()
+        return last_logits(lora, [data.prompts[row] for row in rows], accelerator.device)
 
     def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
         nats = -logits(rows).log_softmax(-1)[:, tokens] * shares[list(rows)]
@@ -181,7 +192,7 @@ def train_lora(
         max_steps=optim.lora_steps, learning_rate=optim.lora_learning_rate, warmup_steps=5, seed=settings.seed
     )
     asked = [row for row in range(len(data.prompts)) if shares[row].any()]
-    batches = ([asked[row] for row in rows] for rows in draw_batches(len(asked), min(16, len(asked)), settings.seed))
+    batches = draw_batches(asked, min(16, len(asked)), settings.seed)
     with training.cached_hidden_states(lora, Path(settings.cache) / "states"):
         result = training.train_run(run, "LoRA", lora, loss, batches, config, accelerator, progress=settings.progress)
         with torch.no_grad():

@@ -151,7 +151,7 @@ def cached_prompts(
     and values of the upper layers stay in memory, padded to the longest prompt.
 
     Args:
-        model: a causal language model with adapters, all of which are attached, and nothing trained in the host.
+        model: a causal language model with all its adapters attached, and nothing trained in the host.
         prompts: ids of each, longer than `last`.
         last: tokens of each prompt that see the memory.
         batch_size: prompts that are read together.

@@ -22,10 +22,7 @@ KINDS = {"yes": "yes or no", "no": "yes or no", "circle": "shape", "rectangle": 
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions by the numbers of their prompt, picture and answer.
-
-    `prompts` are ids, `answers` words, of which `tokens` are the first tokens; `pictures` are files.
-    """
+    """Questions with the number of the prompt, the picture and the answer of each; `pictures` are files."""
 
     rows: Sequence[models.Question]
     pictures: Sequence[Path]
@@ -47,7 +44,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Data:
-    """The public split into training and test, with what both have in common."""
+    """The public split into training and test, and what both share: prompts as ids, answers, and their first tokens."""
 
     train: Questions
     test: Questions

@@ -143,8 +143,8 @@ def predict(model: Any, prompts: training.PromptCache, data: Data, memory: mmatt
         return torch.cat([model(**prompts[rows]).logits[:, -1].argmax(-1).cpu() for rows in parts])[data.test.prompt]
     tokens = []
     for rows in torch.arange(len(data.test)).split(128):
-        seen = memory[data.test.picture[rows]]
-        tokens.append(model(**prompts[data.test.prompt[rows]], memory=seen).logits[:, -1].argmax(-1).cpu())
+        logits = model(**prompts[data.test.prompt[rows]], memory=memory[data.test.picture[rows]]).logits
+        tokens.append(logits[:, -1].argmax(-1).cpu())
     return torch.cat(tokens)
 
 
@@ -191,8 +191,8 @@ def train_lora(
     config = training.TrainingConfig(
         max_steps=optim.lora_steps, learning_rate=optim.lora_learning_rate, warmup_steps=5, seed=settings.seed
     )
-    asked = [row for row in range(len(data.prompts)) if shares[row].any()]
-    batches = draw_batches(asked, min(16, len(asked)), settings.seed)
+    questions = [row for row in range(len(data.prompts)) if shares[row].any()]
+    batches = draw_batches(questions, min(16, len(questions)), settings.seed)
     with training.cached_hidden_states(lora, Path(settings.cache) / "states"):
         result = training.train_run(run, "LoRA", lora, loss, batches, config, accelerator, progress=settings.progress)
         with torch.no_grad():

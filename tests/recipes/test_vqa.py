@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn import pipelines
+from mmattn import pipelines, training
 from tests.models.test_pretrained import need
 
 
@@ -64,3 +64,14 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
     model = mmattn.load(pipelines.load_language_model("smollm2", "cpu")[0], run / "adapter")
     block = model.adapter("default").block(28)
     assert block.calibration is not None and torch.isfinite(block.calibration.spread).all()
+
+
+@pytest.mark.slow
+def test_hidden_states_of_questions_differ_little(recipe: SimpleNamespace, tokenizer: Any) -> None:
+    """The figures on the page of the gated adapter: why it is calibrated."""
+    data = recipe.data.load_data(tokenizer)
+    model = mmattn.attach(pipelines.load_language_model("smollm2", "cpu")[0], mmattn.GatedAdapter(112, layers=[24]))
+    with training.cached_prompts(model, data.prompts) as prompts:
+        states = prompts.states[:, -1]
+    assert states.norm(dim=-1).median() == pytest.approx(484, rel=0.01)
+    assert (states - states.mean(0)).norm(dim=-1).median() == pytest.approx(75, rel=0.01)

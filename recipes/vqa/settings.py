@@ -19,7 +19,7 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    max_steps: int = Field(4000, ge=1)
+    max_steps: int = Field(3000, ge=1)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     gate_learning_rate: float | None = Field(3e-2, gt=0)

@@ -19,10 +19,10 @@ class AdapterSettings(Strict):
 
 
 class OptimSettings(Strict):
-    max_steps: int = Field(3000, ge=1)
+    max_steps: int = Field(5000, ge=1)
     batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(3e-3, gt=0)
-    gate_learning_rate: float | None = Field(3e-2, gt=0)
+    learning_rate: float = Field(2e-3, gt=0)
+    gate_learning_rate: float | None = Field(None, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     warmup_steps: int = Field(50, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

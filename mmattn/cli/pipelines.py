@@ -11,16 +11,17 @@ import typer
 
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format, or folders.")],
+    text: Annotated[str, typer.Option(help="A question about each picture, or the begin of its caption.")] = "",
     adapter: Annotated[Path, typer.Option(help="The adapter's folder, or ORG/NAME.")] = Path("assets/vision/adapter"),
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
-    """Describe pictures with a trained adapter: drawn flowers, with the one that is installed."""
+    """Describe pictures, or answer a question about them: drawn flowers, with the adapter that is installed."""
     from mmattn.encoders.images import picture_files
 
     files = picture_files(images)
     pipe = _pipeline(adapter, device, ("image-to-text",))
-    for image, text in zip(files, pipe(files), strict=True):
-        typer.echo(f"{image}: {text}")
+    for image, answer in zip(files, pipe(files, text), strict=True):
+        typer.echo(f"{image}: {answer}")
 
 
 def draw(

@@ -87,7 +87,7 @@ class HarnessModel:
             if tokenizer is not None:
                 raise ConfigError(f"the adapter's folder {str(adapter)!r} names its tokenizer: leave tokenizer= out")
             pipe = pipeline(adapter, index=index, device=device)
-            model, tokenizer, read = pipe.model, pipe.tokenizer, lambda value: pipe.inputs(value)[1]
+            model, tokenizer, read = pipe.model, pipe.tokenizer, lambda value: pipe.make_memory([value])
         elif index is not None or device is not None:
             raise ConfigError("index= and device= are for the folder of an adapter; an adapted model has its own")
         else:

@@ -1,18 +1,27 @@
-"""Images to captions: an encoder, a language model, and an adapter that attends to the patches."""
+"""Captions of images and answers about them: an encoder, a language model, an adapter that attends to the patches."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from mmattn.encoders.images import ImageProcessor, image_list, load_image, picture_files
-from mmattn.errors import ImageError
+from mmattn.errors import ImageError, TextError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline
-from mmattn.pipelines.generation import arguments, end_ids, generate_texts, left_padded, prompt_rows, stream_text
+from mmattn.pipelines.generation import (
+    Prompt,
+    arguments,
+    end_ids,
+    generate_texts,
+    left_padded,
+    prompt_rows,
+    stream_text,
+    template_ids,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,50 +30,70 @@ if TYPE_CHECKING:
 
 
 class ImageToTextPipeline(ImagePipeline):
-    """Captions of images."""
+    """Captions of images, or answers to questions about them."""
 
     def __call__(
-        self, images: object, *, batch_size: int = 64, progress: bool = False, **options: object
+        self,
+        images: object,
+        text: str | Sequence[str] = "",
+        *,
+        batch_size: int = 64,
+        progress: bool = False,
+        **options: object,
     ) -> str | list[str]:
-        """Return the caption of an image, or a list of captions for a list of images.
+        """Return the text that the model generates for an image, or a list of texts for a list of images.
 
         Args:
             images: one or a list: files, bytes, arrays, tensors, images of Pillow; or a folder of images, whose
                 captions come in the order of their names.
+            text: a question about each image, or the begin of its caption; a list has one for each image.
             batch_size: images at once.
             progress: show a bar while images are encoded.
             **options: of `generate`; they override those of the adapter's folder.
 
         Raises:
             ImageError: an image cannot be read.
+            TextError: the adapter answers questions, and one is missing; or as many texts as images are not there.
         """
         if isinstance(images, (str, os.PathLike)) and os.path.isdir(images):
             images = picture_files([images])
         pictures = image_list(images)
         one = len(pictures) == 1 and not isinstance(images, (list, tuple))
-        memory = self._memory(pictures, progress)
+        questions = [text] * len(pictures) if isinstance(text, str) else list(text)
+        if len(questions) != len(pictures):
+            raise TextError(f"{len(pictures)} images have {len(questions)} texts: give one for each, or one for all")
+        prompts = [self.make_prompt(question) for question in questions]
+        memory = self.make_memory(pictures, progress)
         texts = generate_texts(
             self.model,
             self.tokenizer,
-            [self.config.prompt] * memory.batch,
+            prompts,
             memory,
             batch_size=batch_size,
             options=self.config.generation | options,
         )
         return texts[0] if one else texts
 
-    def stream(self, image: object, **options: object) -> Iterator[str]:
-        """Yield the caption of an image piece by piece. Options and errors as for a call."""
-        prompt, memory = self.inputs(image)
+    def stream(self, image: object, text: str = "", **options: object) -> Iterator[str]:
+        """Yield the text for an image piece by piece. Arguments and errors as for a call."""
+        prompt, memory = self.inputs(image, text)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
-    def inputs(self, image: object) -> tuple[str, Memory]:
+    def inputs(self, image: object, text: str = "") -> tuple[Prompt, Memory]:
         """Return the prompt, and the memory (1, m, e) of an image."""
-        return self.config.prompt, self._memory([image], False)
+        return self.make_prompt(text), self.make_memory([image])
+
+    def make_prompt(self, text: str = "") -> Prompt:
+        """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
+        if "{question}" not in self.config.prompt:
+            return self.config.prompt + text
+        if not text.strip():
+            raise TextError('the adapter answers questions about pictures, and none was asked: give text="…"')
+        return template_ids(self.tokenizer, self.config.prompt, text.strip())
 
     @torch.no_grad()
-    def trace(self, image: object) -> Trace:
-        """Return the caption of an image, as the title, and the patches that each of its words attended to.
+    def trace(self, image: object, text: str = "") -> Trace:
+        """Return the text for an image, as the title, and the patches that each of its words attended to.
 
         The trace has the image as the encoder reads it, on which the patches lie.
         """
@@ -73,8 +102,8 @@ class ImageToTextPipeline(ImagePipeline):
 
         if image is None:
             raise ImageError("there is no picture to caption: give one")
-        memory = self._memory([image], False)
-        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [self.config.prompt]), memory.device)
+        prompt, memory = self.inputs(image, text)
+        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [prompt]), memory.device)
         options = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
         out = self.model.generate(**options, memory=memory)
         if int(out[0, -1]) in end_ids(self.model, self.tokenizer):
@@ -95,7 +124,8 @@ class ImageToTextPipeline(ImagePipeline):
             picture=self._preprocessed(image),
         )
 
-    def _memory(self, images: list[object], progress: bool) -> Memory:
+    def make_memory(self, images: list[object], progress: bool = False) -> Memory:
+        """Return the memory (b, m, e) of images."""
         memory: Memory = self.encoder(images, progress=progress)
         return memory.to(torch.float32)
 

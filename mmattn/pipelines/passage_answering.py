@@ -122,10 +122,11 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
         if len(self.passages):
             self.passages.save(Path(folder) / FILE)
 
-    def _prompts(self, questions: list[str]) -> Sequence[Prompt]:
+    def make_prompt(self, question: str) -> Prompt:
+        """Return the prompt of a question; of a template with "{passages}" what stands behind them."""
         if self._template is None:
-            return super()._prompts(questions)
-        return [template_ids(self.tokenizer, self._template, question.strip()) for question in questions]
+            return super().make_prompt(question)
+        return template_ids(self.tokenizer, self._template, question.strip())
 
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Raise ConfigError: passages are K/V of every layer, and a trace leaves out slots of a memory."""
@@ -133,7 +134,8 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             "passages have no trace: use mmattn.inspect.record(pipe.model), or the weights of the sources"
         )
 
-    def _memory(self, questions: list[str], index: IndexSource | None) -> _PassageHits:
+    def make_memory(self, questions: list[str], index: IndexSource | None = None) -> _PassageHits:
+        """Return the passages that are hits of questions."""
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(list(questions), top_k=self.config.memory.top_k)
         numbers: list[list[int]] = []

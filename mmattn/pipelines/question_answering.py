@@ -151,17 +151,17 @@ class QuestionAnsweringPipeline(IndexPipeline):
 
     def inputs(self, question: str, index: IndexSource | None = None) -> tuple[Prompt, Any]:
         """Return the prompt of a question, and the memory (one row) of its hits."""
-        (prompt,) = self._prompts(_check_questions(question))
-        return prompt, self._memory([question], index)
+        (question,) = _check_questions(question)
+        return self.make_prompt(question), self.make_memory([question], index)
 
     @torch.no_grad()
     def _answer(self, questions: list[str], index: IndexSource | None, options: Mapping[str, object]) -> list[Answer]:
-        memory = self._memory(questions, index)
+        memory = self.make_memory(questions, index)
         with record(self.model) as recorded:
             texts = generate_texts(
                 self.model,
                 self.tokenizer,
-                self._prompts(questions),
+                [self.make_prompt(question) for question in questions],
                 memory,
                 batch_size=len(questions),
                 options={**self.config.generation, **options},
@@ -185,10 +185,12 @@ class QuestionAnsweringPipeline(IndexPipeline):
         ]
         return tuple(sorted(sources, key=lambda source: -source.weight))
 
-    def _prompts(self, questions: list[str]) -> Sequence[Prompt]:
-        return [self.config.prompt.replace("{question}", question.strip()) for question in questions]
+    def make_prompt(self, question: str) -> Prompt:
+        """Return the prompt of a question."""
+        return self.config.prompt.replace("{question}", question.strip())
 
-    def _memory(self, questions: list[str], index: IndexSource | None) -> Any:
+    def make_memory(self, questions: list[str], index: IndexSource | None = None) -> Any:
+        """Return the memory of the hits of questions."""
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(questions, top_k=self.config.memory.top_k)
         memory: Memory = hits.memory(tokens=self.config.memory.fields is not None)

@@ -105,13 +105,11 @@ def make_inputs(
     if not answers and documents is not None:
         raise ConfigError("this model describes pictures and reads no documents: give image_url")
     if vectors is not None:
-        prompt = pipe.config.prompt.replace("{question}", text.strip()) if answers else pipe.config.prompt + text
-        return prompt, _vector_memory(vectors, pipe)
+        return pipe.make_prompt(text), _vector_memory(vectors, pipe)
     if not isinstance(pipe, QuestionAnsweringPipeline):
         if len(pictures) != 1:
             raise ImageError(f"this model describes one picture, and {len(pictures)} were given as image_url")
-        prompt, memory = pipe.inputs(decode_data_url(pictures[0]))
-        return prompt + text, memory
+        return pipe.inputs(decode_data_url(pictures[0]), text)
     index = None
     if documents is not None:
         if len(documents) > max_documents:

@@ -44,14 +44,19 @@ class Questions:
 
 @dataclass(frozen=True)
 class Data:
-    """The public split into training and test, and what both share: prompts as ids, answers, and their first tokens."""
+    """The public split into training and test, and what both share: prompts and answers, as texts and as ids."""
 
     train: Questions
     test: Questions
-    prompts: list[list[int]]
     texts: list[str]
     answers: list[str]
-    tokens: Tensor
+    prompts: list[list[int]]
+    ends: list[list[int]]  # of each answer, with the token that ends it
+
+    @property
+    def tokens(self) -> Tensor:
+        """The first token of each answer."""
+        return torch.tensor([ids[0] for ids in self.ends])
 
 
 def load_data(
@@ -64,12 +69,17 @@ def load_data(
         splits.append(rows if count is None else Random(0).sample(rows, min(count, len(rows))))
     texts = sorted({row.text for rows in splits for row in rows})
     answers = sorted({row.answer for rows in splits for row in rows})
-    firsts = [tokenizer(answer.capitalize(), add_special_tokens=False)["input_ids"][0] for answer in answers]
-    if len(set(firsts)) != len(answers):
+    ends = [[*_ids(tokenizer, answer.capitalize()), tokenizer.eos_token_id] for answer in answers]
+    if len({ids[0] for ids in ends}) != len(answers):
         raise ConfigError("answers are told apart by their first token, and two begin alike in this tokenizer")
     train, test = (_numbered(rows, texts, answers) for rows in splits)
-    prompts = [prompt_ids(tokenizer, text) for text in texts]
-    return Data(train, test, prompts, texts, answers, torch.tensor(firsts))
+    template = prompt_template(tokenizer)
+    prompts = [_ids(tokenizer, template.replace("{question}", text[:1].upper() + text[1:])) for text in texts]
+    return Data(train, test, texts, answers, prompts, ends)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[str]) -> Questions:
@@ -84,13 +94,32 @@ def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[s
     )
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """Return a question as a turn of the host's chat template, or plainly where it has none."""
-    text = question[:1].upper() + question[1:]
+def prompt_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the prompt of a question as a turn of the host's chat template, or plainly where it has none."""
     if tokenizer.chat_template is None:
-        return list(tokenizer(f"Question: {text}\nAnswer:")["input_ids"])
-    messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+        return f"{tokenizer.bos_token or ''}Question: {{question}}\nAnswer:"
+    messages = [{"role": "user", "content": "{question}"}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def training_tokens(data: Data, every: int = 8) -> tuple[list[list[int]], Tensor]:
+    """Return texts, and for each token to train (n, 3) the text before it, the picture and the token itself.
+
+    It is the first token of the answer to each question, and at each eighth question the others, too: most answers
+    have one.
+    """
+    texts, rows = list(data.prompts), []
+    number: dict[tuple[int, ...], int] = {tuple(text): row for row, text in enumerate(texts)}
+    columns = (data.train.prompt.tolist(), data.train.picture.tolist(), data.train.answer.tolist())
+    for question, (prompt, picture, answer) in enumerate(zip(*columns, strict=True)):
+        ids = data.ends[answer]
+        for count in range(len(ids) if question % every == 0 else 1):
+            text = [*data.prompts[prompt], *ids[:count]]
+            if tuple(text) not in number:
+                number[tuple(text)] = len(texts)
+                texts.append(text)
+            rows.append((number[tuple(text)], picture, ids[count]))
+    return texts, torch.tensor(rows)
 
 
 def encode(encoder: Any, questions: Questions, folder: Path, progress: bool) -> mmattn.Memory:

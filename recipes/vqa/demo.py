@@ -12,7 +12,7 @@ import mmattn
 from mmattn import pipelines
 from mmattn.recipes import read_settings
 
-from .data import prompt_ids
+from .data import prompt_template
 from .settings import Config
 from .train import main as train
 
@@ -45,7 +45,7 @@ def main(out: str = "runs/demo") -> Path:
 @torch.no_grad()
 def chat(model: Any, tokenizer: Any) -> torch.Tensor:
     """Return the tokens that a model answers a question with."""
-    ids = torch.tensor([prompt_ids(tokenizer, QUESTION)])
-    mask = torch.ones_like(ids)
-    out: torch.Tensor = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
-    return out[0, ids.shape[1] :]
+    text = prompt_template(tokenizer).replace("{question}", QUESTION)
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    out: torch.Tensor = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return out[0, inputs["input_ids"].shape[1] :]

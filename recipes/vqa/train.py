@@ -23,7 +23,7 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
 
-from .data import Data, answer_shares, encode, load_data
+from .data import Data, answer_shares, encode, load_data, prompt_template, training_tokens
 from .report import draw_answers, table
 from .settings import Config
 
@@ -56,11 +56,14 @@ def main(config: dict[str, Any]) -> Path:
     model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=train_memory.dim, **settings.adapter.model_dump()))
     model.print_trainable_parameters()
     parameters = model.trainable_parameters()[0]
-    with training.cached_prompts(model, data.prompts) as prompts:
+    texts, tokens = training_tokens(data)
+    with training.cached_prompts(model, texts) as prompts:
         answer = partial(predict, model, prompts, data)
         rows.append(row(data, "frozen model, no picture", answer(None)))
-        result = train(model, prompts, data, train_memory, settings, run, accelerator)
+        result = train(model, prompts, tokens, train_memory, settings, run, accelerator)
         model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
+        pipeline_config = make_pipeline_config(settings, tokenizer, data)
+        pipeline_config.save(run.path / "adapter")
         if result.interrupted:
             print(f"stopped after {result.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
             return run.path
@@ -79,7 +82,8 @@ def main(config: dict[str, Any]) -> Path:
     curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
     inspect.plot_curves(curves, run.path / "loss.png", log=True)
     content = {"test_questions": len(data.test), "whole_prompts": len(whole), "agree": agree, "rows": rows}
-    run.finish(content | {"seed": settings.seed}, table)
+    results = run.finish(content | {"seed": settings.seed}, table)
+    pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
 
 
@@ -103,30 +107,40 @@ def row(data: Data, name: str, predicted: Tensor) -> dict[str, Any]:
 def train(
     model: Any,
     prompts: training.PromptCache,
-    data: Data,
+    tokens: Tensor,
     memory: mmattn.Memory,
     settings: Config,
     run: training.RunFolder,
     accelerator: Any,
 ) -> training.TrainingResult:
-    """Train the adapter on the first token of the answers."""
-    optim, questions = settings.optim, data.train
-    tokens = data.tokens.to(accelerator.device)
+    """Train the adapter on rows (n, 3) of a text, a picture and the token that follows."""
 
     def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        chosen = torch.tensor(rows)
-        batch = prompts[questions.prompt[chosen]]
-        logits = model(**batch, memory=memory[questions.picture[chosen]]).logits[:, -1]
-        target = tokens[questions.answer[chosen].to(tokens.device)]
-        return F.cross_entropy(logits.float(), target, reduction="sum"), len(rows)
+        texts, pictures, target = tokens[list(rows)].T
+        logits = model(**prompts[texts], memory=memory[pictures]).logits[:, -1]
+        return F.cross_entropy(logits.float(), target.to(logits.device), reduction="sum"), len(rows)
 
+    optim = settings.optim
     options = optim.model_dump(exclude={"batch_size", "lora_steps", "lora_learning_rate"}) | {"seed": settings.seed}
-    batches = draw_batches(range(len(questions)), optim.batch_size, settings.seed)
+    batches = draw_batches(range(len(tokens)), optim.batch_size, settings.seed)
     log = partial(run.log, model="adapter")
     return training.train(
         model, loss, batches, training.TrainingConfig(**options), accelerator, log=log, label="adapter",
         progress=settings.progress,
     )  # fmt: skip
+
+
+def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipelines.PipelineConfig:
+    """Return the file that lets `mmattn.pipeline` and `mmattn caption` load the adapter with its models."""
+    return pipelines.PipelineConfig(
+        task="image-to-text",
+        host=pipelines.ModelReference.of(settings.lm, tokenizer),
+        encoder=pipelines.EncoderReference.of(settings.encoder),
+        prompt=prompt_template(tokenizer),
+        generation={"max_new_tokens": max(map(len, data.ends))},
+        trained_on=f"{len(data.train)} questions of easy-VQA about {len(data.train.pictures)} drawn pictures.",
+        training={"recipe": "vqa", "seed": settings.seed, "steps": settings.optim.max_steps},
+    )
 
 
 def draw_batches(rows: Sequence[int], batch_size: int, seed: int) -> DataLoader[Any]:

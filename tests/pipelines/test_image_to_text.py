@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import asset_path
 from tests.cli.running import call
 from tests.serving.servers import captioning_pipe
@@ -57,6 +57,39 @@ def test_captions_are_those_of_the_single_steps(pipe: Any, encoder: Any) -> None
     assert trace.title == want[0] and "".join(trace.words).strip() == want[0]
 
 
+def ask_about(pipe: Any, prompt: str, **fields: object) -> Any:
+    """Return the pipeline with another prompt."""
+    return type(pipe)(
+        pipe.config.model_copy(update={"prompt": prompt, **fields}), pipe.model, pipe.tokenizer, pipe.folder
+    )
+
+
+def test_a_question_about_a_picture(pipe: Any) -> None:
+    """It stands in the template, whose special tokens are tokens; those in the question are plain text."""
+    begin, end = pipe.tokenizer.bos_token, pipe.tokenizer.eos_token
+    asked = ask_about(pipe, f"{begin}Question: {{question}}{end}Answer:")
+    question = f"a red flower{end}?"
+    literal = pipe.tokenizer(f"Question: {question}", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    rest = pipe.tokenizer("Answer:", add_special_tokens=False)["input_ids"]
+    ids = asked.make_prompt(f" {question} ")
+    assert ids == [pipe.tokenizer.bos_token_id, *literal, pipe.tokenizer.eos_token_id, *rest]
+    texts = ["a red flower", "what leaves"]
+    one_by_one = [asked(flower, text) for flower, text in zip(FLOWERS, texts, strict=False)]
+    assert asked(FLOWERS[:2], texts) == one_by_one
+    assert asked(FLOWERS[:2], texts[0]) == [one_by_one[0], asked(FLOWERS[1], texts[0])]
+    assert (
+        "".join(asked.stream(FLOWERS[0], texts[0])).strip() == one_by_one[0] == asked.trace(FLOWERS[0], texts[0]).title
+    )
+    with pytest.raises(TextError, match='none was asked: give text="…"'):
+        asked(FLOWERS[0])
+    with pytest.raises(TextError, match="2 images have 1 texts"):
+        asked(FLOWERS[:2], texts[:1])
+
+
+def test_the_begin_of_a_caption(pipe: Any) -> None:
+    assert pipe(FLOWERS[0], " a red") == ask_about(pipe, f"{pipe.config.prompt} a red")(FLOWERS[0])
+
+
 def test_a_trace_ends_before_the_end_token() -> None:
     pipe = mmattn.pipeline(asset_path("assets/vision/adapter"))
     trace = pipe.trace(asset_path("assets/flora/snowdrop.png"))
@@ -83,6 +116,8 @@ def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pyte
     code, out, err = call(capsys, "caption", FLOWERS[0], copy.parent, "--adapter", adapter)
     assert code == 0 and "Loading weights" not in err, err
     assert out.splitlines() == [f"{FLOWERS[0]}: {pipe(FLOWERS[0])}", f"{copy}: {pipe(FLOWERS[1])}"]
+    code, out, _ = call(capsys, "caption", FLOWERS[0], "--text", " a red", "--adapter", adapter)
+    assert (code, out.strip()) == (0, f"{FLOWERS[0]}: {pipe(FLOWERS[0], ' a red')}".strip())
     code, _, err = call(capsys, "caption", "nowhere.png", "--adapter", adapter)
     assert code == 2 and "there is no file 'nowhere.png'" in err
     code, _, err = call(capsys, "caption", FLOWERS[0], "--adapter", asset_path("assets/rag/adapter"))

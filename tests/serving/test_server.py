@@ -271,12 +271,13 @@ def test_pictures(tmp_path: Path) -> None:
     assert wanted[0] != wanted[1]
     with serving(pipe) as server, asking(server) as client:
 
-        def caption(url: str) -> str:
-            content = [{"type": "image_url", "image_url": {"url": url}}]
+        def caption(url: str, text: str = "") -> str:
+            content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
             made = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}])
             return str(made.choices[0].message.content)
 
         assert [caption(data_url(file)) for file in PICTURES] == wanted
+        assert caption(data_url(PICTURES[0]), " a red") == pipe(PICTURES[0], " a red")
         made = client.completions.create(model="tiny", prompt="", extra_body={"image": data_url(PICTURES[1])})
         assert made.choices[0].text == wanted[1]
         for url, said in (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn import pipelines
+from mmattn import models, pipelines
 from mmattn.recipes import read_settings
 
 from .data import prompt_template
@@ -38,6 +38,9 @@ def main(out: str = "runs/demo") -> Path:
     print(f"\ntable                        {run / 'table.md'}")
     print(f"answers and attended patches {run / 'answers.png'}")
     print(f"adapter                      {run / 'adapter'}")
+    asked = models.load_easy_vqa("test")[0]
+    question = asked.text.capitalize()
+    print(f"ask about another picture    mmattn caption {asked.picture} --text '{question}' --adapter {run}/adapter")
     print(f"{time.perf_counter() - start:.0f} s")
     return run
 

@@ -32,6 +32,19 @@ def smollm2() -> tuple[Any, Any]:
     return pipelines.load_language_model("smollm2", "cpu")
 
 
+#: Tokens that llama.cpp makes of texts from the same GGUF file.
+LLAMA_CPP = {
+    "In 1994, 12345 apples cost $67.89.": "788 216 33 41 41 36 28 216 33 34 35 36 37 13855 1708 1885 38 39 30 40 41 30",
+    "  two  spaces\n\n\ttab": "216 827 216 5600 1116 197 15999",
+    "naïve café Größe 東京 привет 😀🎉": "3546 46494 37366 9171 7466 34878 85 17097 247 126 16736 122 21985 46879 "
+    "16464 32547 40303 218 10813 232 227",
+    "def f(x):\n    return x**2 + 10": "1604 275 24 104 727 472 1003 1792 828 34 1232 216 33 32",
+    "\r\n": "2738",
+    "e\u0301 combining": "85 151 219 9301",
+    "١٢٣ Arabic digits": "164 111 164 112 164 113 12428 18638",
+}
+
+
 class TestSmolLM2:
     def test_it_knows_the_capital_of_france(self, smollm2: Any) -> None:
         lm, tokenizer = smollm2
@@ -47,6 +60,11 @@ class TestSmolLM2:
         assert tokenizer.decode(tokenizer("Bäume, 世界 42")["input_ids"]) == "Bäume, 世界 42"
         chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
         assert chat.endswith("<|im_start|>user\nHello<|im_end|>\n") and tokenizer.model_max_length == 8192
+
+    def test_tokens_are_those_of_llama_cpp(self, smollm2: Any) -> None:
+        _, tokenizer = smollm2
+        tokens = {text: " ".join(map(str, tokenizer(text)["input_ids"])) for text in LLAMA_CPP}
+        assert tokens == LLAMA_CPP
 
     @pytest.mark.slow
     def test_a_pipeline_names_it_by_its_short_name(self, smollm2: Any, tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ class TestSettings:
             recipe.settings.Config(**changes)
 
     def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
-        for name in ("config.yaml", "config_unet.yaml"):
+        for name in ("config.yaml", "config_smollm2.yaml", "config_unet.yaml"):
             settings = read_settings(ROOT / "recipes" / "finetune" / name, ["optim.max_steps=120"])
             assert settings.pop("recipe") == "finetune"
             optim = recipe.settings.Config(**settings).optim

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn import pipelines, training
+from mmattn import models, pipelines, training
 from tests.models.test_pretrained import need
 
 
@@ -40,6 +40,20 @@ def test_without_a_picture_two_thirds_are_right(recipe: SimpleNamespace, tokeniz
     assert tokenizer.decode(data.prompts[0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_whole_answers_are_trained(recipe: SimpleNamespace, tokenizer: Any) -> None:
+    """The first token of each answer, and at each eighth question the rest of it, to its end."""
+    data = recipe.data.load_data(tokenizer, 173, 5)
+    texts, tokens = recipe.data.training_tokens(data)
+    firsts = tokens[tokens[:, 0] < len(data.prompts)]
+    assert torch.equal(firsts[:, 0], data.train.prompt) and torch.equal(firsts[:, 1], data.train.picture)
+    assert torch.equal(firsts[:, 2], data.tokens[data.train.answer])
+    texts_of = [tokenizer.decode([*texts[row], token]) for row, _, token in tokens.tolist()]
+    whole = [text for text in texts_of if text.endswith("<|im_end|>")]
+    assert len(whole) == 22 == -(-173 // 8)
+    answers = [data.answers[answer].capitalize() for answer in data.train.answer[::8].tolist()]
+    assert [text.split("assistant\n")[1] for text in whole] == [f"{answer}<|im_end|>" for answer in answers]
+
+
 def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
     settings = {
         "out": str(tmp_path / "run"),
@@ -61,6 +75,10 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
     written = (run / "table.json").stat().st_mtime_ns
     recipe.train.main(settings)
     assert (run / "table.json").stat().st_mtime_ns == written, "a finished run is left as it is"
+    pipe, asked = mmattn.pipeline(run / "adapter", device="cpu"), models.load_easy_vqa("test")[0]
+    data = recipe.data.load_data(pipe.tokenizer, 5, 5)
+    assert pipe.make_prompt(data.texts[0].capitalize()) == data.prompts[0]
+    assert isinstance(pipe(asked.picture, asked.text), str)
     model = mmattn.load(pipelines.load_language_model("smollm2", "cpu")[0], run / "adapter")
     block = model.adapter("default").block(28)
     assert block.calibration is not None and torch.isfinite(block.calibration.spread).all()

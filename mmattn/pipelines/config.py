@@ -116,7 +116,8 @@ class PipelineConfig(_Strict):
         encoder: of the pictures, or of the texts of the index.
         memory: settings of the memory of an index; None for images.
         prompt: begin of the text; "{question}" stands for the question, and for "passage-answering" "{passages}" for
-            the passages, before which and in the rest of which special tokens are tokens.
+            the passages. There, and for "image-to-text" with a question, it is a template whose special tokens are
+            tokens, such as that of a chat.
         refusal: the answer if nothing in the index answers.
         generation: arguments of `generate`, or for drawing num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.
@@ -212,8 +213,9 @@ class PipelineConfig(_Strict):
             'pipe = mmattn.pipeline("this folder", index="index")\n'
             'answer = pipe("a question")\nprint(answer.text, answer.sources[0].text)'
         )
+        asked = ', "a question"' if "{question}" in self.prompt else ""
         call = {
-            "image-to-text": 'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"))',
+            "image-to-text": f'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"{asked}))',
             "question-answering": answering,
             "passage-answering": answering,
             "text-generation": 'pipe = mmattn.pipeline("this folder", index="index")\nprint(pipe("a text").text)',

@@ -451,3 +451,15 @@ def test_the_nearest_are_those_of_an_index(recipe: SimpleNamespace) -> None:
     wanted = hits.memory(tokens=True)
     tiny.assert_close(nearest.tokens, wanted.tokens, 1e-6)
     tiny.assert_close(nearest.scores, wanted.scores, 1e-5)
+
+
+def test_questions_about_topics_have_their_answers_in_the_folder(load_files: Callable[..., SimpleNamespace]) -> None:
+    """A hundred questions, none of which has its own answer, and each answer stands in the topic that is named."""
+    topics = load_files("rag", "topics").topics
+    questions, texts = topics.load_questions(), topics.load_topics()
+    assert len(questions) == len({one.text for one in questions}) == 100
+    for one in questions:
+        assert topics.is_right(one.answer, texts[one.topic]), one
+        assert not topics.is_right(one.answer, one.text), one
+    assert topics.is_right("8", "every\n 8 columns") and not topics.is_right("8", "128 columns")
+    assert topics.is_right("(Pdb)", "It is (pdb).") and not topics.is_right("ss", "class")

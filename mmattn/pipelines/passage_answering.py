@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 FILE = "passages.safetensors"
 #: Entries that a question attends to.
 TOP_K = 4
-#: Message of a user in the chat template.
+#: Messages of the system and of the user in the chat template.
+SYSTEM = "Answer the question from the text, in a few words."
 USER = "{passages}Question: {question}\nAnswer with a word or a short phrase from the texts."
 
 
@@ -81,7 +82,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             encoder=EncoderReference.of(encoder),
             memory=MemoryConfig(top_k=TOP_K, host_layer=None),
             prompt=passage_prompt(tokenizer),
-            generation={"max_new_tokens": 64},
+            generation={"max_new_tokens": 32},
         )
         return cls(config, attach(host, PassageAdapter()).eval(), tokenizer, folder, index)
 
@@ -168,7 +169,10 @@ def passage_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if tokenizer.chat_template is None:
         return f"{tokenizer.bos_token or ''}{{passages}}Question: {{question}}\nAnswer:"
-    prompt: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": USER}], tokenize=False, add_generation_prompt=True
-    )
-    return prompt
+    from jinja2 import TemplateError
+
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError:  # a template without a system
+        return str(tokenizer.apply_chat_template(messages[1:], tokenize=False, add_generation_prompt=True))

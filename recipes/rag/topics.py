@@ -1,9 +1,11 @@
-"""A hundred questions about Python's documentation, which SmolLM2 answers from passages without training.
+"""Questions that SmolLM2 answers from passages without training: of Python's documentation, and of two passages.
 
-    python -m recipes.rag.topics [--host smollm2] [--top-k 4] [--again 0 8 24 1000] [--questions 100]
+    python -m recipes.rag.topics [--host smollm2] [--top-k 4] [--questions 100]
+    python -m recipes.rag.topics --two-passages --again 5 15 30 100
 
-The topics of `pydoc_data.topics` are cut as `mmattn index build FOLDER` cuts them. Each row answers the same questions
-in the same words, from the same passages: an answer is right if the string of `topics.tsv` stands in it.
+The topics of `pydoc_data.topics` are cut as `mmattn index build FOLDER` cuts them, and asked as `mmattn ask` asks. Each
+row answers the same questions in the same words, from the same passages: an answer is right if the string of
+`topics.tsv` stands in it as a word of its own. Defaults were chosen on every other question, the first of two.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +25,20 @@ import mmattn
 from mmattn import pipelines, training
 from mmattn.retrieval import chunk
 
+from .territories import PROPERTIES, load_facts, territory_values
+
 SIZE, OVERLAP = 96, 12  # words, as in `mmattn index build`
-NEW_TOKENS = 32
-BATCH = 10
+BATCH = 25
+TIMED = 4  # questions, one by one
 
 
 class Question(NamedTuple):
-    """A question, the string that its answer must have, and a topic where it stands."""
+    """A question, the string that its answer must have, and a topic where it stands, or its own passages."""
 
     topic: str
     text: str
     answer: str
+    passages: tuple[str, ...] = ()
 
 
 def load_questions() -> list[Question]:
@@ -47,6 +53,35 @@ def load_topics() -> dict[str, str]:
     return topics
 
 
+def two_passage_questions(count: int, others: int = 3, seed: int = 0) -> list[Question]:
+    """Return questions whose answer needs both passages: a foreign name in English, and the currency there.
+
+    Args:
+        count: how many.
+        others: facts about other territories in each passage.
+        seed: of the choice.
+    """
+    from babel import Locale
+
+    random = Random(seed)
+    named = {values["name"]: values for values in territory_values(Locale("en")).values() if "currency" in values}
+    foreign = [one for one in load_facts()[1] if one.property == "name" and one.value in named]
+    questions: list[Question] = []
+    while len(questions) < count:
+        facts = random.sample(foreign, others + 1)
+        asked, currencies = facts[0], {named[one.value]["currency"] for one in facts}
+        if len({one.value for one in facts}) < len(facts) or len(currencies) < len(facts):
+            continue
+        random.shuffle(facts)
+        names = " ".join(one.sentence for one in facts)
+        random.shuffle(facts)
+        sentence = PROPERTIES["currency"][2]
+        money = " ".join(sentence.format(key=one.value, value=named[one.value]["currency"]) for one in facts)
+        question = PROPERTIES["currency"][1].format(key=asked.key)
+        questions.append(Question("", question, named[asked.value]["currency"], (names, money)))
+    return questions
+
+
 def is_right(answer: str, text: str) -> bool:
     """Return True if a text has an answer as a word of its own, whatever its capitals and line breaks."""
     wanted, text = (" ".join(one.lower().split()) for one in (answer, text))
@@ -57,13 +92,15 @@ def is_right(answer: str, text: str) -> bool:
 class Asked:
     """Questions with their passages, and the answers from them in each way."""
 
-    def __init__(self, pipe: Any, questions: Sequence[Question]) -> None:
-        self.pipe, self.questions = pipe, questions
-        self.prompts, self.texts = [], []
+    def __init__(self, pipe: Any, questions: Sequence[Question], show: bool = False) -> None:
+        self.pipe, self.questions, self.show = pipe, questions, show
+        self.prompts: list[list[int]] = []
+        self.texts: list[list[str]] = []
         for question in questions:
-            prompt, memory = pipe.inputs(question.text)
+            index = pipe.make_index([{"text": text} for text in question.passages]) if question.passages else None
+            prompt, memory = pipe.inputs(question.text, index)
             self.prompts.append(prompt)
-            self.texts.append([source.text for source in memory.sources[0]])
+            self.texts.append(list(question.passages) or [source.text for source in memory.sources[0]])
         self.numbers = [pipe.read(texts) for texts in self.texts]
 
     def found(self) -> int:
@@ -71,26 +108,45 @@ class Asked:
         pairs = zip(self.questions, self.texts, strict=True)
         return sum(any(is_right(question.answer, text) for text in texts) for question, texts in pairs)
 
-    def row(self, name: str, numbers: Sequence[Sequence[int]], again: int | None) -> dict[str, Any]:
-        """Return how many answers are right from the passages of each question; `again` is None in the prompt."""
-        start, right = time.perf_counter(), 0
+    def row(self, name: str, numbers: Sequence[Sequence[int]], again: int | None) -> tuple[str, ...]:
+        """Return a row of the table: right of the first and the second of two, words, seconds, tokens per second.
+
+        Args:
+            name: of the row.
+            numbers: of the passages of each question.
+            again: tokens of each passage that are read again; None for passages in the prompt.
+        """
+        replies: list[str] = []
         for first in range(0, len(numbers), BATCH):
-            part = slice(first, first + BATCH)
-            answers = self.answers(self.prompts[part], numbers[part], again)
-            right += sum(is_right(one.answer, text) for one, text in zip(self.questions[part], answers, strict=True))
-        row = {"name": name, "right": right, "seconds": (time.perf_counter() - start) / len(numbers)}
+            replies += self.replies(range(first, min(first + BATCH, len(numbers))), numbers, again)
+        right = [is_right(one.answer, reply) for one, reply in zip(self.questions, replies, strict=True)]
+        if self.show:
+            for one, reply, is_ok in zip(self.questions, replies, right, strict=True):
+                print(name, is_ok, one.text, one.answer, repr(reply), sep="\t")
+        seconds = [0.0, 0.0]
+        for number in range(min(TIMED, len(numbers))):
+            for place, count in enumerate((1, 17)):
+                start = time.perf_counter()
+                self.replies([number], numbers, again, max_new_tokens=count, min_new_tokens=count)
+                seconds[place] += (time.perf_counter() - start) / min(TIMED, len(numbers))
+        halves = [f"{100 * sum(half) / max(len(half), 1):.0f} %" for half in (right[::2], right[1::2], right)]
+        words = sum(len(reply.split()) for reply in replies) / len(replies)
+        row = (name, *halves, f"{words:.0f}", f"{seconds[0]:.2f}", f"{16 / (seconds[1] - seconds[0]):.1f}")
         print(row, flush=True)
         return row
 
-    def answers(self, prompts: Sequence[list[int]], numbers: Sequence[Sequence[int]], again: int | None) -> list[str]:
+    def replies(
+        self, rows: Sequence[int], numbers: Sequence[Sequence[int]], again: int | None, **options: int
+    ) -> list[str]:
         """Return answers from passages that were read beforehand, or stand in the prompt."""
         passages, memory = self.pipe.passages, None
+        prompts, chosen = [self.prompts[row] for row in rows], [numbers[row] for row in rows]
         if again is None:
-            texts = [[token for one in row for token in passages.ids(one)] for row in numbers]
+            texts = [[token for one in row for token in passages.ids(one)] for row in chosen]
             prompts = [[*passages.prefix, *text, *prompt] for text, prompt in zip(texts, prompts, strict=True)]
         else:
-            memory = passages.select(numbers, recomputed_tokens=again)
-        options = {"max_new_tokens": NEW_TOKENS}
+            memory = passages.select(chosen, recomputed_tokens=again)
+        options = {**self.pipe.config.generation, **options}
         return pipelines.generate_texts(self.pipe.model, self.pipe.tokenizer, prompts, memory, options=options)
 
 
@@ -99,31 +155,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="smollm2", help="the language model")
     parser.add_argument("--top-k", type=int, default=None, help="passages of a question; the pipeline's by default")
-    parser.add_argument("--again", type=int, nargs="*", default=[8, 24, 1000], help="first tokens read again")
-    parser.add_argument("--questions", type=int, default=100, help="how many of them")
+    parser.add_argument("--again", type=int, nargs="*", default=[], help="percent of tokens read again")
+    parser.add_argument("--questions", type=int, default=None, help="how many of them; 100, or 60 of two passages")
+    parser.add_argument("--two-passages", action="store_true", help="questions that need two passages")
+    parser.add_argument("--show", action="store_true", help="print every reply")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    topics, questions = load_topics(), load_questions()[: args.questions]
-    texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
-    index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
+    index = None
+    if args.two_passages:
+        questions = two_passage_questions(args.questions or 60)
+    else:
+        topics, questions = load_topics(), load_questions()[: args.questions]
+        texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
+        index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
     pipe = mmattn.pipeline(host=args.host, index=index, dtype=getattr(torch, args.dtype))
     if args.top_k is not None:
         memory = pipe.config.memory.model_copy(update={"top_k": args.top_k})
         pipe.config = pipe.config.model_copy(update={"memory": memory})
-    asked = Asked(pipe, questions)
-    tokens = sum(pipe.passages.lengths)
-    print(f"{len(texts)} passages; of {asked.found()} of {len(questions)} questions one of those found has the answer")
-    print(f"{len(pipe.passages)} read, {tokens} tokens, {pipe.passages.nbytes() / tokens:,.0f} bytes a token")
+    start = time.perf_counter()
+    asked = Asked(pipe, questions, args.show)
+    lengths, tokens = pipe.passages.lengths, sum(pipe.passages.lengths)
+    print(f"of {asked.found()} of {len(questions)} questions a passage has the answer")
+    size, seconds = pipe.passages.nbytes(), time.perf_counter() - start
+    print(f"{len(lengths)} passages, {tokens} tokens, {size / tokens:,.0f} bytes a token, read in {seconds:.0f} s")
     empty: list[list[int]] = [[] for _ in questions]
+    shares = [
+        (share, max(lengths) if share == 100 else round(share / 100 * tokens / len(lengths))) for share in args.again
+    ]
     rows = [
-        asked.row("closed book", empty, 0),
-        asked.row("passages in the prompt", asked.numbers, None),
         asked.row("passages read beforehand", asked.numbers, 0),
-        *(asked.row(f"…, {count} first tokens of each read again", asked.numbers, count) for count in args.again),
+        asked.row("passages in the prompt", asked.numbers, None),
+        *(
+            asked.row(f"passages, {share} % of their tokens read again", asked.numbers, count)
+            for share, count in shares
+        ),
+        asked.row("closed book", empty, 0),
         asked.row("passages of another question", [*asked.numbers[1:], asked.numbers[0]], 0),
     ]
-    header = ("", f"right of {len(questions)}", "seconds a question")
-    print(training.markdown_table(header, [(row["name"], str(row["right"]), f"{row['seconds']:.2f}") for row in rows]))
+    header = ("", "right, chosen on", "right, others", "right, all", "words", "seconds to first token", "tokens/s")
+    print(training.markdown_table(header, rows))
 
 
 if __name__ == "__main__":

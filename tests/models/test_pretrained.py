@@ -15,6 +15,17 @@ import mmattn
 from mmattn import models, pipelines
 from mmattn.encoders import AudioEncoder, TextEncoder, load_audio, load_image_encoder, load_text_encoder
 from mmattn.models.packages import installed
+from tests.cli.running import call
+
+NOTES = {
+    "bees.md": "Sand bees nest in sunny banks of sand. They fly from March to May and collect the pollen of willows.",
+    "lighthouse.txt": "The lighthouse on Skerry Point was built in 1874. Its lamp can be seen from 18 miles away.",
+    "backup.txt": "The backup runs every night at 2:30. It keeps the files of the last 14 days on the server Atlas.",
+}
+QUESTIONS = (
+    ("When was the lighthouse on Skerry Point built?", "1874", "lighthouse.txt"),
+    ("On which server does the backup keep the files?", "Atlas", "backup.txt"),
+)
 
 
 def need(name: str) -> Path:
@@ -83,6 +94,22 @@ class TestSmolLM2:
         model.unload()
         assert '"name": "smollm2"' in (tmp_path / "adapter/pipeline_config.json").read_text("utf-8")
         assert "Paris" in mmattn.pipeline(tmp_path / "adapter")(Image.new("RGB", (64, 64), "red"))
+
+
+@pytest.mark.slow
+def test_a_folder_of_notes_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The two commands of README: an index of a folder, and an answer from it with the place where it stands."""
+    need("smollm2"), need("minilm")
+    for name, text in NOTES.items():
+        (tmp_path / "notes").mkdir(exist_ok=True)
+        (tmp_path / "notes" / name).write_text(text, encoding="utf-8")
+    code, _, err = call(capsys, "index", "build", tmp_path / "notes", "-o", tmp_path / "index")
+    assert code == 0, err
+    for question, answer, name in QUESTIONS:
+        code, out, err = call(capsys, "ask", question, "--index", tmp_path / "index", "--device", "cpu")
+        assert code == 0, err
+        reply, *sources = out.strip().split("\n")
+        assert answer in reply and any(f"%  {name}:0  " in source for source in sources), out
 
 
 def test_efficientnet_names_a_daisy_and_gives_patches() -> None:

@@ -13,7 +13,7 @@ from transformers import AddedToken, LlamaConfig, LlamaForCausalLM
 import mmattn
 from mmattn import pipelines
 from mmattn.errors import AdapterFileError, ConfigError, TextError
-from mmattn.pipelines.passage_answering import USER
+from mmattn.pipelines.passage_answering import SYSTEM, USER
 from mmattn.recipes import asset_path
 from mmattn.serving.requests import make_inputs
 from tests.cli.running import call
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tokenizer.add_special_tokens(
         {
             "additional_special_tokens": [
-                AddedToken(one, special=True) for one in ("<|user|>", "<|assistant|>", "<|end|>")
+                AddedToken(one, special=True) for one in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
             ]
         }
     )
@@ -68,9 +68,9 @@ def pipe(models: dict[str, str], index: mmattn.Index) -> Any:
 
 def continued(pipe: Any, text: str, question: str, count: int) -> str:
     """What the bare host writes after its chat template with one text and a question; "<|end|>" of a user is plain."""
-    message = {"role": "user", "content": USER}
-    template = pipe.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    marks = {"<s>", "<|user|>", "<|assistant|>", "<|end|>"}
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
+    template = pipe.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    marks = {"<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"}
     pieces = template.replace("{passages}", "\0{passages}\0").replace("<", "\0<").replace(">", ">\0").split("\0")
     ids: list[int] = []
     for piece in filter(None, pieces):
@@ -122,7 +122,7 @@ def test_saved_and_loaded(pipe: Any, index: mmattn.Index, tmp_path: Path) -> Non
     loaded = mmattn.pipeline(tmp_path / "saved", index=index, device="cpu")
     assert len(loaded.passages) == len(pipe.passages) and loaded(QUESTION, max_new_tokens=7).text == answer.text
     file = tmp_path / "saved" / "pipeline_config.json"
-    file.write_text(file.read_text("utf-8").replace("<s><|user|>", "<s>Read. <|user|>"), encoding="utf-8")
+    file.write_text(file.read_text("utf-8").replace("<s><|", "<s>Read. <|"), encoding="utf-8")
     with pytest.raises(AdapterFileError, match="after another text"):
         mmattn.pipeline(tmp_path / "saved", index=index, device="cpu")
 

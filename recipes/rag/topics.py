@@ -1,7 +1,6 @@
-"""Questions that SmolLM2 answers from passages without training: of Python's documentation, and of two passages.
+"""A hundred questions about Python's documentation, which SmolLM2 answers from passages without training.
 
-    python -m recipes.rag.topics [--host smollm2] [--top-k 4] [--questions 100]
-    python -m recipes.rag.topics --two-passages --again 5 15 30 100
+    python -m recipes.rag.topics [--host smollm2] [--top-k 4] [--again 5 15 30 100] [--questions 100]
 
 The topics of `pydoc_data.topics` are cut as `mmattn index build FOLDER` cuts them, and asked as `mmattn ask` asks. Each
 row answers the same questions in the same words, from the same passages: an answer is right if the string of
@@ -17,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -26,20 +24,17 @@ import mmattn
 from mmattn import pipelines, training
 from mmattn.retrieval import chunk
 
-from .territories import PROPERTIES, load_facts, territory_values
-
 SIZE, OVERLAP = 96, 12  # words, as in `mmattn index build`
 BATCH = 25
 TIMED = 2  # questions, one by one, in seconds of one core
 
 
 class Question(NamedTuple):
-    """A question, the string that its answer must have, and a topic where it stands, or its own passages."""
+    """A question, the string that its answer must have, and a topic where it stands."""
 
     topic: str
     text: str
     answer: str
-    passages: tuple[str, ...] = ()
 
 
 def load_questions() -> list[Question]:
@@ -52,35 +47,6 @@ def load_topics() -> dict[str, str]:
     """Return the topics of Python's documentation by name."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return topics
-
-
-def two_passage_questions(count: int, others: int = 3, seed: int = 0) -> list[Question]:
-    """Return questions whose answer needs both passages: a foreign name in English, and the currency there.
-
-    Args:
-        count: how many.
-        others: facts about other territories in each passage.
-        seed: of the choice.
-    """
-    from babel import Locale
-
-    random = Random(seed)
-    named = {values["name"]: values for values in territory_values(Locale("en")).values() if "currency" in values}
-    foreign = [one for one in load_facts()[1] if one.property == "name" and one.value in named]
-    questions: list[Question] = []
-    while len(questions) < count:
-        facts = random.sample(foreign, others + 1)
-        asked, currencies = facts[0], {named[one.value]["currency"] for one in facts}
-        if len({one.value for one in facts}) < len(facts) or len(currencies) < len(facts):
-            continue
-        random.shuffle(facts)
-        names = " ".join(one.sentence for one in facts)
-        random.shuffle(facts)
-        sentence = PROPERTIES["currency"][2]
-        money = " ".join(sentence.format(key=one.value, value=named[one.value]["currency"]) for one in facts)
-        question = PROPERTIES["currency"][1].format(key=asked.key)
-        questions.append(Question("", question, named[asked.value]["currency"], (names, money)))
-    return questions
 
 
 def is_right(answer: str, text: str) -> bool:
@@ -98,10 +64,9 @@ class Asked:
         self.prompts: list[list[int]] = []
         self.texts: list[list[str]] = []
         for question in questions:
-            index = pipe.make_index([{"text": text} for text in question.passages]) if question.passages else None
-            prompt, memory = pipe.inputs(question.text, index)
+            prompt, memory = pipe.inputs(question.text)
             self.prompts.append(prompt)
-            self.texts.append(list(question.passages) or [source.text for source in memory.sources[0]])
+            self.texts.append([source.text for source in memory.sources[0]])
         self.numbers = [pipe.read(texts) for texts in self.texts]
 
     def places(self) -> list[int]:
@@ -157,18 +122,13 @@ def main() -> None:
     parser.add_argument("--host", default="smollm2", help="the language model")
     parser.add_argument("--top-k", type=int, default=None, help="passages of a question; the pipeline's by default")
     parser.add_argument("--again", type=int, nargs="*", default=[], help="percent of tokens read again")
-    parser.add_argument("--questions", type=int, default=None, help="how many of them; 100, or 60 of two passages")
-    parser.add_argument("--two-passages", action="store_true", help="questions that need two passages")
+    parser.add_argument("--questions", type=int, default=100, help="how many of them")
     parser.add_argument("--show", action="store_true", help="print every reply")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    index = None
-    if args.two_passages:
-        questions = two_passage_questions(args.questions or 60)
-    else:
-        topics, questions = load_topics(), load_questions()[: args.questions]
-        texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
-        index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
+    topics, questions = load_topics(), load_questions()[: args.questions]
+    texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
+    index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
     pipe = mmattn.pipeline(host=args.host, index=index, dtype=getattr(torch, args.dtype))
     if args.top_k is not None:
         memory = pipe.config.memory.model_copy(update={"top_k": args.top_k})

@@ -109,7 +109,9 @@ def test_several_texts(pipe: Any) -> None:
 
 def test_the_host_says_where_an_answer_ends(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end tokens of the host's generation config end an answer, besides that of the tokenizer."""
-    first = pipe.tokenizer(pipe(QUESTION, max_new_tokens=1).text, add_special_tokens=False)["input_ids"][-1]
+    prompt, memory = pipe.inputs(QUESTION)
+    options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 2}
+    first = int(pipe.model.generate(torch.tensor([prompt]), memory=memory, **options)[0, -1])
     longer = pipe(QUESTION, max_new_tokens=9).text
     monkeypatch.setattr(pipe.model.host.generation_config, "eos_token_id", [first, 1])
     assert len(pipe(QUESTION, max_new_tokens=9).text) < len(longer)

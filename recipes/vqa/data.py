@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 import mmattn
@@ -137,3 +138,26 @@ def answer_shares(data: Data) -> Tensor:
     counts = torch.zeros(len(data.prompts), len(data.answers))
     counts.index_put_((data.train.prompt, data.train.answer), torch.tensor(1.0), accumulate=True)
     return counts / counts.sum(1, keepdim=True).clamp(min=1)
+
+
+def draw_batches(rows: Sequence[int], batch_size: int, seed: int) -> DataLoader[Any]:
+    """Return batches of some numbers, each once in an epoch."""
+    order = torch.Generator().manual_seed(seed)
+    return DataLoader(rows, batch_size, shuffle=True, drop_last=True, collate_fn=list, generator=order)
+
+
+def prior_rows(data: Data) -> list[dict[str, Any]]:
+    """Return what the answers of the training questions tell about those of the test, without any model."""
+    most = data.train.answer.bincount().argmax()
+    usual = answer_shares(data).argmax(1)[data.test.prompt]
+    return [
+        row(data, "the most frequent answer", data.tokens[most].expand(len(data.test))),
+        row(data, "the usual answer to each question", data.tokens[usual]),
+    ]
+
+
+def row(data: Data, name: str, predicted: Tensor) -> dict[str, Any]:
+    """Return the share of right tokens (n,) for the test questions, in all and by kind."""
+    right = (predicted == data.tokens[data.test.answer]).float()
+    shares = {kind: right[rows].mean().item() for kind, rows in data.test.kinds(data.answers).items()}
+    return {"name": name, "all": right.mean().item(), **shares, "parameters": 0, "seconds": None}

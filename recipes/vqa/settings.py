@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -30,6 +30,18 @@ class OptimSettings(Strict):
     lora_steps: int = Field(100, ge=1)  # of 16 questions; there are 107
     lora_learning_rate: float = Field(2e-3, gt=0)
 
+    def training_options(self) -> dict[str, Any]:
+        """Return the arguments of `TrainingConfig`."""
+        return self.model_dump(exclude={"batch_size", "lora_steps", "lora_learning_rate"})
+
+
+class SpeechSettings(Strict):
+    encoder: str = "whisper-base"
+    instruction: str = "Answer the spoken question about the picture."
+    max_steps: int = Field(600, ge=1)
+    voices: int | None = Field(None, ge=1)  # the first ones of training and of the test; None for all
+    adapter: AdapterSettings = AdapterSettings(layers=[20, 22])  # below the layers that see the picture
+
 
 class Config(Strict):
     out: str = "runs/vqa"
@@ -44,3 +56,5 @@ class Config(Strict):
     device: Literal["auto", "cpu"] = "auto"
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings()
+    spoken: bool = False  # the question is heard, too: a second memory and a second adapter
+    speech: SpeechSettings = SpeechSettings()

@@ -17,15 +17,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
 
-from .data import Data, answer_shares, encode, load_data, prompt_template, training_tokens
+from .data import (
+    Data,
+    answer_shares,
+    draw_batches,
+    encode,
+    load_data,
+    prior_rows,
+    prompt_template,
+    row,
+    training_tokens,
+)
 from .report import draw_answers, table
 from .settings import Config
+from .spoken import answer_spoken
 
 
 def main(config: dict[str, Any]) -> Path:
@@ -51,6 +61,10 @@ def main(config: dict[str, Any]) -> Path:
         f"{test_memory.batch} others to test; memories of {train_memory.length} slots of width {train_memory.dim}"
     )
     rows = prior_rows(data)
+    if settings.spoken:
+        pictures = {"train": train_memory, "test": test_memory}
+        run.finish(answer_spoken(lm, tokenizer, data, pictures, rows, settings, run, accelerator), table)
+        return run.path
 
     # Model: a frozen language model with gated cross-attention in its upper layers.
     model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=train_memory.dim, **settings.adapter.model_dump()))
@@ -87,23 +101,6 @@ def main(config: dict[str, Any]) -> Path:
     return run.path
 
 
-def prior_rows(data: Data) -> list[dict[str, Any]]:
-    """Return what the answers of the training questions tell about those of the test, without any model."""
-    most = data.train.answer.bincount().argmax()
-    usual = answer_shares(data).argmax(1)[data.test.prompt]
-    return [
-        row(data, "the most frequent answer", data.tokens[most].expand(len(data.test))),
-        row(data, "the usual answer to each question", data.tokens[usual]),
-    ]
-
-
-def row(data: Data, name: str, predicted: Tensor) -> dict[str, Any]:
-    """Return the share of right tokens (n,) for the test questions, in all and by kind."""
-    right = (predicted == data.tokens[data.test.answer]).float()
-    shares = {kind: right[rows].mean().item() for kind, rows in data.test.kinds(data.answers).items()}
-    return {"name": name, "all": right.mean().item(), **shares, "parameters": 0, "seconds": None}
-
-
 def train(
     model: Any,
     prompts: training.PromptCache,
@@ -121,7 +118,7 @@ def train(
         return F.cross_entropy(logits.float(), target.to(logits.device), reduction="sum"), len(rows)
 
     optim = settings.optim
-    options = optim.model_dump(exclude={"batch_size", "lora_steps", "lora_learning_rate"}) | {"seed": settings.seed}
+    options = optim.training_options() | {"seed": settings.seed}
     batches = draw_batches(range(len(tokens)), optim.batch_size, settings.seed)
     log = partial(run.log, model="adapter")
     return training.train(
@@ -141,12 +138,6 @@ def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipeli
         trained_on=f"{len(data.train)} questions of easy-VQA about {len(data.train.pictures)} drawn pictures.",
         training={"recipe": "vqa", "seed": settings.seed, "steps": settings.optim.max_steps},
     )
-
-
-def draw_batches(rows: Sequence[int], batch_size: int, seed: int) -> DataLoader[Any]:
-    """Return batches of some numbers, each once in an epoch."""
-    order = torch.Generator().manual_seed(seed)
-    return DataLoader(rows, batch_size, shuffle=True, drop_last=True, collate_fn=list, generator=order)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 
 import mmattn
 from mmattn import models, pipelines, training
-from tests.models.test_pretrained import need
+from tests.models.test_pretrained import need, need_espeak
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,34 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
     model = mmattn.load(pipelines.load_language_model("smollm2", "cpu")[0], run / "adapter")
     block = model.adapter("default").block(28)
     assert block.calibration is not None and torch.isfinite(block.calibration.spread).all()
+
+
+@pytest.mark.slow
+def test_a_short_run_with_spoken_questions(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    need("whisper-base"), need_espeak()
+    small = {"num_heads": 2, "head_dim": 8, "feed_forward": 0.5}
+    settings = {
+        "out": str(tmp_path / "run"),
+        "train_questions": 9,
+        "test_questions": 17,
+        "cache": str(tmp_path / "cache"),
+        "progress": False,
+        "adapter": {"layers": [28], **small},
+        "optim": {"max_steps": 3, "batch_size": 4, "warmup_steps": 1},
+        "spoken": True,
+        "speech": {"voices": 1, "max_steps": 3, "adapter": {"layers": [26], **small}},
+    }
+    run = recipe.train.main(settings)
+    content = json.loads((run / "table.json").read_text())
+    rows = {row.pop("name"): row for row in content["rows"]}
+    bare, neither = rows["frozen model, neither"], rows["adapters, neither"]
+    assert [bare[kind] for kind in ("all", "yes or no")] == [neither[kind] for kind in ("all", "yes or no")]
+    assert {f"adapters, {kind}" for kind in ("sounds shuffled", "pictures shuffled", "both right")} <= set(rows)
+    assert content["voices"] == {"train": 1, "test": 1} and "1 voices by turns" in (run / "table.md").read_text()
+    lm = pipelines.load_language_model("smollm2", "cpu")[0]
+    model = mmattn.load(lm, run / "speech", "speech")
+    mmattn.load(lm, run / "picture", "picture")
+    assert list(model.adapters) == ["speech", "picture"]
 
 
 @pytest.mark.slow

@@ -52,10 +52,14 @@ def answer_spoken(
     def train(name: str, loss: training.Loss, count: int, steps: int) -> float:
         options = optim.training_options() | {"max_steps": steps, "seed": settings.seed}
         batches = draw_batches(range(count), optim.batch_size, settings.seed)
-        return training.train(
+        result = training.train(
             model, loss, batches, training.TrainingConfig(**options), accelerator, log=partial(run.log, model=name),
             label=name, progress=settings.progress,
-        ).seconds  # fmt: skip
+        )  # fmt: skip
+        model.save_adapter(run.path / name, name)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return result.seconds
 
     with training.cached_prompts(model, prompt) as spoken.prompts:
         rows.append(spoken.row("frozen model, neither", None, None))
@@ -68,8 +72,6 @@ def answer_spoken(
     with training.cached_prompts(model, prompt) as spoken.prompts:
         seconds += train("picture", spoken.answer_loss, len(data.train), optim.max_steps)
         rows += [one | {"parameters": parameters, "seconds": seconds} for one in spoken.rows(settings.seed)]
-    for name in ("speech", "picture"):
-        model.save_adapter(run.path / name, name)
     voices = {split: sounds[split].batch // texts for split in sounds}
     content = {"seed": settings.seed, "test_questions": len(data.test), "voices": voices}
     return content | {"heard": heard, "probe": spoken.probe(), "rows": rows}

@@ -134,6 +134,13 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn("mmattn", "index", "search", "facts", "currency of Allemagne", "--encoder", encoder, says=["Euro"])
     mmattn("mmattn", "ask", "What is the currency of Allemagne?", "--index", "facts", says=["Euro"])
 
+    # Answers from a folder of texts, as in the README.
+    (work / "notes").mkdir()
+    (work / "notes" / "backup.txt").write_text("The backup runs every night. It keeps the files on the server Atlas.")
+    (work / "notes" / "bees.md").write_text("Sand bees nest in sunny banks of sand. They fly from March to May.")
+    mmattn("mmattn", "index", "build", "notes", "-o", "index")
+    mmattn("mmattn", "ask", "On which server are the files?", "--index", "index", says=["backup.txt", "bees.md"])
+
     # An adapter of the user's own pictures, in folders of classes.
     for name in ("snowdrop", "cornflower"):
         (work / "pictures" / name).mkdir(parents=True)

@@ -159,5 +159,6 @@ def prior_rows(data: Data) -> list[dict[str, Any]]:
 def row(data: Data, name: str, predicted: Tensor) -> dict[str, Any]:
     """Return the share of right tokens (n,) for the test questions, in all and by kind."""
     right = (predicted == data.tokens[data.test.answer]).float()
-    shares = {kind: right[rows].mean().item() for kind, rows in data.test.kinds(data.answers).items()}
+    kinds = data.test.kinds(data.answers)
+    shares = {kind: right[rows].mean().item() if len(rows) else None for kind, rows in kinds.items()}
     return {"name": name, "all": right.mean().item(), **shares, "parameters": 0, "seconds": None}

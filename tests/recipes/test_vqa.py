@@ -52,6 +52,8 @@ def test_whole_answers_are_trained(recipe: SimpleNamespace, tokenizer: Any) -> N
     assert len(whole) == 22 == -(-173 // 8)
     answers = [data.answers[answer].capitalize() for answer in data.train.answer[::8].tolist()]
     assert [text.split("assistant\n")[1] for text in whole] == [f"{answer}<|im_end|>" for answer in answers]
+    few = recipe.data.load_data(tokenizer, 173, 1)
+    assert sorted(map(str, recipe.data.prior_rows(few)[0].values())).count("None") == 3, "two kinds have no question"
 
 
 def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def begin(request: Request) -> Plan | None:
         if begun is not None:
             _check_same(request, begun)
     encoded = {} if manifest is None else {one.fingerprint: one.name for one in manifest.sources}
-    if plan is not None and plan.fingerprint in encoded:  # killed when everything was done
+    is_over = plan is None or plan.fingerprint in encoded
+    if is_over and (folder / WORK).exists():  # killed when everything was done, or before there was a plan
         shutil.rmtree(folder / WORK)
         plan = None
     if plan is None and fingerprint in encoded:

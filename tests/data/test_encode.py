@@ -272,6 +272,15 @@ class TestMoreRows:
         store = encode_captions(tmp_path / "two", tmp_path / "store", Eye(), source="two", append=True)
         assert len(store) == 9
 
+    def test_killed_while_it_cleaned_up(self, tmp_path: Path) -> None:
+        data, out = captions(tmp_path / "data", [1, 2, 3]), tmp_path / "store"
+        encode_captions(data, out, Eye())
+        whole = contents(out)
+        (out / "encoding").mkdir()
+        (out / "encoding" / "rows.arrow").write_bytes(b"of a plan that is gone")
+        encode_captions(data, out, Eye())
+        assert contents(out) == whole and not (out / "encoding").exists()
+
     def test_killed_when_all_was_done(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is left of the plan goes with the next call, for the same rows or for others."""
         captions(tmp_path / "one", [1, 2, 3])

@@ -66,7 +66,7 @@ def killed_encodings(place: Path, kills: int, chance: random.Random) -> tuple[in
             log.write_text("")
             before = used
             for number, source in enumerate(data):
-                while sources_of(out) <= number or (out / "encoding" / "plan.json").exists():
+                while sources_of(out) <= number or (out / "encoding").exists():
                     last, seconds = encoded(log) + chance.randrange(2 * SHARD), chance.uniform(0.005, 0.1)
 
                     def wait(child: int, last: int = last, seconds: float = seconds) -> None:

@@ -56,16 +56,25 @@ def test_whole_answers_are_trained(recipe: SimpleNamespace, tokenizer: Any) -> N
     assert sorted(map(str, recipe.data.prior_rows(few)[0].values())).count("None") == 3, "two kinds have no question"
 
 
-def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
+SMALL = {"num_heads": 2, "head_dim": 8, "feed_forward": 0.5}
+
+
+def short(folder: Path, **more: Any) -> dict[str, Any]:
+    """Settings of a run of three steps."""
     settings = {
-        "out": str(tmp_path / "run"),
+        "out": str(folder / "run"),
         "train_questions": 23,
         "test_questions": 17,
-        "cache": str(tmp_path / "cache"),
+        "cache": str(folder / "cache"),
         "progress": False,
-        "adapter": {"layers": [28], "num_heads": 2, "head_dim": 8, "feed_forward": 0.5},
+        "adapter": {"layers": [28], **SMALL},
         "optim": {"max_steps": 3, "batch_size": 7, "warmup_steps": 1, "lora_steps": 2},
     }
+    return settings | more
+
+
+def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    settings = short(tmp_path)
     run = recipe.train.main(settings)
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
     bare, blind = rows["frozen model, no picture"], rows["adapter, no picture"]
@@ -80,7 +89,9 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
     pipe, asked = mmattn.pipeline(run / "adapter", device="cpu"), models.load_easy_vqa("test")[0]
     data = recipe.data.load_data(pipe.tokenizer, 5, 5)
     assert pipe.make_prompt(data.texts[0].capitalize()) == data.prompts[0]
-    assert isinstance(pipe(asked.picture, asked.text), str)
+    memory = {"memory": pipe.make_memory([asked.picture])}
+    logits = recipe.train.last_logits(pipe.model, [pipe.make_prompt(asked.text)], pipe.device, **memory)
+    assert pipe(asked.picture, asked.text, max_new_tokens=1) == pipe.tokenizer.decode(logits.argmax(-1)).strip()
     model = mmattn.load(pipelines.load_language_model("smollm2", "cpu")[0], run / "adapter")
     block = model.adapter("default").block(28)
     assert block.calibration is not None and torch.isfinite(block.calibration.spread).all()
@@ -89,19 +100,8 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_short_run_with_spoken_questions(recipe: SimpleNamespace, tmp_path: Path) -> None:
     need("whisper-base"), need_espeak()
-    small = {"num_heads": 2, "head_dim": 8, "feed_forward": 0.5}
-    settings = {
-        "out": str(tmp_path / "run"),
-        "train_questions": 9,
-        "test_questions": 17,
-        "cache": str(tmp_path / "cache"),
-        "progress": False,
-        "adapter": {"layers": [28], **small},
-        "optim": {"max_steps": 3, "batch_size": 4, "warmup_steps": 1},
-        "spoken": True,
-        "speech": {"voices": 1, "max_steps": 3, "adapter": {"layers": [26], **small}},
-    }
-    run = recipe.train.main(settings)
+    speech = {"voices": 1, "max_steps": 3, "adapter": {"layers": [26], **SMALL}}
+    run = recipe.train.main(short(tmp_path, train_questions=9, spoken=True, speech=speech))
     content = json.loads((run / "table.json").read_text())
     rows = {row.pop("name"): row for row in content["rows"]}
     bare, neither = rows["frozen model, neither"], rows["adapters, neither"]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mmattn import __version__
 from mmattn.adapters.adapter_config import check_tensors
-from mmattn.adapters.joined_slots import JoinedSlots, JoinedView
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
@@ -125,15 +124,14 @@ class PassageCache:
         new = sorted({ids for ids in tokens if ids not in self._numbers}, key=lambda ids: (len(ids), ids))
         if self._version is None:
             self._remember()
-        prefix = self._read_prefix() if new else []
         read: dict[tuple[int, ...], Passage] = {}
         with counted(max(len(new), 1), "reading passages", progress and bool(new)) as advance:
             while len(read) < len(new):
                 rest = new[len(read) :]
-                count = max(1, min(len(rest), TOKENS // len(rest[0])))
-                while count > 1 and count * len(rest[count - 1]) > TOKENS:
+                count = max(1, min(len(rest), TOKENS // (len(self.prefix) + len(rest[0]))))
+                while count > 1 and count * (len(self.prefix) + len(rest[count - 1])) > TOKENS:
                     count -= 1
-                for passage in read_with_host(self.model, self.name, rest[:count], prefix):
+                for passage in read_with_host(self.model, self.name, rest[:count], self.prefix):
                     read[passage.ids] = passage
                 advance(count)
         for ids in tokens:
@@ -281,25 +279,18 @@ def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:
 
 
 def read_with_host(
-    model: AdaptedModel, name: str, passages: Sequence[tuple[int, ...]], prefix: Sequence[Passage] = ()
+    model: AdaptedModel, name: str, passages: Sequence[tuple[int, ...]], prefix: tuple[int, ...] = ()
 ) -> list[Passage]:
     """Return keys and values of passages, each read alone after the prefix; the host reads them in one batch."""
-    longest, before = max(map(len, passages)), None
-    start = sum(len(one.ids) for one in prefix)
-    padded = torch.tensor([[*one, *[one[-1]] * (longest - len(one))] for one in passages])
-    real = torch.arange(longest) < torch.tensor([[len(one)] for one in passages])
-    for one in prefix:
-        keys, values = (
-            {layer: slots.transpose(0, 1).expand(len(passages), -1, -1, -1) for layer, slots in part.items()}
-            for part in (one.keys, one.values)
-        )
-        places = torch.arange(start).expand(len(passages), -1)
-        before = JoinedView(JoinedSlots(keys, values, torch.ones_like(places, dtype=torch.bool), places))
-    captured = capture(model, name, padded, real, start + torch.arange(longest)[None], before)
+    start, longest = len(prefix), len(prefix) + max(map(len, passages))
+    padded = torch.tensor([[*prefix, *one, *[one[-1]] * (longest - start - len(one))] for one in passages])
+    real = torch.arange(longest) < torch.tensor([[start + len(one)] for one in passages])
+    captured = capture(model, name, padded, real, torch.arange(longest)[None])
     has_windows = any(window is not None for window in captured.windows.values())
 
     def of_row(row: int, slots: dict[int, Tensor]) -> dict[int, Tensor]:
-        return {layer: one[row, :, : len(passages[row])].transpose(0, 1).contiguous() for layer, one in slots.items()}
+        end = start + len(passages[row])
+        return {layer: one[row, :, start:end].transpose(0, 1).contiguous() for layer, one in slots.items()}
 
     return [
         Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows, start)

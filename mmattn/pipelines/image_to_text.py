@@ -53,7 +53,7 @@ class ImageToTextPipeline(ImagePipeline):
 
         Raises:
             ImageError: an image cannot be read.
-            TextError: the adapter answers questions, and one is missing; or as many texts as images are not there.
+            TextError: the adapter answers questions, and none was asked; or the texts are not as many as the images.
         """
         if isinstance(images, (str, os.PathLike)) and os.path.isdir(images):
             images = picture_files([images])

@@ -63,7 +63,9 @@ def main(config: dict[str, Any]) -> Path:
     rows = prior_rows(data)
     if settings.spoken:
         pictures = {"train": train_memory, "test": test_memory}
-        run.finish(answer_spoken(lm, tokenizer, data, pictures, rows, settings, run, accelerator), table)
+        content = answer_spoken(lm, tokenizer, data, pictures, rows, settings, run, accelerator)
+        plot_losses(run)
+        run.finish(content, table)
         return run.path
 
     # Model: a frozen language model with gated cross-attention in its upper layers.
@@ -93,8 +95,7 @@ def main(config: dict[str, Any]) -> Path:
     if settings.controls:
         model.unload()
         rows.insert(2, train_lora(lm, parameters, data, settings, run, accelerator))
-    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
-    inspect.plot_curves(curves, run.path / "loss.png", log=True)
+    plot_losses(run)
     content = {"test_questions": len(data.test), "whole_prompts": len(whole), "agree": agree, "rows": rows}
     results = run.finish(content | {"seed": settings.seed}, table)
     pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
@@ -125,6 +126,12 @@ def train(
         model, loss, batches, training.TrainingConfig(**options), accelerator, log=log, label="adapter",
         progress=settings.progress,
     )  # fmt: skip
+
+
+def plot_losses(run: training.RunFolder) -> None:
+    """Plot the loss of all that was trained."""
+    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
+    inspect.plot_curves(curves, run.path / "loss.png", log=True)
 
 
 def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipelines.PipelineConfig:

@@ -107,6 +107,7 @@ def test_a_short_run_with_spoken_questions(recipe: SimpleNamespace, tmp_path: Pa
     bare, neither = rows["frozen model, neither"], rows["adapters, neither"]
     assert [bare[kind] for kind in ("all", "yes or no")] == [neither[kind] for kind in ("all", "yes or no")]
     assert {f"adapters, {kind}" for kind in ("sounds shuffled", "pictures shuffled", "both right")} <= set(rows)
+    assert (run / "loss.png").is_file()
     assert content["voices"] == {"train": 1, "test": 1} and "1 voices by turns" in (run / "table.md").read_text()
     lm = pipelines.load_language_model("smollm2", "cpu")[0]
     model = mmattn.load(lm, run / "speech", "speech")

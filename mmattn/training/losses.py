@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
-from mmattn.hosts.causal_lm.output_head import OutputHead, last_hidden_states, output_head
+from mmattn.hosts.causal_lm.output_head import OutputHead, has_output_head, last_hidden_states, output_head
 from mmattn.memory import Memory
 
+ChunkSize = int | Literal["auto"] | None
+AUTO_CHUNK = 256  # tokens
 
-def token_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
+
+def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> Tensor:
     """Cross-entropy -log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
 
     Entry (i, j) belongs to token j + 1 of row i: nothing predicts the first.
@@ -25,13 +28,15 @@ def token_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None
         model: a language model, with adapters where the batch has a memory.
         batch: its labels are predicted.
         chunk_size: compute the logits of so many tokens at once, and their gradients with them, so that those of a
-            large vocabulary never stand whole; None computes all at once.
+            large vocabulary never stand whole; None computes all at once, "auto" chunks where the host permits it.
 
     Raises:
-        ConditionError: chunks, and the head is trained, or logits are no scaled or capped linear function of last
+        ConditionError: a chunk size, and the head is trained, or logits are no scaled or capped linear function of last
             hidden states.
         ConfigError: a chunk size below 1.
     """
+    if chunk_size == "auto":
+        chunk_size = AUTO_CHUNK if has_output_head(model) else None
     if chunk_size is not None:
         return _chunked_nats(model, batch.kwargs(), batch.labels, chunk_size)
     logits = model(**batch.kwargs()).logits[:, :-1].float()
@@ -40,12 +45,12 @@ def token_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None
     return nats.view(labels.shape)
 
 
-def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None) -> Tensor:
+def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> Tensor:
     """Mean of `token_nats` over the tokens of the batch: the training loss."""
     return token_nats(model, batch, chunk_size).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
-def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: int | None = None) -> tuple[Tensor, int]:
+def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> tuple[Tensor, int]:
     """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`."""
     return token_nats(model, batch, chunk_size).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
 

@@ -90,7 +90,8 @@ class Language:
 
     def loss(self, model: Any) -> training.Loss:
         """Return the loss: minus log p of the texts, over their tokens."""
-        chunk_size = self.settings.optim.loss_chunk_size
+        settings = self.settings
+        chunk_size = None if settings.called_together else settings.optim.loss_chunk_size
         return lambda batch, seeds: training.sum_nats(model, batch, chunk_size)
 
     def control(self, parameters: int) -> tuple[Any, Any]:

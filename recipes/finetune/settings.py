@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -73,7 +73,8 @@ class OptimSettings(Strict):
     gradient_checkpointing: bool = False  # of the adapters
     host_gradient_checkpointing: bool = False  # of the host
     cache_hidden_states: bool = False  # language: of the frozen layers below the adapter, for each text, in data.cache
-    loss_chunk_size: int | None = Field(None, ge=1)  # language: tokens whose logits are computed at once; null: all
+    # language: tokens whose logits are computed at once; auto: 256 where the host permits it, null: all
+    loss_chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     torch_compile: bool = False  # language: of the adapter; results differ by rounding
     save_steps: int = Field(100, ge=1)
     save_total_limit: int = Field(2, ge=1)  # checkpoints
@@ -137,12 +138,13 @@ class Config(Strict):
         wrong = sorted(name for name in others if getattr(self, name) != fields[name].default)
         if self.host == "unet":
             names = ("cache_hidden_states", "loss_chunk_size", "torch_compile")
-            wrong += [f"optim.{name}" for name in names if getattr(self.optim, name)]
+            optim = type(self.optim).model_fields
+            wrong += [f"optim.{name}" for name in names if getattr(self.optim, name) != optim[name].default]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} is for another host than host: {self.host}")
         if self.fsdp + bool(self.tp_plan) + bool(self.quantise) > 1:
             raise ValueError("fsdp, tp_plan and quantise exclude each other: leave tp_plan and quantise out")
-        if self.called_together and (self.optim.cache_hidden_states or self.optim.loss_chunk_size):
+        if self.called_together and (self.optim.cache_hidden_states or isinstance(self.optim.loss_chunk_size, int)):
             raise ValueError(
                 "all processes call the host together with fsdp or tp_plan: leave optim.cache_hidden_states and "
                 "optim.loss_chunk_size out"

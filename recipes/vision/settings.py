@@ -43,7 +43,6 @@ class OptimSettings(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     keep_fraction: float = Field(0.9, gt=0, le=1)  # share of the slots in view at each step
     cache_hidden_states: bool = False  # of the frozen layers below the adapter, for each text, in data.cache
-    loss_chunk_size: int | None = Field(None, ge=1)  # tokens whose logits are computed at once; null: all
 
 
 class Config(Strict):

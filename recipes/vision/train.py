@@ -150,9 +150,9 @@ def train(
             batch_memory = memory[torch.tensor(pictures)]
             batch_memory = training.augment_memory(batch_memory, keep_fraction=optim.keep_fraction, seed=seed)
         batch = training.collate([ids[text] for text in texts], batch_memory)
-        return training.sum_nats(model, batch.to(accelerator.device), optim.loss_chunk_size)
+        return training.sum_nats(model, batch.to(accelerator.device), "auto")
 
-    other = {"batch_size", "keep_fraction", "lora_learning_rate", "cache_hidden_states", "loss_chunk_size"}
+    other = {"batch_size", "keep_fraction", "lora_learning_rate", "cache_hidden_states"}
     options = optim.model_dump(exclude=other) | {"seed": settings.seed}
     if memory is None:
         options["learning_rate"] = optim.lora_learning_rate

@@ -51,7 +51,6 @@ def short(out: Path, cache: Path) -> dict[str, Any]:
             "batch_size": 7,
             "warmup_steps": 1,
             "cache_hidden_states": True,
-            "loss_chunk_size": 64,
         },
         "max_new_tokens": 11,
     }

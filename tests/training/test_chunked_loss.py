@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmattn import training
 from mmattn.errors import ConditionError
-from mmattn.hosts.causal_lm.output_head import output_head
+from mmattn.hosts.causal_lm.output_head import has_output_head, output_head
 from mmattn.training import TextBatch
 from tests import tiny
 
@@ -39,7 +39,7 @@ def batch(memory: bool = True) -> TextBatch:
     return TextBatch(made.input_ids, made.attention_mask, labels, tiny.memory(3, lengths=[5, 0, 3]) if memory else None)
 
 
-def step(model: Any, chunk_size: int | None) -> tuple[Tensor, int, dict[str, Tensor]]:
+def step(model: Any, chunk_size: int | str | None) -> tuple[Tensor, int, dict[str, Tensor]]:
     model.zero_grad()
     loss, count = training.sum_nats(model, batch(), chunk_size)
     (loss / 7).backward()
@@ -155,3 +155,15 @@ class TestRefused:
         model.host.forward = forward
         with pytest.raises(ConditionError, match="config of LlamaForCausalLM does not say how logits follow"):
             step(model, 4)
+
+
+def test_chunks_where_the_host_permits_them() -> None:
+    """By "auto" a large vocabulary never stands whole; where the head is trained, it does."""
+    model = attach()
+    assert has_output_head(model)
+    assert_equal(step(model, "auto"), step(model, None), 2e-4)
+    model.get_output_embeddings().requires_grad_(True)
+    assert not has_output_head(model)
+    assert_equal(step(model, "auto"), step(model, None), 0)
+    with pytest.raises(ConditionError, match="is trained"):
+        step(model, 4)

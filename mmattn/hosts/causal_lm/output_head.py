@@ -102,8 +102,17 @@ class HeadlessHost:
         return getattr(self._own, name)
 
 
-#: Heads that were checked, by host.
-_HEADS: WeakKeyDictionary[nn.Module, OutputHead] = WeakKeyDictionary()
+#: Heads by host, each with the reason why it is refused if it is.
+_HEADS: WeakKeyDictionary[nn.Module, tuple[OutputHead, str | None]] = WeakKeyDictionary()
+
+
+def has_output_head(model: nn.Module) -> bool:
+    """Return True if `output_head` finds one."""
+    try:
+        output_head(model)
+    except ConditionError:
+        return False
+    return True
 
 
 def output_head(model: nn.Module) -> OutputHead:
@@ -115,11 +124,13 @@ def output_head(model: nn.Module) -> OutputHead:
         raise _refused(f"the head of {name} is no plain linear layer with its weights in memory: {type(head).__name__}")
     if any(parameter.requires_grad for parameter in head.parameters()):
         raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
-    checked = _HEADS.get(host)
+    checked, reason = _HEADS.get(host, (None, None))
     if checked is None or checked.linear is not head:
         checked = _head_by_config(head, text_config(host))
-        _check_head(model, host, checked)
-        _HEADS[host] = checked
+        reason = _check_head(model, host, checked)
+        _HEADS[host] = checked, reason
+    if reason is not None:
+        raise _refused(reason)
     return checked
 
 
@@ -135,8 +146,8 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> float | None:
 
 
 @torch.no_grad()
-def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> None:
-    """Compare the logits of a head with those of the host, for outputs of the linear layer that any cap bends, too."""
+def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> str | None:
+    """Compare logits of a head with those of the host, also of outputs that any cap bends; return why they differ."""
     name, linear, kwargs = type(host).__name__, head.linear, next(text_inputs(host, 1)) | {"use_cache": False}
     ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device).to(linear.weight.dtype)
     try:
@@ -151,9 +162,10 @@ def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> No
     except MmattnError:
         raise
     except Exception as error:
-        raise _refused(f"{name} does not return its last hidden states: {error}") from error
+        return f"{name} does not return its last hidden states: {error}"
     if not all(is_close(logits.to(ramp), expected.to(ramp)) for logits, expected in pairs):
-        raise _refused(f"the config of {name} does not say how logits follow from its last hidden states")
+        return f"the config of {name} does not say how logits follow from its last hidden states"
+    return None
 
 
 def last_hidden_states(model: nn.Module, kwargs: Mapping[str, object]) -> Tensor:

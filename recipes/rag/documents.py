@@ -84,10 +84,13 @@ class Passages:
                 passages.texts.append(tokenizer.decode(ids[start : start + size]))
         return passages
 
-    def encode(self, encoder: mmattn.TextEncoder, lm: Any, layer: int, progress: bool) -> None:
-        """Compute vectors and slots."""
+    def encode(self, encoder: mmattn.TextEncoder, progress: bool) -> None:
+        """Compute vectors."""
         texts = list(map(searchable, self.texts))
         self.vectors = encoder.encode(texts, batch_size=128, progress=progress).tokens[:, 0]
+
+    def read(self, lm: Any, layer: int) -> None:
+        """Compute slots."""
         self.states = read_passages(lm, [self.ids(row) for row in range(len(self))], layer)
 
     def index(self, encoder: mmattn.TextEncoder) -> mmattn.Index:

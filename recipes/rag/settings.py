@@ -52,6 +52,12 @@ class DocsSettings(Strict):
     max_steps: int = Field(150, ge=1)
     batch_size: int = Field(8, ge=1)  # windows
     rank: int = Field(128, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
+    rows: tuple[Literal["neighbours", "continuations", "both", "trained and read with random ones"], ...] = (
+        "neighbours", "continuations", "both", "trained and read with random ones",
+    )  # fmt: skip
+    copies: bool = True  # the row of a library with copies, whose passages are read for it alone
+    calibrate: bool = False  # queries and keys of the look-up are standardised per channel
+    hidden_states: str | None = None  # a folder: states below the adapter are cached, the LoRA is above
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 
@@ -70,6 +76,7 @@ class Config(Strict):
     part: Literal["facts", "docs"] = "facts"
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu"] = "auto"
+    mixed_precision: Literal["no", "bf16"] = "no"
     lm: str = "assets/rag"
     controls: bool = True  # LoRA without memory, facts in the prompt, kNN-LM
     progress: bool = True

@@ -48,7 +48,7 @@ def main(settings: dict[str, Any]) -> Path:
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
-    accelerator = training.make_accelerator(device=config.device)
+    accelerator = training.make_accelerator(device=config.device, mixed_precision=config.mixed_precision)
     part = train_facts if config.part == "facts" else train_documents
     content = {"part": config.part, "seed": config.seed, **part(config, run, accelerator)}
     results = run.finish(content, table)

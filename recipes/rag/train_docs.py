@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import mmattn
 from mmattn import inspect, pipelines, training
@@ -35,13 +37,16 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         Passages.of(list(part.values()), tokenizer, docs.chunk) for part in (topics, held_out, whole)
     )
     encoder = mmattn.TextEncoder()
-    for passages in (library, queries, copies):
-        passages.encode(encoder, lm, docs.layer, config.progress)
+    read = [library, copies] if docs.copies else [library]
+    for passages in (queries, *read):
+        passages.encode(encoder, config.progress)
+    with accelerator.autocast():
+        for passages in read:
+            passages.read(lm, docs.layer)
     train_windows = windows(
         library, neighbours(library, library, docs.neighbours * docs.choice, same=True), docs.window
     )
     test = windows(queries, neighbours(queries, library, docs.neighbours, same=False), docs.window)
-    leaky = windows(queries, neighbours(queries, copies, docs.neighbours, same=False), docs.window)
     size = sum(len(text.encode()) for text in held_out.values())
 
     def random_ones() -> Choice:
@@ -58,28 +63,36 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
     # Training and measuring: an adapter and a LoRA for each kind of passages, and one with random passages.
     rows: list[dict[str, Any]] = [{"name": "frozen LM", "bits": bits(lm)}]
     parameters = 0
-    for name in (*KINDS, "trained and read with random ones"):
+    adapter = mmattn.ChunkedAdapter(library.states[0].shape[1], chunk_size=docs.chunk, **docs.adapter.model_dump())
+    for name in docs.rows:
         kind = name if name in KINDS else "both"
         choose = sample_of(docs.neighbours, Random(config.seed)) if name in KINDS else random_ones()
         torch.manual_seed(config.seed)
-        host = training.add_lora(lm, docs.rank)
-        width = library.states[0].shape[1]
-        adapter = mmattn.ChunkedAdapter(memory_dim=width, chunk_size=docs.chunk, **docs.adapter.model_dump())
+        host = training.add_lora(lm, docs.rank, layers=lora_layers(lm, config))
         model = mmattn.attach(host, adapter)
-        begin_as_lookup(model.adapters["default"])
+        memory = partial(memory_of, library=library, kind=kind, choose=choose)
         module = torch.nn.ModuleList([model.adapters, host])
-        loss = loss_on(model, partial(memory_of, library=library, kind=kind, choose=choose))
-        seconds = learn(module, loss, name)
-        parameters = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
-        rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else random_ones())})
-        rows[-1]["seconds"] = seconds
-        if name in KINDS:
-            rows.append({"name": f"{name}, random ones instead", "bits": bits(model, kind, random_ones())})
+        with hidden_states(model, config):
+            if docs.calibrate:
+                first = next(sample_windows(train_windows, config))
+                texts = training.collate([text.ids for text in first], memory(first)).to(device_of(model))
+                model.calibrate(texts.input_ids, attention_mask=texts.attention_mask, memory=texts.memory)
+                standardise_slots(model.adapters["default"], library)
+            begin_as_lookup(model.adapters["default"])
+            seconds = learn(module, loss_on(model, memory), name)
+            parameters = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+            rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else random_ones())})
+            rows[-1]["seconds"] = seconds
+            if name in KINDS:
+                rows.append({"name": f"{name}, random ones instead", "bits": bits(model, kind, random_ones())})
+            if name == "both":
+                rows.append({"name": "both, no memory", "bits": bits(model)})
+            if name == "both" and docs.copies:
+                leaky = windows(queries, neighbours(queries, copies, docs.neighbours, same=False), docs.window)
+                memory = partial(memory_of, library=copies, kind=kind, choose=list)
+                leaked = bits_per_byte(model, leaky, docs.batch_size, size, memory)
+                rows.append({"name": "both, copies left in the library", "bits": leaked})
         if name == "both":
-            rows.append({"name": "both, no memory", "bits": bits(model)})
-            memory = partial(memory_of, library=copies, kind=kind, choose=list)
-            leaked = bits_per_byte(model, leaky, docs.batch_size, size, memory)
-            rows.append({"name": "both, copies left in the library", "bits": leaked})
             model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
             host.save_pretrained(run.path / "lora")
             make_pipeline_config(config, tokenizer).save(run.path / "adapter")
@@ -87,13 +100,37 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         model.unload()
         host.unload()
     torch.manual_seed(config.seed)
-    lora = training.matched_lora(lm, parameters)
-    seconds = learn(lora, loss_on(lora), "LoRA")
-    rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
+    lora = training.matched_lora(lm, parameters, layers=lora_layers(lm, config))
+    with hidden_states(lora, config):
+        seconds = learn(lora, loss_on(lora), "LoRA")
+        rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     save_samples(run)
     unique = sum(map(len, topics.values())) / sum(map(len, whole.values()))
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library), "copies": 1 - unique}
+
+
+def lora_layers(lm: Any, config: Config) -> list[int] | None:
+    """Return the layers of a LoRA: those above the lowest adapter if states below are cached, else None for all."""
+    lowest = min(config.docs.adapter.layers or [0])
+    return None if config.docs.hidden_states is None else list(range(lowest + 1, lm.config.num_hidden_layers))
+
+
+def hidden_states(model: Any, config: Config) -> contextlib.AbstractContextManager[Any]:
+    """Return the block in which hidden states below what is trained come from the cache, if the settings say so."""
+    folder = config.docs.hidden_states
+    return contextlib.nullcontext() if folder is None else training.cached_hidden_states(model, folder)
+
+
+@torch.no_grad()
+def standardise_slots(adapter: Any, library: Passages, count: int = 200) -> None:
+    """Let the norm of the memory standardise states of slots per channel, as the calibration does those of queries."""
+    slots = torch.cat(library.states[:count])
+    states = F.layer_norm(slots, slots.shape[-1:])[:, : slots.shape[1] // 2]
+    spread, mean = torch.std_mean(states, 0)
+    spread = spread.clamp(min=0.01)
+    adapter.memory_norm.weight[: len(mean)] = 1 / spread
+    adapter.memory_norm.bias[: len(mean)] = -mean / spread
 
 
 @torch.no_grad()
@@ -109,6 +146,8 @@ def begin_as_lookup(adapter: Any, sharpness: float = 6.0) -> None:
         attention.q_proj.weight.mul_(sharpness**0.5)
         attention.kv_proj.k_proj.weight.zero_()[:, :width] = attention.q_proj.weight
         attention.kv_proj.v_proj.weight.zero_()[:, width:] = attention.out_proj.weight.T
+        if block.calibration is not None:  # of the size of what differs between the host's states
+            attention.out_proj.weight.mul_(block.calibration.spread.square().mean().sqrt())
 
 
 def sample_windows(train_windows: list[Window], config: Config) -> Iterator[list[Window]]:

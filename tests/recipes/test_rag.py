@@ -267,7 +267,8 @@ def passages(recipe: SimpleNamespace, lm: Path) -> Any:
     """Three short documents in chunks of five tokens, encoded."""
     host, tokenizer = recipe.answering.load_lm(str(lm))
     passages = recipe.documents.Passages.of(list(TOPICS.values()), tokenizer, 5)
-    passages.encode(mmattn.TextEncoder(), host, 2, False)
+    passages.encode(mmattn.TextEncoder(), False)
+    passages.read(host, 2)
     return passages
 
 

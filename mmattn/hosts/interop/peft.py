@@ -126,8 +126,8 @@ def _ranks_for(sizes: dict[str, tuple[int, ...]], parameters: int) -> dict[str, 
     return {name: rank for name, rank in ranks.items() if rank}
 
 
-def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the two sides of each linear layer of a host, head excepted, by name."""
+def _linear_sizes(host: nn.Module, layers: Sequence[int] | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the two sides of each linear layer of a host, or of these host layers, head excepted, by name."""
     if hasattr(host, "adapters") and hasattr(host, "host"):
         raise ConfigError(f"this {type(host).__name__} has adapters, which peft would freeze: give its .host")
     if any(hasattr(module, "base_layer") for module in host.modules()):
@@ -144,7 +144,12 @@ def _linear_sizes(host: nn.Module) -> dict[str, tuple[int, ...]]:
             sizes[name] = (module.out_features, module.in_features)  # not the weight's shape: 4-bit ones lie in a row
         elif type(module).__name__ == "Conv1D":
             sizes[name] = tuple(weight.shape)
-    return sizes
+    if layers is None:
+        return sizes
+    number_of = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in sizes}
+    if missing := sorted(set(layers) - set(number_of.values())):
+        raise ConfigError(f"layers={list(layers)}: {type(host).__name__} has no linear layers in {missing}")
+    return {name: size for name, size in sizes.items() if number_of[name] in layers}
 
 
 def matched_lora(
@@ -169,12 +174,7 @@ def matched_lora(
             LoRA; nothing is changed then.
         MissingExtraError: peft is not installed.
     """
-    sizes = _linear_sizes(host)
-    if layers is not None:
-        number_of = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in sizes}
-        if missing := sorted(set(layers) - set(number_of.values())):
-            raise ConfigError(f"layers={list(layers)}: {type(host).__name__} has no linear layers in {missing}")
-        sizes = {name: size for name, size in sizes.items() if number_of[name] in layers}
+    sizes = _linear_sizes(host, layers)
     ranks = _ranks_for(sizes, parameters)
     trained = sum(rank * sum(sizes[name]) for name, rank in ranks.items())
     if abs(trained - parameters) > 0.05 * parameters:
@@ -185,7 +185,9 @@ def matched_lora(
     return _with_ranks(host, ranks, dropout)
 
 
-def add_lora(host: nn.Module, rank: int, *, dropout: float = 0.0) -> PeftModel:
+def add_lora(
+    host: nn.Module, rank: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0
+) -> PeftModel:
     """Add a LoRA of one rank to every linear layer of a host, head excepted.
 
     Its parameters, and those of adapters that are attached to the host before or after, are what is trained; peft
@@ -194,6 +196,7 @@ def add_lora(host: nn.Module, rank: int, *, dropout: float = 0.0) -> PeftModel:
     Args:
         host: a model with linear layers, and without layers of peft.
         rank: peft's r; less in layers that are narrower than that.
+        layers: as in `matched_lora`.
         dropout: of the inputs of the LoRA.
 
     Returns:
@@ -204,7 +207,7 @@ def add_lora(host: nn.Module, rank: int, *, dropout: float = 0.0) -> PeftModel:
         MissingExtraError: peft is not installed.
     """
     check_int("rank", rank)
-    sizes = _linear_sizes(host)
+    sizes = _linear_sizes(host, layers)
     if not sizes:
         raise ConfigError(f"{type(host).__name__} has no linear layers for a LoRA")
     return _with_ranks(host, {name: min(rank, *shape) for name, shape in sizes.items()}, dropout)

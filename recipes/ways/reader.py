@@ -42,6 +42,9 @@ def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
 
 def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Train a language model to read, save it in the run's folder, and return its accuracy and cost."""
+    if config.reader.lm is not None:
+        model, tokenizer = pipelines.load_language_model(config.reader.lm, accelerator.device)
+        return {"rows": _rows(model, config, World(tokenizer)), "parameters": model.num_parameters(), "seconds": 0.0}
     settings, tokenizer = config.reader, make_tokenizer()
     world = World(tokenizer)
     model = make_reader(settings, tokenizer, config.seed).to(accelerator.device)
@@ -62,11 +65,7 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
     done = training.train_run(run, "reader", model, loss, batches, options, accelerator, progress=config.progress)
     model.save_pretrained(run.path / FOLDER)
     tokenizer.save_pretrained(run.path / FOLDER)
-    rows = [
-        {"name": f"{count * config.texts.statements} statements", "accuracy": right}
-        for count in range(1, config.texts.passages + 1)
-        for right in [_right(model.eval(), config, world, count)]
-    ]
+    rows = _rows(model.eval(), config, world)
     return {"rows": rows, "seconds": done.seconds, "parameters": sum(one.numel() for one in model.parameters())}
 
 
@@ -90,6 +89,14 @@ def make_reader(settings: ReaderSettings, tokenizer: PreTrainedTokenizerFast, se
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def _rows(model: Any, config: Config, world: World) -> list[dict[str, Any]]:
+    """Return the accuracy of a model for each number of passages."""
+    return [
+        {"name": f"{count * config.texts.statements} statements", "accuracy": _right(model, config, world, count)}
+        for count in range(1, config.texts.passages + 1)
+    ]
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ class DocumentSettings(Strict):
 
 
 class ReaderSettings(Strict):
+    lm: str | None = None  # a pretrained language model that is measured; None trains one
     width: int = Field(128, ge=8)
     depth: int = Field(3, ge=2)
     heads: int = Field(4, ge=2)

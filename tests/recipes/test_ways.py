@@ -70,6 +70,9 @@ def test_the_reader(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Pa
     """A run leaves the reader and how well it reads; without one nothing is read, and the error says what to run."""
     content = json.loads((Path(small["texts"]["lm"]).parent / "table.json").read_text())
     assert [row["name"] for row in content["rows"]] == ["5 statements", "10 statements", "15 statements"]
+    again = {**SMALL, "task": "reader", "reader": {"lm": small["texts"]["lm"]}, "out": str(tmp_path / "measured")}
+    measured = json.loads((recipe.train.main(again) / "table.json").read_text())
+    assert (measured["rows"], measured["parameters"]) == (content["rows"], content["parameters"]), "of a trained one"
     with pytest.raises(mmattn.errors.ConfigError, match=r"config_reader\.yaml"):
         recipe.train.main({**SMALL, "texts": {"lm": str(tmp_path / "none")}, "out": str(tmp_path / "run")})
 

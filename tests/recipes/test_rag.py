@@ -407,6 +407,24 @@ def test_a_run_over_documents_has_its_controls(
         mmattn.pipeline(out / "adapter")("A call gives a value")
 
 
+@pytest.mark.slow
+def test_documents_with_states_below_the_adapter_cached(
+    recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on SmolLM2: the adapter in one upper layer is calibrated, its LoRA and the control's are above it."""
+    monkeypatch.setattr(recipe.train_docs, "load_topics", lambda copies=False: (TOPICS, HELD))
+    settings = small(lm, tmp_path / "docs", part="docs")
+    settings["docs"] |= {"rows": ["both"], "copies": False, "calibrate": True, "adapter": {"layers": [3]}}
+    out = recipe.train.main(settings | {"docs": settings["docs"] | {"hidden_states": str(tmp_path / "states")}})
+    rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
+    assert list(rows) == ["frozen LM", "both", "both, random ones instead", "both, no memory", "LoRA, text only"]
+    assert len(set(rows.values())) == 5 and any((tmp_path / "states").rglob("*.safetensors"))
+    lora = json.loads((out / "lora" / "adapter_config.json").read_text())
+    assert {name.split("\\.")[2] for name in lora["alpha_pattern"]} == {"4", "5"}
+    asked: Any = mmattn.pipeline(out / "adapter", index=out / "index")
+    assert asked.model.adapter("default").config.layout.calibrated
+
+
 @torch.no_grad()
 def check_trace(trace: inspect.Trace, asked: Any, text: str) -> None:
     """The trace has the probabilities and weights of the model when it searches its passages while it reads."""

@@ -44,7 +44,7 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
     """Train a language model to read, save it in the run's folder, and return its accuracy and cost."""
     if config.reader.lm is not None:
         model, tokenizer = pipelines.load_language_model(config.reader.lm, accelerator.device)
-        return {"rows": _rows(model, config, World(tokenizer)), "parameters": model.num_parameters(), "seconds": 0.0}
+        return {"rows": _rows(model, config, World(tokenizer)), "parameters": model.num_parameters()}
     settings, tokenizer = config.reader, make_tokenizer()
     world = World(tokenizer)
     model = make_reader(settings, tokenizer, config.seed).to(accelerator.device)

@@ -185,9 +185,7 @@ def matched_lora(
     return _with_ranks(host, ranks, dropout)
 
 
-def add_lora(
-    host: nn.Module, rank: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0
-) -> PeftModel:
+def add_lora(host: nn.Module, rank: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0) -> PeftModel:
     """Add a LoRA of one rank to every linear layer of a host, head excepted.
 
     Its parameters, and those of adapters that are attached to the host before or after, are what is trained; peft

@@ -26,7 +26,7 @@ def encode(
             help='Of pictures: efficientnet-lite0, "timm:NAME", "torchvision:NAME:WEIGHTS FILE", '
             '"ViT-B-32:laion2b_s34b_b79k", or a folder.'
         ),
-    ] = "assets/clip",
+    ] = "efficientnet-lite0",
     text_encoder: Annotated[
         str, typer.Option(help="Of passages: minilm, any encoder of Hugging Face, or a folder of open_clip.")
     ] = "minilm",

@@ -72,7 +72,8 @@ class Language:
         options = settings.adapter.model_dump()
         latents = options.pop("latents")
         if options["every"] is None and options["layers"] is None:
-            options["every"] = 1
+            depth = self.lm.config.get_text_config().num_hidden_layers
+            options["layers"] = [layer for layer in (depth - 6, depth - 4, depth - 2) if layer >= 0] or [0]
         if latents is not None:
             heads = {name: options[name] for name in ("num_heads", "head_dim")}
             options["resampler"] = mmattn.Resampler(num_latents=latents, **heads)

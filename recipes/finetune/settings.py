@@ -31,7 +31,7 @@ class DataSettings(Strict):
 
 class AdapterSettings(Strict):
     every: int | None = Field(None, ge=1)
-    layers: list[int] | None = None
+    layers: list[int] | None = None  # by default every second one of the upper six
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)
     num_kv_heads: int | None = 1
@@ -99,13 +99,13 @@ class Config(Strict):
     out: str = "runs/finetune"
     seed: int = Field(0, ge=0)
     host: Literal["language", "unet"] = "language"
-    lm: str = "assets/lm"  # language: smollm2, a folder, or a name on the hub
+    lm: str = "smollm2"  # language: a short name, a folder, or a name on the hub
     quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # language: of the frozen weights
     fsdp: bool = False  # language: its weights are sharded over the processes by FSDP2
     tp_plan: Literal["auto"] | None = None  # language: the processes compute its layers together, tensor parallel
     unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
-    encoder: str = "assets/clip"  # efficientnet-lite0, a folder, or another name of docs/encoders.md
+    encoder: str = "efficientnet-lite0"  # of pictures; any name of docs/encoders.md, or a folder
     text_encoder: str = "minilm"  # of passages; minilm, any encoder of Hugging Face, or a folder of open_clip
     captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as
     # a part of the memory; auto: in the memory where its own never saw some of the words

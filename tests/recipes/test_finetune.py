@@ -35,10 +35,12 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
     """Settings of a run that takes seconds."""
-    return {
+    lm = {} if changes.get("host") == "unet" else {"lm": "assets/lm"}
+    return lm | {
         "out": str(folder / "run"),
         "progress": False,
         "device": "cpu",
+        "encoder": "assets/clip",
         "data": {"path": str(FLORA), "held_out": 2, "cache": str(folder / "cache")},
         "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
         "optim": {"max_steps": 4, "batch_size": 3, "warmup_steps": 1, "save_steps": 2, "logging_steps": 2},
@@ -158,7 +160,7 @@ class TestLanguage:
         tensors, _ = training.checkpoints.load_checkpoint(out / "checkpoints" / "step-00000004")
         kinds = {name.split(".")[1] for name in tensors if name.startswith("weights.")}
         assert kinds == {"adapters", "host"} and all("lora_" in n for n in tensors if n.startswith("weights.host"))
-        lm, _ = recipe.language.load_lm(recipe.settings.Config(), "cpu")
+        lm, _ = recipe.language.load_lm(recipe.settings.Config(lm="assets/lm"), "cpu")
         model = mmattn.load(training.load_lora(lm, out / "lora"), out / "adapter")
         assert model.trainable_parameters()[0]
         with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
@@ -240,7 +242,7 @@ class TestData:
         assert code == 0 and "page.html" in out, err
 
     def test_the_attention_to_passages(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
-        lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(), "cpu")
+        lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(lm="assets/lm"), "cpu")
         reader = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         memories = training.RowMemories(tmp_path, passages=reader)
         model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))
@@ -339,15 +341,15 @@ class TestSettings:
             recipe.settings.Config(**changes)
 
     def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
-        for name in ("config.yaml", "config_smollm2.yaml", "config_unet.yaml"):
+        for name in ("config.yaml", "config_tiny.yaml", "config_unet.yaml"):
             settings = read_settings(ROOT / "recipes" / "finetune" / name, ["optim.max_steps=120"])
             assert settings.pop("recipe") == "finetune"
             optim = recipe.settings.Config(**settings).optim
             assert (optim.max_steps, optim.num_train_epochs) == (120, None), "a number of steps overrides the epochs"
 
     def test_a_contradiction_is_named_without_all_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
-        config = ROOT / "recipes" / "finetune" / "config.yaml"
-        code, _, err = call(capsys, "train", config, "host=unet", "lm=gpt2")
+        config = ROOT / "recipes" / "finetune" / "config_unet.yaml"
+        code, _, err = call(capsys, "train", config, "lm=gpt2", "lm=gpt2")
         assert (code, err) == (2, "mmattn: settings refused: lm is for another host than host: unet\n")
 
     def test_schema(self, recipe: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

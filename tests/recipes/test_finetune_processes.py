@@ -24,7 +24,7 @@ def losses(folder: Path) -> list[float]:
 def four_steps(out: Path, *settings: str) -> list[str]:
     """The words after `mmattn` for a short run of the recipe's own settings, on the CPU."""
     return [
-        "train", str(RECIPE / "config.yaml"), f"out={out}", "progress=false",
+        "train", str(RECIPE / "config_tiny.yaml"), f"out={out}", "progress=false",
         "device=cpu", "data.held_out=2", f"data.cache={out.parent / 'cache'}", "adapter.every=3", "optim.max_steps=4",
         "optim.batch_size=3", "optim.logging_steps=1", "eval.eval_steps=2", *settings,
     ]  # fmt: skip

@@ -155,23 +155,27 @@ class TestRefused:
 
 class TestTheCommand:
     def test_a_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        code, out, err = call(capsys, "encode", FLORA, "-o", tmp_path / "store", "--dtype", "int8", "--pooled")
+        words = [FLORA, "--encoder", CLIP, "-o", tmp_path / "store", "--pooled"]
+        code, out, err = call(capsys, "encode", *words, "--dtype", "int8")
         assert code == 0 and "encoding contents 8/8" in err, err
         first, second = out.splitlines()
         error = training.EncodedDataset(tmp_path / "store").manifest.relative_error
         assert first == f"{FLORA}: 8 texts in captions.jsonl"
         assert second.startswith(f"EncodedDataset(rows=8, e=96, int8, shards=1) in {tmp_path / 'store'}: ")
         assert second.endswith(f"relative error {error:.1e}")
-        code, _, err = call(capsys, "encode", FLORA, "-o", tmp_path / "store", "--pooled")
+        code, _, err = call(capsys, "encode", *words)
         assert code == 2 and "(dtype=int8, now float16)" in err
 
     def test_broken_pictures_are_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shutil.copytree(FLORA, tmp_path / "data")
         (tmp_path / "data" / "daffodil.png").write_bytes(b"no picture")
-        code, out, err = call(capsys, "encode", tmp_path / "data", "-o", tmp_path / "store")
+        words = [tmp_path / "data", "--encoder", CLIP, "-o"]
+        code, out, err = call(capsys, "encode", *words, tmp_path / "store")
         assert code == 0, err
         assert "1 left out, because it cannot be used:\n" in out and "daffodil.png" in out
-        code, _, err = call(capsys, "encode", tmp_path / "data", "-o", tmp_path / "strict", "--strict")
+        code, _, err = call(
+            capsys, "encode", tmp_path / "data", "--encoder", CLIP, "-o", tmp_path / "strict", "--strict"
+        )
         assert code == 2 and "daffodil.png" in err
 
     def test_more_rows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +196,7 @@ class TestTheCommand:
             (["gone"], "there is no file or folder 'gone'"),
             ([FLORA, "--columns", "text"], "--columns takes KEY=NAME, such as text=caption; got 'text'"),
             ([FLORA, "--columns", "text=caption"], "columns only applies to a dataset of Hugging Face"),
-            ([FLORA, "--dtype", "float64"], "dtype must be one of"),
+            ([FLORA, "--encoder", CLIP, "--dtype", "float64"], "dtype must be one of"),
             ([FLORA, "--encoder", "nosuch"], "nosuch"),
             (["a store"], "is encoded already"),
             (["rows.jsonl"], "there is nothing to encode"),

@@ -12,6 +12,7 @@ import pytest
 
 from mmattn import training
 from tests.cli.running import call
+from tests.models.test_pretrained import need
 from tests.recipes.test_finetune import FLORA, ROOT
 from tests.serving.processes import serving
 
@@ -39,6 +40,9 @@ def ask(folder: Path, *words: str) -> str:
 def test_the_page(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for model in ("smollm2", "efficientnet-lite0"):
+        need(model)
+
     def said(*words: str) -> str:
         code, out, err = call(capsys, *words[1:])
         assert code == 0, out + err
@@ -61,6 +65,6 @@ def test_the_page(
     assert "EncodedDataset(rows=8" in said(*encode)
     said(*copy)
     trained = said(*train, "optim.max_steps=3", "device=cpu")
-    assert "encoded rows (pictures by assets/clip" in trained and "the adapter is in" in trained
+    assert "encoded rows (pictures by efficientnet-lite0" in trained and "the adapter is in" in trained
     assert said(*caption).startswith("photo.jpg: ")
     assert ask(tmp_path, *serve)

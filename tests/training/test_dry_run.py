@@ -43,7 +43,7 @@ def test_a_training_is_measured_and_ended(tmp_path: Path, steps: int) -> None:
 def test_the_command_line_says_it_and_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`mmattn train CONFIG --dry-run`; several seeds at once are refused."""
     words = [
-        "train", str(ROOT / "recipes" / "finetune" / "config.yaml"), f"out={tmp_path / 'run'}", "progress=false",
+        "train", str(ROOT / "recipes" / "finetune" / "config_tiny.yaml"), f"out={tmp_path / 'run'}", "progress=false",
         f"data.cache={tmp_path / 'cache'}", "device=cpu", "optim.max_steps=720", "--dry-run",
     ]  # fmt: skip
     with pytest.raises(SystemExit) as end:

@@ -349,7 +349,7 @@ class TestSettings:
 
     def test_a_contradiction_is_named_without_all_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
         config = ROOT / "recipes" / "finetune" / "config_unet.yaml"
-        code, _, err = call(capsys, "train", config, "lm=gpt2", "lm=gpt2")
+        code, _, err = call(capsys, "train", config, "lm=gpt2")
         assert (code, err) == (2, "mmattn: settings refused: lm is for another host than host: unet\n")
 
     def test_schema(self, recipe: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
-"""A hundred questions about Python's documentation, which SmolLM2 answers from passages without training.
+"""Questions that SmolLM2 answers from passages without training: of Python's documentation, and of two passages.
 
-    python -m recipes.rag.topics [--host smollm2] [--top-k 4] [--again 5 15 30 100] [--questions 100]
+    python -m recipes.rag.topics [--host smollm2] [--top-k 4] [--questions 100]
+    python -m recipes.rag.topics --two-passages --again 5 15 30 100
 
 The topics of `pydoc_data.topics` are cut as `mmattn index build FOLDER` cuts them, and asked as `mmattn ask` asks. Each
 row answers the same questions in the same words, from the same passages: an answer is right if the string of
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +26,20 @@ import mmattn
 from mmattn import pipelines, training
 from mmattn.retrieval import chunk
 
+from .territories import PROPERTIES, load_facts, territory_values
+
 SIZE, OVERLAP = 96, 12  # words, as in `mmattn index build`
 BATCH = 25
 TIMED = 2  # questions, one by one, in seconds of one core
 
 
 class Question(NamedTuple):
-    """A question, the string that its answer must have, and a topic where it stands."""
+    """A question, the string that its answer must have, and a topic where it stands, or its own passages."""
 
     topic: str
     text: str
     answer: str
+    passages: tuple[str, ...] = ()
 
 
 def load_questions() -> list[Question]:
@@ -47,6 +52,35 @@ def load_topics() -> dict[str, str]:
     """Return the topics of Python's documentation by name."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return topics
+
+
+def two_passage_questions(count: int, others: int = 3, seed: int = 0) -> list[Question]:
+    """Return questions whose answer needs both passages: a foreign name in English, and the currency there.
+
+    Args:
+        count: how many.
+        others: facts about other territories in each passage.
+        seed: of the choice.
+    """
+    from babel import Locale
+
+    random = Random(seed)
+    named = {values["name"]: values for values in territory_values(Locale("en")).values() if "currency" in values}
+    foreign = [one for one in load_facts()[1] if one.property == "name" and one.value in named]
+    questions: list[Question] = []
+    while len(questions) < count:
+        facts = random.sample(foreign, others + 1)
+        asked, currencies = facts[0], {named[one.value]["currency"] for one in facts}
+        if len({one.value for one in facts}) < len(facts) or len(currencies) < len(facts):
+            continue
+        random.shuffle(facts)
+        names = " ".join(one.sentence for one in facts)
+        random.shuffle(facts)
+        sentence = PROPERTIES["currency"][2]
+        money = " ".join(sentence.format(key=one.value, value=named[one.value]["currency"]) for one in facts)
+        question = PROPERTIES["currency"][1].format(key=asked.key)
+        questions.append(Question("", question, named[asked.value]["currency"], (names, money)))
+    return questions
 
 
 def is_right(answer: str, text: str) -> bool:
@@ -64,10 +98,12 @@ class Asked:
         self.prompts: list[list[int]] = []
         self.texts: list[list[str]] = []
         for question in questions:
-            prompt, memory = pipe.inputs(question.text)
+            index = pipe.make_index([{"text": text} for text in question.passages]) if question.passages else None
+            prompt, memory = pipe.inputs(question.text, index)
             self.prompts.append(prompt)
-            self.texts.append([source.text for source in memory.sources[0]])
+            self.texts.append(list(question.passages) or [source.text for source in memory.sources[0]])
         self.numbers = [pipe.read(texts) for texts in self.texts]
+        self.from_prompt: list[str] = []  # replies, which those of the other ways are compared with
 
     def places(self) -> list[int]:
         """Return for each question which of its passages, the best first, has the answer; 0 for none."""
@@ -82,6 +118,9 @@ class Asked:
         replies: list[str] = []
         for first in range(0, len(numbers), BATCH):
             replies += self.replies(range(first, min(first + BATCH, len(numbers))), numbers, again)
+        if again is None:
+            self.from_prompt = replies
+        same = sum(a == b for a, b in zip(replies, self.from_prompt, strict=True)) / len(replies)
         right = [is_right(one.answer, reply) for one, reply in zip(self.questions, replies, strict=True)]
         places = self.places()
         by_place = Counter(place for place, is_ok in zip(places, right, strict=True) if is_ok)
@@ -97,7 +136,14 @@ class Asked:
                 seconds[place] += (time.process_time() - start) / min(TIMED, len(numbers))
         halves = [f"{100 * sum(half) / max(len(half), 1):.0f} %" for half in (right[::2], right[1::2], right)]
         words = sum(len(reply.split()) for reply in replies) / len(replies)
-        row = (name, *halves, f"{words:.0f}", f"{seconds[0]:.2f}", f"{16 / (seconds[1] - seconds[0]):.1f}")
+        row = (
+            name,
+            *halves,
+            f"{100 * same:.0f} %",
+            f"{words:.0f}",
+            f"{seconds[0]:.2f}",
+            f"{16 / (seconds[1] - seconds[0]):.1f}",
+        )
         print(row, flush=True)
         return row
 
@@ -122,13 +168,18 @@ def main() -> None:
     parser.add_argument("--host", default="smollm2", help="the language model")
     parser.add_argument("--top-k", type=int, default=None, help="passages of a question; the pipeline's by default")
     parser.add_argument("--again", type=int, nargs="*", default=[], help="percent of tokens read again")
-    parser.add_argument("--questions", type=int, default=100, help="how many of them")
+    parser.add_argument("--questions", type=int, default=None, help="how many of them; 100, or 60 of two passages")
+    parser.add_argument("--two-passages", action="store_true", help="questions that need two passages")
     parser.add_argument("--show", action="store_true", help="print every reply")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    topics, questions = load_topics(), load_questions()[: args.questions]
-    texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
-    index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
+    index = None
+    if args.two_passages:
+        questions = two_passage_questions(args.questions or 60)
+    else:
+        topics, questions = load_topics(), load_questions()[: args.questions]
+        texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
+        index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
     pipe = mmattn.pipeline(host=args.host, index=index, dtype=getattr(torch, args.dtype))
     if args.top_k is not None:
         memory = pipe.config.memory.model_copy(update={"top_k": args.top_k})
@@ -143,13 +194,14 @@ def main() -> None:
         share: max(lengths) if share == 100 else round(share / 100 * tokens / len(lengths)) for share in args.again
     }
     rows = [
-        asked.row("passages read beforehand", asked.numbers, 0),
         asked.row("passages in the prompt", asked.numbers, None),
+        asked.row("passages read beforehand", asked.numbers, 0),
         *(asked.row(f"passages, {share} % of tokens again", asked.numbers, count) for share, count in counts.items()),
         asked.row("closed book", empty, 0),
         asked.row("passages of another question", [*asked.numbers[1:], asked.numbers[0]], 0),
     ]
-    header = ("", "right, chosen on", "right, others", "right, all", "words", "seconds to first token", "tokens/s")
+    shares = ("right, chosen on", "right, others", "right, all", "same reply as from the prompt")
+    header = ("", *shares, "words", "seconds to first token", "tokens/s")
     print(training.markdown_table(header, rows))
 
 

@@ -15,11 +15,11 @@ class AdapterSettings(Strict):
     layers: list[int] = [24, 26, 28]  # hidden states below the first one are computed once
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)
-    feed_forward: float = Field(0.5, ge=0)  # hidden width as a multiple of the host's
+    feed_forward: float = Field(2.0, ge=0)  # hidden width as a multiple of the host's
 
 
 class OptimSettings(Strict):
-    max_steps: int = Field(3000, ge=1)
+    max_steps: int = Field(5000, ge=1)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(2e-3, gt=0)
     gate_learning_rate: float | None = Field(None, gt=0)

@@ -35,12 +35,16 @@ class OptimSettings(Strict):
         return self.model_dump(exclude={"batch_size", "lora_steps", "lora_learning_rate"})
 
 
+class SpeechAdapterSettings(AdapterSettings):
+    layers: list[int] = [20, 22]  # below the layers that see the picture
+
+
 class SpeechSettings(Strict):
     encoder: str = "whisper-base"
     instruction: str = "Answer the spoken question about the picture."
     max_steps: int = Field(600, ge=1)
     voices: int | None = Field(None, ge=1)  # the first ones of training and of the test; None for all
-    adapter: AdapterSettings = AdapterSettings(layers=[20, 22])  # below the layers that see the picture
+    adapter: SpeechAdapterSettings = SpeechAdapterSettings()
 
 
 class Config(Strict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,15 +57,28 @@ def train(
     accelerator: Any,
 ) -> float:
     """Train the weights of a module that are not frozen, with the settings of the run; return the seconds."""
-    options = config.optim.model_dump(exclude={"batch_size"}) | {"max_steps": steps, "seed": config.seed}
+    options = config.optim.training_options() | {"max_steps": steps, "seed": config.seed}
     settings = training.TrainingConfig(**options)
-    return training.train_run(
-        run, label, module, loss, batches, settings, accelerator, progress=config.progress
-    ).seconds
+    with hidden_states(config, module):
+        result = training.train_run(run, label, module, loss, batches, settings, accelerator, progress=config.progress)
+    return result.seconds
+
+
+def hidden_states(config: Config, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return the block in which hidden states below what is trained come from the cache, if the settings say so."""
+    if not config.optim.cache_hidden_states:
+        return contextlib.nullcontext()
+    folder = Path(config.data.cache) / "hidden_states"
+    return training.cached_hidden_states(module, folder, batch_size=8)
 
 
 def write_answers(
-    model: Any, tokenizer: Any, prompts: Sequence[str], memory_of: MemoryOf | None = None, batch: int = 64
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    memory_of: MemoryOf | None = None,
+    batch: int = 64,
+    **options: int,
 ) -> list[str]:
     """Generate an answer to each prompt, greedily."""
     answers: list[str] = []
@@ -71,7 +86,7 @@ def write_answers(
         part = prompts[start : start + batch]
         memory = None if memory_of is None else memory_on(model, memory_of(list(range(start, start + len(part)))))
         answers += pipelines.generate_texts(
-            model, tokenizer, part, memory, batch_size=batch, options={"max_new_tokens": LONGEST}
+            model, tokenizer, part, memory, batch_size=batch, options={"max_new_tokens": LONGEST, **options}
         )
     return answers
 

@@ -10,13 +10,16 @@ import torch
 
 import mmattn
 
-from .answering import LONGEST, MemoryOf, most_attended, neighbour_answers, write_answers
+from .answering import LONGEST, MemoryOf, device_of, memory_on, most_attended, neighbour_answers, write_answers
 from .entries import Entries, EntrySet, entry_sets
+from .reading import Reader
 from .settings import Config
 from .territories import UNKNOWN, Fact, prompt
+from .topics import TIMED, time_tokens
 
-IN_PROMPT = 6  # facts in a prompt, as the language model was trained to read them
-READ_ALL = ("prompt", "knn", "all")  # ways that read every entry
+READ_ALL = ("knn", "all")  # ways that read every entry
+NOTHING = (None, "closed")  # ways that read no entry
+OTHERS = ("shuffled", "random")  # ways that read the wrong entries
 RECORDED = ("index", "all", "hits")  # ways whose attention is measured
 
 
@@ -25,7 +28,7 @@ class Measure:
 
     A way of reading the entries is None; "index" (attention searches the index), "all" (attention to all entries),
     "hits" (to those of a search), "shuffled" (to the hits of another question), "random" (to any entries of the
-    index), "prompt" or "knn".
+    index), "prompt" or "knn"; of a `Reader` its own ways.
     """
 
     def __init__(self, config: Config, tokenizer: Any, entries: Entries, held_out: int) -> None:
@@ -40,8 +43,9 @@ class Measure:
             if way in READ_ALL and size > self.config.data.small:
                 continue
             answers = [line for one in sets for line in self.answers(model, one, way)]
-            rows.append({"name": name, "entries": size if way else None, **shares(answers)})
-            if way is None:
+            cost = self.cost(model, sets[0], way) if self.config.data.timed and way not in OTHERS else {}
+            rows.append({"name": name, "entries": None if way in NOTHING else size, **shares(answers), **cost})
+            if way in NOTHING:
                 break
         return rows
 
@@ -52,7 +56,9 @@ class Measure:
         facts = [self.entries.facts[row] for row in one.questions]
         prompts = [prompt(fact) for fact in facts]
         attended: list[Any] = [None] * len(facts)
-        if way in ("knn", "prompt"):
+        if isinstance(model, Reader):
+            texts = model.answers(self.entries, one, way)
+        elif way in ("knn", "prompt"):
             texts = self.baseline(model, one, prompts, way)
         else:
             memory_of = None if way is None else self.memory_of(one, way, index)
@@ -74,6 +80,31 @@ class Measure:
             for fact, row, here, text, top in zip(facts, one.questions, one.present, texts, attended, strict=True)
         ]
 
+    @torch.no_grad()
+    def cost(self, model: Any, one: EntrySet, way: str | None) -> dict[str, float]:
+        """Return seconds of one core to the first token, tokens a second after it, and bytes of a question's memory.
+
+        The search that comes before is not in it, other than that of attention itself.
+        """
+        if isinstance(model, Reader):
+            return model.cost(self.entries, one, way)
+        if way in ("knn", "prompt"):
+            return {}
+        prompts = [prompt(self.entries.facts[row]) for row in one.questions[:TIMED]]
+        memory_of = None if way is None else self.memory_of(one, way)
+        first, speed = time_tokens(
+            lambda count: write_answers(
+                model, self.tokenizer, prompts, memory_of, 1, max_new_tokens=count, min_new_tokens=count
+            ),
+            len(prompts),
+        )
+        cost = {"first": first, "speed": speed}
+        if memory_of is not None and way != "index":
+            memory = model.prepare(memory_on(model, memory_of([0])))
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), memory=memory)
+            cost["bytes"] = memory.nbytes()
+        return cost
+
     def baseline(self, lm: Any, one: EntrySet, prompts: list[str], way: str) -> list[str]:
         """Answer without an adapter: by neighbours among all entries, or with the best entries in the prompt."""
         entries = self.entries
@@ -81,7 +112,7 @@ class Measure:
             known = [entries.facts[row] for row in one.rows]
             values = [fact.value for fact in known]
             return neighbour_answers(lm, self.tokenizer, prompts, [prompt(fact) for fact in known], values)
-        hits = entries.index(one.rows).search(entries.questions[one.questions], IN_PROMPT).ids
+        hits = entries.index(one.rows).search(entries.questions[one.questions], self.config.data.in_prompt).ids
         context = [[entries.facts[row] for row in reversed(ids)] for ids in hits]
         with_facts = [
             self.prompt_that_fits(lm, entries.facts[row], facts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -18,8 +18,10 @@ class DataSettings(Strict):
     sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of an index when measured
     small: int = 10_000  # entries up to which rows are measured that read all of them
     per_query: int = Field(64, ge=2)  # entries that a token attends to, in each layer and head
+    in_prompt: int = Field(6, ge=1)  # entries in a prompt, for the language model alone
     absent: float = Field(0.4, ge=0, lt=1)  # share of questions whose answer is left out, in training
     cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
+    timed: bool = False  # measure the seconds and bytes of a question, too
 
 
 class AdapterSettings(Strict):
@@ -69,6 +71,11 @@ class OptimSettings(Strict):
     weight_decay: float = Field(0.05, ge=0)
     warmup_steps: int = Field(50, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    cache_hidden_states: bool = False  # of the frozen layers below the adapter, for each text, in data.cache
+
+    def training_options(self) -> dict[str, Any]:
+        """Return the arguments of `TrainingConfig`."""
+        return self.model_dump(exclude={"batch_size", "cache_hidden_states"})
 
 
 class Config(Strict):
@@ -78,7 +85,7 @@ class Config(Strict):
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16"] = "no"
     lm: str = "assets/rag"
-    controls: bool = True  # LoRA without memory, facts in the prompt, kNN-LM
+    controls: bool = True  # LoRA without memory, facts in the prompt, and kNN-LM or facts read beforehand
     progress: bool = True
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()

@@ -15,7 +15,7 @@ import importlib
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -90,6 +90,16 @@ def is_right(answer: str, text: str) -> bool:
     return re.search(before + re.escape(wanted) + after, text) is not None
 
 
+def time_tokens(reply: Callable[[int], object], questions: int = 1) -> tuple[float, float]:
+    """Return seconds of one core to the first token of replies of so many tokens, and tokens a second after it."""
+    seconds = []
+    for count in (1, 17):
+        start = time.process_time()
+        reply(count)
+        seconds.append((time.process_time() - start) / questions)
+    return seconds[0], 16 / (seconds[1] - seconds[0])
+
+
 class Asked:
     """Questions with their passages, and the answers from them in each way."""
 
@@ -115,9 +125,7 @@ class Asked:
 
     def row(self, name: str, numbers: Sequence[Sequence[int]], again: int | None) -> tuple[str, ...]:
         """Return a row of the table; `again` tokens of each passage are read again, None for passages in the prompt."""
-        replies: list[str] = []
-        for first in range(0, len(numbers), BATCH):
-            replies += self.replies(range(first, min(first + BATCH, len(numbers))), numbers, again)
+        replies = self.all_replies(numbers, again)
         if again is None:
             self.from_prompt = replies
         same = sum(a == b for a, b in zip(replies, self.from_prompt, strict=True)) / len(replies)
@@ -128,24 +136,31 @@ class Asked:
         if self.show:
             for one, reply, is_ok in zip(self.questions, replies, right, strict=True):
                 print(name, is_ok, one.text, one.answer, repr(reply), sep="\t")
-        seconds = [0.0, 0.0]
-        for number in range(min(TIMED, len(numbers))):
-            for place, count in enumerate((1, 17)):
-                start = time.process_time()
-                self.replies([number], numbers, again, max_new_tokens=count, min_new_tokens=count)
-                seconds[place] += (time.process_time() - start) / min(TIMED, len(numbers))
+        first, speed = self.time(numbers, again)
         halves = [f"{100 * sum(half) / max(len(half), 1):.0f} %" for half in (right[::2], right[1::2], right)]
         words = sum(len(reply.split()) for reply in replies) / len(replies)
-        row = (
-            name,
-            *halves,
-            f"{100 * same:.0f} %",
-            f"{words:.0f}",
-            f"{seconds[0]:.2f}",
-            f"{16 / (seconds[1] - seconds[0]):.1f}",
-        )
+        row = (name, *halves, f"{100 * same:.0f} %", f"{words:.0f}", f"{first:.2f}", f"{speed:.1f}")
         print(row, flush=True)
         return row
+
+    def time(self, numbers: Sequence[Sequence[int]], again: int | None) -> tuple[float, float]:
+        """Return seconds to the first token, and tokens a second, of the first questions one by one."""
+        rows = range(min(TIMED, len(numbers)))
+        return time_tokens(
+            lambda count: [
+                self.replies([row], numbers, again, max_new_tokens=count, min_new_tokens=count) for row in rows
+            ],
+            len(rows),
+        )
+
+    def all_replies(self, numbers: Sequence[Sequence[int]], again: int | None) -> list[str]:
+        """Return the answers to all questions, in batches."""
+        rows = range(len(numbers))
+        return [
+            reply
+            for first in range(0, len(rows), BATCH)
+            for reply in self.replies(rows[first : first + BATCH], numbers, again)
+        ]
 
     def replies(
         self, rows: Sequence[int], numbers: Sequence[Sequence[int]], again: int | None, **options: int

@@ -23,6 +23,7 @@ from mmattn.encoders import HybridEncoder
 from .answering import answer_batch, device_of, load_lm, train as train_module
 from .entries import Entries
 from .measure import Measure
+from .reading import Reader
 from .settings import Config
 from .territories import UNKNOWN, Fact, load_facts, made_up, prompt
 from .train_docs import train_documents
@@ -32,6 +33,11 @@ FACTS = {
     "attended": ("right entry attended to most", 100, ".1f", " %"),
     "precision": ("refusals right", 100, ".1f", " %"),
     "recall": ("unanswerable refused", 100, ".1f", " %"),
+}
+COSTS = {
+    "first": ("seconds to first token", 1, ".2f", ""),
+    "speed": ("tokens/s", 1, ".1f", ""),
+    "bytes": ("kB of memory", 1e-3, ".0f", ""),
 }
 DOCS = {
     "bits": ("bits per byte", 1, ".3f", ""),
@@ -64,9 +70,15 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     known, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
     rows = measure.rows("closed book, frozen LM", lm, None)
-    if config.controls:
+    if config.controls and tokenizer.chat_template is None:
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
         rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
+    elif config.controls:
+        reader = Reader(config, lm, tokenizer)
+        rows += measure.rows("closed book, chat template", reader, "closed")
+        rows += measure.rows("facts in the prompt, chat template", reader, "prompt")
+        rows += measure.rows("facts read beforehand, chat template", reader, "passages")
+        reader.pipe.model.unload()
 
     # Model: a frozen language model with gated cross-attention, to whose scores the cosine of the search is added.
     torch.manual_seed(config.seed)
@@ -95,10 +107,12 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     ):
         rows += measure.rows(f"adapter, {name}", model, way)
     parameters, _ = model.trainable_parameters()
+    layers = config.adapter.layers
+    lora_layers = None if layers is None else range(layers[0] + 1, lm.config.num_hidden_layers)
     model.unload()
     if config.controls:
         torch.manual_seed(config.seed)
-        lora = training.matched_lora(lm, parameters)
+        lora = training.matched_lora(lm, parameters, layers=lora_layers)
         loss = answer_loss(lora, tokenizer, with_memory=False)
         train_module(config, lora, loss, questions(config, known), steps, "LoRA", run, accelerator)
         rows += measure.rows("LoRA, closed book", lora, None)
@@ -110,12 +124,13 @@ def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`, with what was trained."""
     first = contents[0]
     facts = first["part"] == "facts"
-    runs = [[{"seconds": None, **row, "name": label(row)} for row in one["rows"]] for one in contents]
+    columns = (FACTS | (COSTS if "first" in first["rows"][0] else {})) if facts else DOCS
+    runs = [[{**dict.fromkeys(columns), **row, "name": label(row)} for row in one["rows"]] for one in contents]
     for rows in [] if facts else runs:
         lora = next(row["bits"] for row in rows if row["name"] == "LoRA, text only")
         for row in rows:
             row["against"] = row["bits"] - lora
-    lines = training.spread_table("", FACTS if facts else DOCS, runs)
+    lines = training.spread_table("", columns, runs)
     parameters = f"{first['parameters']:,} trained parameters"
     if facts:
         seconds = training.mean_and_spread([one["seconds"] for one in contents], 1, ".0f", " s")
@@ -197,7 +212,7 @@ def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> trainin
     def loss(rows: Sequence[Question], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
         prompts, answers, memories = zip(*rows, strict=True)
         batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if with_memory else None)
-        return training.sum_nats(model, batch.to(device_of(model)))
+        return training.sum_nats(model, batch.to(device_of(model)), "auto")
 
     return loss
 

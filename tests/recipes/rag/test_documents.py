@@ -1,0 +1,202 @@
+"""The retrieval recipe: documents in chunks with their neighbours, and a run over them from beginning to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mmattn
+from mmattn import inspect, pipelines
+from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.pipelines.text_generation import _Continuation
+from tests.recipes.rag.small import TOPICS, small
+
+HELD = {"tests": "A test calls a function and compares the value.\n\nArguments may be given by name."}
+
+
+@pytest.fixture
+def passages(recipe: SimpleNamespace, lm: Path) -> Any:
+    """Three short documents in chunks of five tokens, encoded."""
+    host, tokenizer = recipe.answering.load_lm(str(lm))
+    passages = recipe.documents.Passages.of(list(TOPICS.values()), tokenizer, 5)
+    passages.encode(mmattn.TextEncoder(), False)
+    passages.read(host, 2)
+    return passages
+
+
+def test_neighbours_are_of_other_documents(recipe: SimpleNamespace, passages: Any) -> None:
+    nearest = recipe.documents.neighbours(passages, passages, 3, same=True)
+    assert len(nearest) == len(passages) > 12
+    for row, line in enumerate(nearest):
+        assert len(line) == 3 and all(passages.document[other] != passages.document[row] for other in line)
+    itself = recipe.documents.neighbours(passages, passages, 1, same=False)
+    assert sum(line == [row] for row, line in enumerate(itself)) > 0.9 * len(itself), "leakage where it is allowed"
+
+
+def test_windows_keep_to_their_document_and_chunks_to_their_neighbours(recipe: SimpleNamespace, passages: Any) -> None:
+    nearest = recipe.documents.neighbours(passages, passages, 2, same=True)
+    made = recipe.documents.windows(passages, nearest, 3)
+    assert [token for window in made for token in window.ids] == [token for one in passages.chunks for token in one]
+    memory = recipe.documents.memory_of(made[:2], passages, "both", list)
+    first = [passages.slots(row, "both") for row in made[0].neighbours[1]]
+    assert torch.equal(memory.tokens[0][memory.segments[0] == 1][: sum(map(len, first))], torch.cat(first))
+    assert len(passages.slots(len(passages) - 1, "continuations")) == 0
+    both, size = passages.slots(0, "both"), len(passages.chunks[0])
+    assert torch.equal(both, torch.cat([passages.slots(0, "neighbours"), passages.slots(0, "continuations")]))
+    assert len(both) == size + len(passages.chunks[1]) and len(passages.slots(0, "neighbours")) == size
+
+
+def test_slots_are_what_came_before_a_token_and_the_token(recipe: SimpleNamespace, lm: Path) -> None:
+    host, _ = recipe.answering.load_lm(str(lm))
+    texts = [[7, 11, 13, 17, 19], [23], [7, 11, 29]]
+    slots = pipelines.read_passages(host, texts, 2, batch_size=2)
+    width = host.config.hidden_size
+    assert [one.shape for one in slots] == [(len(text), 2 * width) for text in texts]
+    for one, text in zip(slots, texts, strict=True):
+        states = host(torch.tensor([text]), output_hidden_states=True).hidden_states[2][0]
+        scaled = torch.nn.functional.rms_norm(states, (width,))
+        assert not one[0, :width].any() and torch.isfinite(one).all()
+        torch.testing.assert_close(one[1:, :width], scaled[:-1])
+        torch.testing.assert_close(
+            one[:, width:],
+            torch.nn.functional.rms_norm(host.get_input_embeddings().weight[torch.tensor(text)], (width,)),
+        )
+    torch.testing.assert_close(slots[0][:2], slots[2][:2])
+
+
+@torch.no_grad()
+def test_an_adapter_that_begins_as_a_lookup_says_the_word_that_followed(recipe: SimpleNamespace, lm: Path) -> None:
+    host, _ = recipe.answering.load_lm(str(lm))
+    width = host.config.hidden_size
+    text = list(range(50, 71))
+    read = pipelines.read_passages(host, [text], 2)[0]
+    ids = torch.tensor([[*text[:7], *text[:7]]])
+    memory = mmattn.Memory(read[None], segments=torch.zeros(1, len(text), dtype=torch.long))
+    right = {}
+    for lookup in (True, False):
+        torch.manual_seed(0)
+        model = mmattn.attach(
+            host, mmattn.ChunkedAdapter(2 * width, layers=[1], chunk_size=7, num_heads=8, head_dim=64)
+        )
+        if lookup:
+            recipe.train_docs.begin_as_lookup(model.adapters["default"], 60.0)
+        assert torch.equal(model(ids, memory=memory).logits, host(ids).logits), "it adds nothing yet"
+        with inspect.record(model) as weights:
+            model(ids, memory=memory)
+        # Of tokens 6 to 12, which see the chunk's memory, those from 7 on are the first ones again: after them the
+        # text goes on with slots 1 to 6.
+        rows = weights.mean()[0][0][1:7]
+        right[lookup] = sum(int(row.argmax()) == slot for slot, row in enumerate(rows, start=1))
+        model.unload()
+    assert right[True] >= 4 and right[False] <= 1, right
+
+
+def test_choices_of_neighbours(recipe: SimpleNamespace, passages: Any) -> None:
+    some = recipe.documents.sample_of(2, Random(0))
+    drawn = [some([3, 5, 7, 11]) for _ in range(30)]
+    assert {row for two in drawn for row in two} == {3, 5, 7, 11} and all(len(set(two)) == 2 for two in drawn)
+    assert some([3]) == [3]
+    control = recipe.documents.any_of(2, passages, Random(0))
+    drawn = [control([3, 5, 7]) for _ in range(30)]
+    assert all(len(two) == 2 for two in drawn) and len({row for two in drawn for row in two}) > 5
+    assert control([]) == []
+
+
+def test_a_text_without_letters_is_searched_as_a_full_stop() -> None:
+    texts = [pipelines.searchable(text) for text in ("", " \n\t", "\ufffd", "\x00\ufffd ", "a\ufffd", ".")]
+    assert texts == [".", ".", ".", ".", "a\ufffd", "."]
+    assert mmattn.TextEncoder().encode(texts).tokens.isfinite().all()
+
+
+def test_every_paragraph_of_the_documents_stands_once(recipe: SimpleNamespace) -> None:
+    train, held_out = recipe.documents.load_topics()
+    texts = [*train.values(), *held_out.values()]
+    parts = [recipe.documents.plain(part) for text in texts for part in recipe.documents.paragraphs(text)]
+    assert len(parts) == len(set(parts)) > 1000 and not set(train) & set(held_out)
+    assert len(held_out) == 12 and len(train) > 50
+    whole, same = recipe.documents.load_topics(copies=True)
+    assert same == held_out and all(len(text) <= len(whole[name]) for name, text in train.items())
+    assert sum(map(len, train.values())) < 0.9 * sum(map(len, whole.values()))
+
+
+@pytest.mark.slow
+def test_a_run_over_documents_has_its_controls(
+    recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def topics(copies: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+        return (TOPICS | {"copy": HELD["tests"]} if copies else TOPICS), HELD
+
+    monkeypatch.setattr(recipe.train_docs, "load_topics", topics)
+    out = recipe.train.main(small(lm, tmp_path / "docs", part="docs"))
+    table = json.loads((out / "table.json").read_text())
+    rows = {row["name"]: row["bits"] for row in table["rows"]}
+    assert rows["both, copies left in the library"] != rows["both"] and 0.1 < table["copies"] < 0.3
+    assert (out / "samples.txt").read_text().startswith("tests: A test calls")
+    assert len(rows) == 11 and rows["both, no memory"] != rows["frozen LM"], "the LoRA stays"
+    assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
+    assert all(2 < bits < 20 for bits in rows.values())
+    assert (out / "adapter" / "adapter_model.safetensors").is_file() and (out / "lora").is_dir()
+    asked: Any = mmattn.pipeline(out / "adapter", index=out / "index")
+    answer = asked("A call gives a value, and a loop")
+    written, sources = answer.text, answer.sources
+    assert isinstance(written, str) and len({source.text for source in sources}) == len(sources) > 0
+    assert {source.text for source in sources} <= {asked.index[name].text for name in asked.index.ids}
+    assert 0.5 < sum(source.weight for source in sources) < 1, "the null slot has the rest"
+    assert [source.weight for source in sources] == sorted((one.weight for one in sources), reverse=True)
+    (held,) = inspect.load_traces(out)
+    texts = {asked.index[name].text for name in asked.index.ids}
+    assert held.title == " ".join(HELD["tests"].split()) and set(held.sources) <= texts
+    trace = asked.trace("A call gives a value, and a loop")
+    assert "".join(trace.words).strip() == written.strip() and (trace.weights.sum(-1) < 1).all()
+    check_trace(trace, asked, "A call gives a value, and a loop")
+    plain = mmattn.Index.build(["a loop", "a call"], encoder=mmattn.TextEncoder(), metadata=[{"page": 1}, {"page": 2}])
+    plain.save(tmp_path / "plain")
+    with pytest.raises(AdapterFileError, match="no ids of tokens"):
+        asked("A call gives a value", index=tmp_path / "plain")
+    with pytest.raises(TextError, match="no text to go on with"):
+        asked(" ")
+    with pytest.raises(ConfigError, match="there is none: give index="):
+        mmattn.pipeline(out / "adapter")("A call gives a value")
+
+
+@pytest.mark.slow
+def test_documents_with_states_below_the_adapter_cached(
+    recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on SmolLM2: the adapter in one upper layer is calibrated, its LoRA and the control's are above it."""
+    monkeypatch.setattr(recipe.train_docs, "load_topics", lambda copies=False: (TOPICS, HELD))
+    settings = small(lm, tmp_path / "docs", part="docs")
+    settings["docs"] |= {"rows": ["both"], "copies": False, "calibrate": True, "adapter": {"layers": [3]}}
+    out = recipe.train.main(settings | {"docs": settings["docs"] | {"hidden_states": str(tmp_path / "states")}})
+    rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
+    assert list(rows) == ["frozen LM", "both", "both, random ones instead", "both, no memory", "LoRA, text only"]
+    assert len(set(rows.values())) == 5 and any((tmp_path / "states").rglob("*.safetensors"))
+    lora = json.loads((out / "lora" / "adapter_config.json").read_text())
+    assert {name.split("\\.")[2] for name in lora["alpha_pattern"]} == {"4", "5"}
+    asked: Any = mmattn.pipeline(out / "adapter", index=out / "index")
+    assert asked.model.adapter("default").config.layout.calibrated
+
+
+@torch.no_grad()
+def check_trace(trace: inspect.Trace, asked: Any, text: str) -> None:
+    """The trace has the probabilities and weights of the model when it searches its passages while it reads."""
+    one = _Continuation(asked, text, asked.index, {})
+    memory = asked.model.prepare(one.retrieve)
+    out, begin = asked.model.generate(**one.arguments, memory=memory), one.begin
+    with inspect.record(asked.model) as weights:
+        logits = asked.model(out, memory=memory).logits[0, begin - 1 : -1]
+    probability = logits.softmax(-1).gather(1, out[0, begin:, None])[:, 0]
+    torch.testing.assert_close(trace.probability, probability)
+    chunk = one.passages[tuple(out[0, begin - one.size : begin].tolist())]
+    for layer, calls in enumerate(weights.values()):
+        row = calls[0][begin // one.size - 1, :, 0, : len(chunk)]  # of the last token of the question
+        first = torch.stack([row[:, [passage == name for passage in chunk]].sum(1) for name in trace.sources], 1)
+        torch.testing.assert_close(trace.weights[layer, :, 0], first)
+    assert (trace.without - probability).abs().max() > 1e-6
+    assert (trace.dropped[0, trace.mean()[0].argmax()] - probability[0]).abs() > 1e-6

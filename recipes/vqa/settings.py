@@ -42,7 +42,7 @@ class SpeechAdapterSettings(AdapterSettings):
 class SpeechSettings(Strict):
     encoder: str = "whisper-base"
     instruction: str = "Answer the spoken question about the picture."
-    max_steps: int = Field(600, ge=1)
+    max_steps: int = Field(300, ge=1)
     voices: int | None = Field(None, ge=1)  # the first ones of training and of the test; None for all
     adapter: SpeechAdapterSettings = SpeechAdapterSettings()
 

@@ -70,7 +70,7 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
         (("tp_plan=auto",), "several processes, and there is one"),
         (("fsdp=true", "tp_plan=auto"), "leave tp_plan and quantise out"),
         (("tp_plan=auto", "eval.controls=true"), "eval.controls"),
-        (("host=unet", "fsdp=true"), "fsdp is for another host"),
+        (("host=unet", "fsdp=true"), "fsdp, lm is for another host"),
     ],
     ids=["one process", "alone", "both", "controls", "unet"],
 )

@@ -101,7 +101,7 @@ def test_the_demo_pictures_are_those_that_were_drawn(flora, tmp_path: Path) -> N
 
 def test_the_assets_stay_small() -> None:
     sizes = {path: path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()}
-    assert max(sizes.values()) < 5e6 and sum(sizes.values()) < 20 << 20
+    assert max(sizes.values()) < 5e6 and sum(sizes.values()) < 20e6
 
 
 def test_the_shipped_language_model_loads_offline_and_knows_the_kind_of_text(flora) -> None:

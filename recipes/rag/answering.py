@@ -59,9 +59,9 @@ def train(
     """Train the weights of a module that are not frozen, with the settings of the run; return the seconds."""
     options = config.optim.training_options() | {"max_steps": steps, "seed": config.seed}
     settings = training.TrainingConfig(**options)
-    with hidden_states(config, module):
-        result = training.train_run(run, label, module, loss, batches, settings, accelerator, progress=config.progress)
-    return result.seconds
+    return training.train_run(
+        run, label, module, loss, batches, settings, accelerator, progress=config.progress
+    ).seconds
 
 
 def hidden_states(config: Config, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -70,6 +70,13 @@ def hidden_states(config: Config, module: nn.Module) -> contextlib.AbstractConte
         return contextlib.nullcontext()
     folder = Path(config.data.cache) / "hidden_states"
     return training.cached_hidden_states(module, folder, batch_size=8)
+
+
+def lora_layers(config: Config, lm: Any, layers: Sequence[int] | None) -> list[int] | None:
+    """Return the layers of a LoRA: those above the lowest adapter if states below it are cached, else None for all."""
+    if not config.optim.cache_hidden_states:
+        return None
+    return list(range(min(layers or [0]) + 1, lm.config.num_hidden_layers))
 
 
 def write_answers(

@@ -59,7 +59,6 @@ class DocsSettings(Strict):
     )  # fmt: skip
     copies: bool = True  # the row of a library with copies, whose passages are read for it alone
     calibrate: bool = False  # queries and keys of the look-up are standardised per channel
-    hidden_states: str | None = None  # a folder: states below the adapter are cached, the LoRA is above
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 

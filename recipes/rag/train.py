@@ -20,7 +20,7 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.encoders import HybridEncoder
 
-from .answering import answer_batch, device_of, load_lm, train as train_module
+from .answering import answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
 from .entries import Entries
 from .measure import Measure
 from .reading import Reader
@@ -88,7 +88,8 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     # Training.
     steps = config.optim.max_steps
     loss = answer_loss(model, tokenizer)
-    seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run, accelerator)
+    with hidden_states(config, model):
+        seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run, accelerator)
     model.save_adapter(run.path / "adapter", encoder=entries.encoder.fingerprint)
     entries.encoder.save(run.path / "adapter" / "encoder.safetensors")
     make_pipeline_config(config, tokenizer).save(run.path / "adapter")
@@ -107,14 +108,13 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     ):
         rows += measure.rows(f"adapter, {name}", model, way)
     parameters, _ = model.trainable_parameters()
-    layers = config.adapter.layers
-    lora_layers = None if layers is None else range(layers[0] + 1, lm.config.num_hidden_layers)
     model.unload()
     if config.controls:
         torch.manual_seed(config.seed)
-        lora = training.matched_lora(lm, parameters, layers=lora_layers)
+        lora = training.matched_lora(lm, parameters, layers=lora_layers(config, lm, config.adapter.layers))
         loss = answer_loss(lora, tokenizer, with_memory=False)
-        train_module(config, lora, loss, questions(config, known), steps, "LoRA", run, accelerator)
+        with hidden_states(config, lora):
+            train_module(config, lora, loss, questions(config, known), steps, "LoRA", run, accelerator)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()
     return {"rows": rows, "seconds": seconds, "steps": steps, "parameters": parameters}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 import mmattn
 from mmattn import inspect, pipelines, training
 
-from .answering import device_of, load_lm, train
+from .answering import device_of, hidden_states, load_lm, lora_layers, train
 from .documents import KINDS, Choice, Passages, Window, any_of, load_topics, memory_of, neighbours, sample_of, windows
 from .settings import Config
 
@@ -68,11 +67,11 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         kind = name if name in KINDS else "both"
         choose = sample_of(docs.neighbours, Random(config.seed)) if name in KINDS else random_ones()
         torch.manual_seed(config.seed)
-        host = training.add_lora(lm, docs.rank, layers=lora_layers(lm, config))
+        host = training.add_lora(lm, docs.rank, layers=lora_layers(config, lm, docs.adapter.layers))
         model = mmattn.attach(host, adapter)
         memory = partial(memory_of, library=library, kind=kind, choose=choose)
         module = torch.nn.ModuleList([model.adapters, host])
-        with hidden_states(model, config):
+        with hidden_states(config, model):
             if docs.calibrate:
                 first = next(sample_windows(train_windows, config))
                 texts = training.collate([text.ids for text in first], memory(first)).to(device_of(model))
@@ -100,26 +99,14 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         model.unload()
         host.unload()
     torch.manual_seed(config.seed)
-    lora = training.matched_lora(lm, parameters, layers=lora_layers(lm, config))
-    with hidden_states(lora, config):
+    lora = training.matched_lora(lm, parameters, layers=lora_layers(config, lm, docs.adapter.layers))
+    with hidden_states(config, lora):
         seconds = learn(lora, loss_on(lora), "LoRA")
         rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     save_samples(run)
     unique = sum(map(len, topics.values())) / sum(map(len, whole.values()))
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library), "copies": 1 - unique}
-
-
-def lora_layers(lm: Any, config: Config) -> list[int] | None:
-    """Return the layers of a LoRA: those above the lowest adapter if states below are cached, else None for all."""
-    lowest = min(config.docs.adapter.layers or [0])
-    return None if config.docs.hidden_states is None else list(range(lowest + 1, lm.config.num_hidden_layers))
-
-
-def hidden_states(model: Any, config: Config) -> contextlib.AbstractContextManager[Any]:
-    """Return the block in which hidden states below what is trained come from the cache, if the settings say so."""
-    folder = config.docs.hidden_states
-    return contextlib.nullcontext() if folder is None else training.cached_hidden_states(model, folder)
 
 
 @torch.no_grad()

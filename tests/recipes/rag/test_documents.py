@@ -173,10 +173,11 @@ def test_documents_with_states_below_the_adapter_cached(
     monkeypatch.setattr(recipe.train_docs, "load_topics", lambda copies=False: (TOPICS, HELD))
     settings = small(lm, tmp_path / "docs", part="docs")
     settings["docs"] |= {"rows": ["both"], "copies": False, "calibrate": True, "adapter": {"layers": [3]}}
-    out = recipe.train.main(settings | {"docs": settings["docs"] | {"hidden_states": str(tmp_path / "states")}})
+    settings["optim"] |= {"cache_hidden_states": True}
+    out = recipe.train.main(settings)
     rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
     assert list(rows) == ["frozen LM", "both", "both, random ones instead", "both, no memory", "LoRA, text only"]
-    assert len(set(rows.values())) == 5 and any((tmp_path / "states").rglob("*.safetensors"))
+    assert len(set(rows.values())) == 5 and any((tmp_path / "cache" / "hidden_states").rglob("*.safetensors"))
     lora = json.loads((out / "lora" / "adapter_config.json").read_text())
     assert {name.split("\\.")[2] for name in lora["alpha_pattern"]} == {"4", "5"}
     asked: Any = mmattn.pipeline(out / "adapter", index=out / "index")

@@ -19,8 +19,9 @@ from .topics import TIMED, time_tokens
 
 READ_ALL = ("knn", "all")  # ways that read every entry
 NOTHING = (None, "closed")  # ways that read no entry
-OTHERS = ("shuffled", "random")  # ways that read the wrong entries
+OTHERS = ("shuffled", "random", "other prefix")  # ways that read the wrong entries
 RECORDED = ("index", "all", "hits")  # ways whose attention is measured
+PREFIXES = ("prefix", "other prefix")  # ways of the smallest sets alone
 
 
 class Measure:
@@ -28,7 +29,7 @@ class Measure:
 
     A way of reading the entries is None; "index" (attention searches the index), "all" (attention to all entries),
     "hits" (to those of a search), "shuffled" (to the hits of another question), "random" (to any entries of the
-    index), "prompt" or "knn"; of a `Reader` its own ways.
+    index), "prompt" or "knn"; "prefix" (that of the set) or "other prefix"; of a `Reader` its own ways.
     """
 
     def __init__(self, config: Config, tokenizer: Any, entries: Entries, held_out: int) -> None:
@@ -40,7 +41,7 @@ class Measure:
         """Return one row of the table for each size; a single one without a memory, when the size does not matter."""
         rows = []
         for size, sets in self.sets.items():
-            if way in READ_ALL and size > self.config.data.small:
+            if (way in READ_ALL and size > self.config.data.small) or (way in PREFIXES and size > min(self.sets)):
                 continue
             answers = [line for one in sets for line in self.answers(model, one, way)]
             cost = self.cost(model, sets[0], way) if self.config.data.timed and way not in OTHERS else {}
@@ -131,6 +132,10 @@ class Measure:
     def memory_of(self, one: EntrySet, way: str, index: mmattn.Index | None = None) -> MemoryOf:
         """Return the function from numbers of questions to their memory; `index` is one of the slots of the set."""
         entries, questions = self.entries, one.questions
+        if way in PREFIXES:
+            sets = self.sets[len(one.rows)]
+            number = (sets.index(one) + (way == "other prefix")) % len(sets)
+            return lambda part: [number] * len(part)
         if way == "index":
             searched = entries.index_of_slots(one.rows) if index is None else index
             queries = entries.queries(questions)

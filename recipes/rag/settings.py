@@ -74,7 +74,15 @@ class OptimSettings(Strict):
 
     def training_options(self) -> dict[str, Any]:
         """Return the arguments of `TrainingConfig`."""
-        return self.model_dump(exclude={"batch_size", "cache_hidden_states"})
+        return self.model_dump(exclude={"batch_size", "cache_hidden_states", "num_virtual_tokens"})
+
+
+class PrefixSettings(OptimSettings):
+    num_virtual_tokens: int = Field(128, ge=1)
+    max_steps: int = Field(300, ge=1)
+    batch_size: int = Field(16, ge=1)
+    learning_rate: float = Field(1e-2, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
 
 
 class Config(Strict):
@@ -88,5 +96,6 @@ class Config(Strict):
     progress: bool = True
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()
+    prefix: PrefixSettings | None = None  # a trained prefix for each set of the smallest size
     optim: OptimSettings = OptimSettings()
     docs: DocsSettings = DocsSettings()

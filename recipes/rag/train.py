@@ -23,6 +23,7 @@ from mmattn.encoders import HybridEncoder
 from .answering import answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
 from .entries import Entries
 from .measure import Measure
+from .prefixes import train_prefixes
 from .reading import Reader
 from .settings import Config
 from .territories import UNKNOWN, Fact, load_facts, made_up, prompt
@@ -79,6 +80,8 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
         rows += measure.rows("facts in the prompt, chat template", reader, "prompt")
         rows += measure.rows("facts read beforehand, chat template", reader, "passages")
         reader.pipe.model.unload()
+    if config.prefix is not None:
+        rows += train_prefixes(config, lm, tokenizer, measure, run, accelerator)
 
     # Model: a frozen language model with gated cross-attention, to whose scores the cosine of the search is added.
     torch.manual_seed(config.seed)

@@ -28,6 +28,7 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
         "train",
         "train_docs",
         "reading",
+        "prefixes",
     )
     return load_files("rag", *names, "large")
 

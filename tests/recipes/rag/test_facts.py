@@ -25,7 +25,8 @@ from tests.recipes.rag.small import small
 @pytest.fixture(scope="module")
 def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over facts."""
-    return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run"))
+    prefix = {"num_virtual_tokens": 5, "max_steps": 2, "batch_size": 3}
+    return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run", prefix=prefix))
 
 
 def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
@@ -62,6 +63,25 @@ def test_half_of_the_answers_are_in_an_entry_set(recipe: SimpleNamespace, facts:
             for row, here in zip(one.questions, one.present, strict=True):
                 assert (row in one.rows) == here and row < 150
         assert abs(sum(sum(one.present) for one in sets) - 15) <= len(sets)
+
+
+def test_a_prefix_learns_its_own_facts_and_none_that_is_asked_without_an_answer(
+    recipe: SimpleNamespace, facts: Any
+) -> None:
+    entries = recipe.entries.Entries(facts[1], *[torch.zeros(len(facts[1]), 3)] * 3)
+    sets = recipe.entries.entry_sets(entries, len(facts[1]), 37, 14, 0)
+    measure = SimpleNamespace(entries=entries)
+    config = recipe.settings.Config(optim={"batch_size": 211}, data={"absent": 0.4})
+    rows = next(recipe.prefixes.questions(config, measure, sets))
+    numbers = {recipe.territories.prompt(fact): number for number, fact in enumerate(entries.facts)}
+    unknown = 0
+    for number, prompt, answer in rows:
+        row, one = numbers[prompt], sets[number]
+        there = row in one.rows
+        assert answer == (entries.facts[row].value if there else recipe.territories.UNKNOWN)
+        assert there or row not in one.questions
+        unknown += not there
+    assert {number for number, _, _ in rows} == set(range(len(sets))) and 0.2 < unknown / len(rows) < 0.6
 
 
 def test_names_that_nobody_has_are_near_misses_of_real_ones(recipe: SimpleNamespace, facts: Any) -> None:
@@ -176,6 +196,8 @@ def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -
     for name in ("kNN-LM, frozen LM", "adapter, attention to all entries"):
         assert {f"{name}, {size} entries" for size in (10, 20)} <= set(rows) and f"{name}, 40 entries" not in rows
     assert {"closed book, frozen LM", "adapter, no memory", "LoRA, closed book"} <= set(rows)
+    for name in ("prefix trained on the entries", "prefix of other entries"):
+        assert [row for row in rows if row.startswith(name)] == [f"{name}, 10 entries"]
     assert {**lines["adapter, no memory"], "name": ""} == {**lines["closed book, frozen LM"], "name": ""}
 
 

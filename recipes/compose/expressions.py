@@ -8,18 +8,24 @@ digits together). A key is three letters in brackets.
     <kqz>+<abt>=    KV-arithmetic   19
 
 Where two models know keys, each its own, those of the second stand in other brackets: <kqz>+[abt]=
+
+A pretrained anchor has tokens of its own for the same texts, one for each digit.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from string import ascii_lowercase
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from mmattn.errors import ConfigError
 
 from .settings import DataSettings
 
@@ -60,9 +66,19 @@ class Expression:
 
 
 class World:
-    """Keys with random values, the models that know them, and the vocabulary of all texts about them."""
+    """Keys with random values, the models that know them, and the vocabulary of all texts about them.
 
-    def __init__(self, settings: DataSettings, seed: int, device: torch.device | str = "cpu") -> None:
+    With the tokenizer of a pretrained model the texts are of its tokens, after so many examples of arithmetic.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        seed: int,
+        device: torch.device | str = "cpu",
+        tokenizer: Any = None,
+        shots: int = 0,
+    ) -> None:
         self.device = torch.device(device)
         random, knowers = Random(seed), settings.knowers
         names = [a + b + c for a in ascii_lowercase for b in ascii_lowercase for c in ascii_lowercase]
@@ -79,6 +95,20 @@ class World:
         more = [bracket for pair in BRACKETS[1:knowers] for bracket in pair]
         self.tokens = [PAD, END, *BRACKETS[0], ":", "=", *OPERATORS, *ascii_lowercase, *numbers, *more]
         self.ids = {token: id for id, token in enumerate(self.tokens)}
+        self.shots: list[str] = []
+        if tokenizer is not None:
+            if self.numbers > 10:
+                raise ConfigError(f"values of a pretrained anchor are digits: give data.values=10, got {self.numbers}")
+            self.ids = tokens_of(tokenizer, [token for token in self.tokens if not token[1:].isdigit()])
+            for shot in range(shots):
+                values = random.randrange(self.numbers), random.randrange(self.numbers)
+                one = Expression(("", ""), values, [*OPERATORS][shot % 3], self.working)
+                self.shots += [*itertools.chain(*one.pair("arithmetic")), END]
+        self.words = {id: token for token, id in self.ids.items()}
+
+    def spell(self, tokens: Sequence[str]) -> list[int]:
+        """Return ids; a number that is no token is spelled by its digits."""
+        return [self.ids[part] for token in tokens for part in ([token] if token in self.ids else token)]
 
     def draw(self, keys: Sequence[Sequence[str]], random: Random) -> Expression:
         """Return an expression of a key of the first model and one of the last, of these keys of each."""
@@ -125,8 +155,8 @@ class World:
         """Return rows of one or more pairs each, with labels on the answers and on the end."""
         rows: list[Tensor] = []
         for text in texts:
-            tokens = [(token, label) for pair in text for label, part in enumerate(pair) for token in part]
-            rows.append(torch.tensor([(self.ids[token], label) for token, label in (*tokens, (END, 1))]))
+            parts = [(self.shots, 0), *((part, label) for pair in text for label, part in enumerate(pair)), ([END], 1)]
+            rows.append(torch.tensor([(id, label) for part, label in parts for id in self.spell(part)]))
         ids, labels = pad_sequence(rows, batch_first=True, padding_value=-1).to(self.device).unbind(-1)
         mask = ids >= 0
         ids = ids.masked_fill(~mask, self.ids[PAD])
@@ -134,11 +164,20 @@ class World:
 
     def prompts(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """Return the prompts, padded on the left for generation."""
-        rows = [torch.tensor([self.ids[token] for token in prompt]) for prompt, _ in pairs]
+        rows = [torch.tensor(self.spell([*self.shots, *prompt])) for prompt, _ in pairs]
         ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(self.device)
         return {"input_ids": ids.masked_fill(ids < 0, self.ids[PAD]), "attention_mask": (ids >= 0).long()}
 
     def answer(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens up to the end."""
-        tokens = [self.tokens[id] for id in ids]
+        """Return the tokens up to the end; those of no text are ?."""
+        tokens = [self.words.get(id, "?") for id in ids]
         return tokens[: tokens.index(END)] if END in tokens else tokens
+
+
+def tokens_of(tokenizer: Any, tokens: Sequence[str]) -> dict[str, int]:
+    """Return the id that a tokenizer has for each of these tokens; a line ends a text."""
+    texts = [{PAD: tokenizer.pad_token, END: "\n"}.get(token, token) for token in tokens]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    if several := [text for text, one in zip(texts, ids, strict=True) if len(one) != 1]:
+        raise ConfigError(f"each sign must be one token, and {several} are not: take another anchor")
+    return {token: id for token, (id,) in zip(tokens, ids, strict=True)}

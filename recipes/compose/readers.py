@@ -120,15 +120,31 @@ def expand(lm: Any) -> LlamaForCausalLM:
     return expanded
 
 
+@torch.no_grad()
+def respell(lm: Any, world: World, anchor: World, size: int) -> LlamaForCausalLM:
+    """Return a model of the tokens of `world` that reads those of another vocabulary of this size."""
+    config = type(lm.config).from_dict({**lm.config.to_dict(), "vocab_size": size, "pad_token_id": None})
+    respelled = LlamaForCausalLM(config).to(lm.device).eval().requires_grad_(False)
+    weights = lm.state_dict()
+    embeddings = weights.pop("model.embed_tokens.weight")
+    respelled.load_state_dict({name: one for name, one in weights.items() if name != "lm_head.weight"}, strict=False)
+    rows = respelled.get_input_embeddings().weight.zero_()
+    for token, id in anchor.ids.items():
+        rows[id] = embeddings[world.ids[token]]
+    return respelled
+
+
 def measure(reader: Alone, world: World, task: str, count: int, seed: int, filled: bool = False) -> dict[str, float]:
     """Return the shares of right answers about held-out keys, generated and teacher-forced; `filled`: with values."""
     pairs = [one.pair("arithmetic" if filled else task) for one in world.expressions(task, count, seed)]
-    longest = max(len(right) for _, right in pairs) + 1
+    longest = max(len(world.spell(right)) for _, right in pairs) + 1
     right = forced = 0
     for start in range(0, count, 100):
         part = pairs[start : start + 100]
         written = reader.write(world.prompts(part), longest).tolist()
-        right += sum(world.answer(ids) == answer for ids, (_, answer) in zip(written, part, strict=True))
+        right += sum(
+            "".join(world.answer(ids)) == "".join(answer) for ids, (_, answer) in zip(written, part, strict=True)
+        )
         forced += sum(reader.forced(world.batch([[pair] for pair in part])))
     return {"written": right / count, "forced": forced / count}
 

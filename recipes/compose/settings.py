@@ -18,6 +18,7 @@ class DataSettings(Strict):
     working: bool = True  # m_B writes the numbers down before it reckons; False: in its head
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
     ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
+    pool: int | None = Field(None, ge=1)  # expressions of a training, each drawn often; None draws new ones
 
 
 class ModelSettings(Strict):
@@ -70,12 +71,20 @@ class Config(Strict):
     out: str = "runs/compose"
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu"] = "auto"
-    controls: bool = True  # LoRA, other augmenting models, one that reads the prompt only, and one that leaks
+    controls: tuple[Literal["LoRA", "random", "vanilla"], ...] = ("LoRA", "random", "vanilla")
     progress: bool = True
     data: DataSettings = DataSettings()
+    anchor: str | None = None  # a pretrained language model as m_B; a LoRA in its upper layers is taught arithmetic
+    rank: int = Field(16, ge=1)  # of that LoRA
+    ways: tuple[Literal["substitution", "KV-arithmetic", "all three"], ...] = (
+        "substitution", "KV-arithmetic", "all three",
+    )  # fmt: skip
+    hidden_states: str | None = None  # a folder: the anchor's states below the adapters are cached
+    mixed_precision: Literal["no", "bf16"] = "no"
     knower: KnowerSettings = KnowerSettings()  # m_A, which knows the keys
     reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
-    fused: FusedSettings = FusedSettings()
+    fused: FusedSettings | None = FusedSettings()
+    lora_learning_rate: float | None = Field(None, gt=0)  # None is that of `optim`
     fused_learning_rate: float = Field(3e-3, gt=0)
     optim: OptimSettings = OptimSettings()

@@ -2,10 +2,12 @@
 
 mmattn train config.yaml        # one model that knows keys
 mmattn train config_three.yaml  # two, each its own
+mmattn train config_smollm2.yaml  # SmolLM2 does the arithmetic
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,10 +18,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mmattn import training
+from mmattn import pipelines, training
 
 from .expressions import END, PAD, TASKS, Pair, World
-from .readers import Alone, Along, Fused, Several, measure, token_times
+from .readers import Alone, Along, Fused, Several, measure, respell, token_times
 from .settings import Config, ModelSettings
 
 # What a composition is trained on: the paper's text has it in two ways; the third keeps what both could do.
@@ -30,6 +32,9 @@ PAPER = {
     "paper: m_B": (0.0, 0.737, 0.0),
     "paper: composed": (0.929, 0.720, 0.843),
 }
+SHOTS = 6  # examples before each prompt of an anchor as it is
+PRETRAINING = {"max_steps", "learning_rate", "weight_decay"}
+FUSED = "fused caches, trained on all three"
 COLUMNS = {
     "substitution": ("KV-substitution", 100, ".1f", " %"),
     "arithmetic": ("numeric arithmetic", 100, ".1f", " %"),
@@ -56,23 +61,36 @@ class Composition:
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run = config, run
-        self.accelerator = training.make_accelerator(device=config.device)
-        self.world = World(config.data, config.seed, self.accelerator.device)
+        self.accelerator = training.make_accelerator(device=config.device, mixed_precision=config.mixed_precision)
+        device = self.accelerator.device
+        self.world = self.small = World(config.data, config.seed, device)  # `small` is of the models trained here
+        if config.anchor is not None:
+            self.anchor, self.tokenizer = pipelines.load_language_model(config.anchor, device)
+            self.world = World(config.data, config.seed, device, self.tokenizer)
 
     def table(self) -> dict[str, Any]:
         """Return every row of the table, and what was trained."""
-        config, world = self.config, self.world
+        config, world, small = self.config, self.world, self.small
+
+        rows: list[dict[str, Any]] = []
 
         # Models: m_A and m_C know keys, m_B does arithmetic; all are frozen from then on.
         names = ["m_A", "m_C"][: config.data.knowers]
         knowers = [
-            self.pretrain(config.knower, partial(world.knowing, knower=number), name)
+            self.pretrain(config.knower, partial(small.knowing, knower=number), name)
             for number, name in enumerate(names)
         ]
-        reckoner = self.pretrain(config.reckoner, lambda random, _: world.reckoning(random), "m_B")
-        for name, lm in zip([*names, "m_B"], [*knowers, reckoner], strict=True):
+        if config.anchor is None:
+            reckoner = self.pretrain(config.reckoner, lambda random, _: small.reckoning(random), "m_B")
+            reckoner.save_pretrained(self.run.path / "m_B")
+        else:
+            examples = World(config.data, config.seed, world.device, self.tokenizer, SHOTS)
+            rows = [self.row(f"m_B as it is, after {SHOTS} sums", Alone(self.anchor), examples)]
+            reckoner = self.teach()
+        for name, lm in zip(names, knowers, strict=True):
             lm.save_pretrained(self.run.path / name)
-        rows = [self.row(f"{name}, knows the keys", Alone(lm)) for name, lm in zip(names, knowers, strict=True)]
+        rows += [self.row(f"{name}, knows the keys", Alone(lm), small) for name, lm in zip(names, knowers, strict=True)]
+        knowers = self.respelled(knowers)
         rows.append(self.row("m_B, does arithmetic", Alone(reckoner)))
         filled = measure(Alone(reckoner), world, "KV-arithmetic", config.data.ask, config.seed, filled=True)
         ceiling = {"KV-arithmetic": filled["written"], "forced": filled["forced"], "token_ms": None}
@@ -81,17 +99,20 @@ class Composition:
             readers = {
                 "m_B, does arithmetic": Alone(copy.deepcopy(reckoner)),
                 "composed, trained on all three": Along(copy.deepcopy(reckoner), knowers, config.adapter),
-                "fused caches, trained on all three": Fused(copy.deepcopy(reckoner), knowers, config.fused),
             }
+            if config.fused is not None:
+                readers[FUSED] = Fused(copy.deepcopy(reckoner), knowers, config.fused)
             times = token_times(readers, world)
 
         # Training and measuring: m_B with adapters that read the other models, by what they are trained on.
         trained: dict[str, dict[str, float]] = {}
-        ways = WAYS if len(knowers) == 1 else {"all three": TASKS}
+        ways = config.ways if len(knowers) == 1 else ["all three"]
         readers_of: list[tuple[str, Any, Sequence[str]]] = [
-            (f"composed, trained on {way}", Along, tasks) for way, tasks in ways.items()
+            (f"composed, trained on {way}", Along, WAYS[way]) for way in ways
         ]
-        for name, kind, tasks in [*readers_of, ("fused caches, trained on all three", Fused, TASKS)]:
+        if config.fused is not None:
+            readers_of.append((FUSED, Fused, TASKS))
+        for name, kind, tasks in readers_of:
             reader, settings = self.compose(kind, reckoner, knowers, tasks, name)
             trained[name] = settings
             rows.append(self.row(name, reader))
@@ -120,36 +141,71 @@ class Composition:
 
     def controls(self, knowers: Sequence[Any], reckoner: Any, parameters: float) -> list[dict[str, Any]]:
         """Train on the same expressions without a second model, and with untaught ones."""
-        config, world = self.config, self.world
-        lora = training.matched_lora(reckoner, int(parameters))
-        self.train_composition(Alone(lora), TASKS, "LoRA", config.optim.learning_rate)
-        rows = [self.row("LoRA on m_B", Alone(lora))]
-        lora.unload()
-        random = [build(world, config.knower, config.seed + 1 + number) for number in range(len(knowers))]
-        kinds = [("random m_A", Along, random), ("fused caches of a random m_A", Fused, random)]
-        if len(knowers) == 1:
+        config, rows = self.config, []
+        if "LoRA" in config.controls:
+            lora = training.matched_lora(reckoner, int(parameters), layers=self.upper_layers())
+            self.train_composition(Alone(lora), TASKS, "LoRA", config.lora_learning_rate or config.optim.learning_rate)
+            rows.append(self.row("LoRA on m_B", Alone(lora)))
+            lora.unload()
+        kinds: list[tuple[str, Any, Sequence[Any]]] = []
+        if "random" in config.controls:
+            random = [build(self.small, config.knower, config.seed + 1 + number) for number in range(len(knowers))]
+            kinds.append(("random m_A", Along, random))
+            if config.fused is not None:
+                kinds.append(("fused caches of a random m_A", Fused, random))
+        if "vanilla" in config.controls and len(knowers) == 1:
             # There is only the form to learn, which is soon done.
             short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
-            vanilla = [self.pretrain(short, partial(world.knowing, known=False), "vanilla m_A")]
+            vanilla = [self.pretrain(short, partial(self.small.knowing, known=False), "vanilla m_A")]
             kinds.append(("vanilla m_A, never taught the keys", Along, vanilla))
         for name, kind, lms in kinds:
-            reader, _ = self.compose(kind, reckoner, lms, TASKS, name)
+            reader, _ = self.compose(kind, reckoner, self.respelled(lms), TASKS, name)
             rows.append(self.row(name, reader))
             reader.model.unload()
         return rows
 
     def pretrain(self, settings: ModelSettings, draw: Callable[[Random, float], Pair], label: str) -> LlamaForCausalLM:
         """Return a frozen model, trained on the texts that `draw` returns at each share of its steps."""
-        model, steps = build(self.world, settings, self.config.seed), settings.max_steps
+        model, steps = build(self.small, settings, self.config.seed), settings.max_steps
         random = Random(f"{self.config.seed} {label}")
 
         def batches() -> Iterator[list[Texts]]:
             for step in range(steps):
                 yield [[draw(random, step / steps) for _ in range(settings.pieces)] for _ in range(settings.batch_size)]
 
-        options = settings.model_dump(include={"max_steps", "learning_rate", "weight_decay"})
-        self.train(Alone(model), batches(), label, **options)
+        self.train(Alone(model), self.small, batches(), label, **settings.model_dump(include=PRETRAINING))
         return model.requires_grad_(False)
+
+    def teach(self) -> Any:
+        """Return the pretrained anchor, frozen, with a LoRA merged into it that was taught arithmetic."""
+        config, random = self.config, Random(f"{self.config.seed} m_B")
+        lora = training.add_lora(self.anchor, config.rank, layers=self.upper_layers())
+        pool = [self.world.reckoning(random) for _ in range(config.data.pool or 10_000)]
+
+        def batches() -> Iterator[list[Texts]]:
+            while True:
+                yield [[pair] for pair in random.choices(pool, k=config.reckoner.batch_size)]
+
+        with self.hidden_states(lora):
+            self.train(Alone(lora), self.world, batches(), "m_B", **config.reckoner.model_dump(include=PRETRAINING))
+        return lora.merge_and_unload().requires_grad_(False)
+
+    def upper_layers(self) -> list[int] | None:
+        """Return the layers of a LoRA: those above the lowest adapter if states below are cached, else None for all."""
+        if self.config.hidden_states is None:
+            return None
+        return list(range(min(self.config.adapter.layers) + 1, self.anchor.config.num_hidden_layers))
+
+    def hidden_states(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the block in which states below what is trained come from the cache, if the settings say so."""
+        folder = self.config.hidden_states
+        return contextlib.nullcontext() if folder is None else training.cached_hidden_states(model, folder)
+
+    def respelled(self, lms: Sequence[Any]) -> list[Any]:
+        """Return models of m_A's kind as they read the tokens of a pretrained anchor."""
+        if self.world is self.small:
+            return list(lms)
+        return [respell(lm, self.small, self.world, self.anchor.config.vocab_size) for lm in lms]
 
     def compose(
         self, kind: Any, reckoner: Any, lms: Sequence[Any], tasks: Sequence[str], label: str
@@ -164,20 +220,24 @@ class Composition:
     def train_composition(self, reader: Alone, tasks: Sequence[str], label: str, rate: float) -> float:
         """Train a reader with expressions of the first keys, for these tasks in turn; return the seconds."""
         world, optim, random = self.world, self.config.optim, Random(f"{self.config.seed} composition")
+        pool = [world.draw(world.keys, random) for _ in range(self.config.data.pool or 0)]
 
         def batches() -> Iterator[list[Texts]]:
             while True:
-                drawn = [world.draw(world.keys, random) for _ in range(optim.batch_size)]
+                drawn = [
+                    random.choice(pool) if pool else world.draw(world.keys, random) for _ in range(optim.batch_size)
+                ]
                 yield [[one.pair(tasks[row % len(tasks)])] for row, one in enumerate(drawn)]
 
         options = optim.model_dump(include={"max_steps", "gate_learning_rate", "weight_decay"})
-        return self.train(reader, batches(), label, learning_rate=rate, **options)
+        with self.hidden_states(reader.model):
+            return self.train(reader, world, batches(), label, learning_rate=rate, **options)
 
-    def train(self, reader: Alone, batches: Iterator[list[Texts]], label: str, **options: Any) -> float:
+    def train(self, reader: Alone, world: World, batches: Iterator[list[Texts]], label: str, **options: Any) -> float:
         """Train the weights of a reader that are not frozen; return the seconds."""
 
         def loss(rows: Sequence[Texts], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-            batch = self.world.batch(rows)
+            batch = world.batch(rows)
             targets = int((batch["labels"][:, 1:] != -100).sum())
             return reader.loss(batch) * targets, targets
 
@@ -193,9 +253,10 @@ class Composition:
                 self.run, label, reader.model, loss, batches, config, self.accelerator, progress=self.config.progress
             ).seconds
 
-    def row(self, name: str, reader: Alone) -> dict[str, Any]:
+    def row(self, name: str, reader: Alone, world: World | None = None) -> dict[str, Any]:
         """Return a row: the shares of right answers in each task, and those of KV-arithmetic teacher-forced."""
-        shares = {task: measure(reader, self.world, task, self.config.data.ask, self.config.seed) for task in TASKS}
+        data, seed = self.config.data, self.config.seed
+        shares = {task: measure(reader, world or self.world, task, data.ask, seed) for task in TASKS}
         written = {task: share["written"] for task, share in shares.items()}
         return {"name": name, **written, "forced": shares["KV-arithmetic"]["forced"]}
 

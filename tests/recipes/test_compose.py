@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmattn
+from mmattn.pipelines import load_language_model
 from tests.recipes.comparing import check_compared
+from tests.tiny_texts import tiny_tokenizer
 
 SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 
@@ -34,7 +37,7 @@ def world(recipe: SimpleNamespace) -> Any:
     return make_world(recipe)
 
 
-def small_run(recipe: SimpleNamespace, folder: Path, knowers: int) -> Path:
+def small_run(recipe: SimpleNamespace, folder: Path, knowers: int, **more: Any) -> Path:
     """The folder of a run that takes seconds."""
     return recipe.train.main(
         {
@@ -46,6 +49,7 @@ def small_run(recipe: SimpleNamespace, folder: Path, knowers: int) -> Path:
             "adapter": {"num_heads": 2, "head_dim": 6},
             "fused": {"hidden_dim": 5},
             "optim": {"max_steps": 2, "batch_size": 6},
+            **more,
         }
     )
 
@@ -174,13 +178,61 @@ def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
 
 
 def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, run: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     knower, reckoner = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("m_A", "m_B"))
     model = mmattn.load(reckoner, run / "adapter")
     ids = torch.tensor([[5, 9, 3, 7]])
     with torch.no_grad():
         assert model(ids, memory=mmattn.AugmentingModel(knower)).logits.isfinite().all()
+
+
+@pytest.fixture
+def anchor(tmp_path: Path) -> Path:
+    """A tiny language model with a token for each sign."""
+    folder, tokenizer = tmp_path / "anchor", tiny_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=24, intermediate_size=32, num_hidden_layers=3,
+                         num_attention_heads=2, tie_word_embeddings=True)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
+    recipe: SimpleNamespace, anchor: Path, tmp_path: Path
+) -> None:
+    run = small_run(
+        recipe, tmp_path, 1, anchor=str(anchor), fused=None, controls=["LoRA"], ways=["all three"],
+        hidden_states=str(tmp_path / "states"), data={"keys": 30, "values": 10, "ask": 7, "pool": 8},
+    )  # fmt: skip
+    names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
+    assert names == [
+        "m_B as it is, after 6 sums",
+        "m_A, knows the keys",
+        "m_B, does arithmetic",
+        "ceiling: m_B with the values filled in",
+        "composed, trained on all three",
+        "LoRA on m_B",
+    ]
+    assert any((tmp_path / "states").rglob("*.safetensors"))
+    settings, (lm, tokenizer) = (
+        recipe.settings.DataSettings(keys=30, values=10),
+        load_language_model(str(anchor), "cpu"),
+    )
+    small, world = recipe.expressions.World(settings, 0), recipe.expressions.World(settings, 0, "cpu", tokenizer, 3)
+    assert small.values == world.values and world.spell(["12"]) == [world.ids["1"], world.ids["2"]]
+    pair = (["<", "7", ">", "+", "<", "5", ">", "="], ["7", "+", "5", "=", "12"])
+    examples, asked = tokenizer.decode(world.prompts([pair])["input_ids"][0]).rsplit("\n", 1)
+    assert asked == "<7>+<5>=" and [line[3] + line[9] for line in examples.split("\n")] == ["++", "--", "**"]
+    knower = AutoModelForCausalLM.from_pretrained(run / "m_A")
+    respelled = recipe.readers.respell(knower, small, world, lm.config.vocab_size)
+    with torch.no_grad():
+        states = [
+            model.model(torch.tensor([one.spell(pair[0])])).last_hidden_state
+            for model, one in ((knower, small), (respelled, world))
+        ]
+    assert torch.equal(*states)
+    with pytest.raises(mmattn.errors.ConfigError, match=r"data\.values=10"):
+        recipe.expressions.World(settings.model_copy(update={"values": 11}), 0, "cpu", tokenizer)
 
 
 def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> None:

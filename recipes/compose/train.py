@@ -188,6 +188,7 @@ class Composition:
 
         with self.hidden_states(lora):
             self.train(Alone(lora), self.world, batches(), "m_B", **config.reckoner.model_dump(include=PRETRAINING))
+        lora.save_pretrained(str(self.run.path / "m_B"))
         return lora.merge_and_unload().requires_grad_(False)
 
     def upper_layers(self) -> list[int] | None:

@@ -213,7 +213,7 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
         "composed, trained on all three",
         "LoRA on m_B",
     ]
-    assert any((tmp_path / "states").rglob("*.safetensors"))
+    assert any((tmp_path / "states").rglob("*.safetensors")) and (run / "m_B" / "adapter_model.safetensors").is_file()
     settings, (lm, tokenizer) = (
         recipe.settings.DataSettings(keys=30, values=10),
         load_language_model(str(anchor), "cpu"),

@@ -59,6 +59,7 @@ class Recogniser(nn.Module):
             tie_word_embeddings=True, bos_token_id=START, eos_token_id=END, pad_token_id=END, initializer_range=0.05,
         )  # fmt: skip
         self.ear, self.weight = AudioEncoder(settings, frames), settings.places
+        self.dim = 2 * width + 2  # of the memory of a sensor
         lm = LlamaForCausalLM(config)
         self.model = mmattn.attach(lm, make_adapter(settings.adapter, width), "audio")
         # The language model is trained, too.
@@ -70,15 +71,19 @@ class Recogniser(nn.Module):
         places = F.cross_entropy(words.flatten(0, 1), spoken.flatten()) * (labels >= 0).sum()
         return text_loss(self.model(input_ids=ids, memory={"audio": memory}).logits, labels) + self.weight * places
 
+    def logits(self, ids: Tensor, energies: Tensor, sensor: mmattn.Memory | None = None) -> Tensor:
+        """Return the logits (b, l, v) of the words that follow `ids` (b, l)."""
+        logits: Tensor = self.model(input_ids=ids, memory=self.hear(energies, sensor)).logits
+        return logits
+
     @torch.no_grad()
-    def hear(self, energies: Tensor) -> mmattn.Memory:
-        """Return the memory of utterances."""
-        memory: mmattn.Memory = self.ear(energies)[0]
-        return memory
+    def hear(self, energies: Tensor, sensor: mmattn.Memory | None = None) -> dict[str, mmattn.Memory]:
+        """Return the memories of utterances."""
+        return {"audio": self.ear(energies)[0]} | ({} if sensor is None else {"sensor": sensor})
 
     @torch.no_grad()
     def sense(self, words: Tensor, energies: Tensor, least: float = -1.0) -> mmattn.Memory:
-        """Return a memory (b, frames / 2, 2 × width + 2) of a sensor stream, masked below `least` agreement."""
+        """Return a memory (b, frames / 2, dim) of a sensor stream, masked below `least` agreement."""
         same, agreement = self.agree(words, energies)
         vectors = self.model.host.get_input_embeddings().weight
         places = self.ear.places.expand(len(words), -1, -1)
@@ -97,12 +102,15 @@ class Recogniser(nn.Module):
         return same, mean + F.cosine_similarity(silent, quiet, dim=1)
 
     @torch.no_grad()
-    def transcribe(self, memory: dict[str, mmattn.Memory], longest: int) -> list[list[int]]:
+    def transcribe(self, energies: Tensor, longest: int, sensor: mmattn.Memory | None = None) -> list[list[int]]:
         """Return the words of each row, greedily."""
-        rows, device = memory["audio"].batch, memory["audio"].device
-        ids = torch.full((rows, 1), START, device=device)
+        ids = torch.full((len(energies), 1), START, device=energies.device)
         output = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), memory=memory, max_new_tokens=longest, do_sample=False
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            memory=self.hear(energies, sensor),
+            max_new_tokens=longest,
+            do_sample=False,
         )
         return [[*row, END][: [*row, END].index(END)] for row in output[:, 1:].tolist()]
 

@@ -69,6 +69,12 @@ class RecogniserSettings(OptimSettings):
     batch_size: int = Field(16, ge=1)
 
 
+class WhisperSettings(Strict):
+    name: str = "whisper-base"
+    window: int = Field(3, ge=1, le=30)  # seconds of its encoder, at least those of a clip
+    clips: int = Field(1600, ge=2)  # of the training, encoded once
+
+
 class SensorEncoderSettings(OptimSettings):
     width: int = Field(96, ge=8)
     convolutions: int = Field(4, ge=1)
@@ -121,6 +127,7 @@ class Config(Strict):
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()
+    whisper: WhisperSettings | None = None  # the recogniser, instead of one that is trained
     sensor: SensorSettings = SensorSettings()
     series: SeriesSettings = SeriesSettings()
     lm: LanguageModelSettings = LanguageModelSettings()

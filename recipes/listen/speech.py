@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -29,7 +29,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Clips:
-    """Log-mel energies (b, bands, frames) in noise; the word (b, frames / 2) at each place; the clean sensor stream."""
+    """Log-mel energies (b, bands, frames) in noise, or states of Whisper; the word (b, t) at each time; the sensor."""
 
     energies: Tensor
     spoken: Tensor
@@ -37,7 +37,7 @@ class Clips:
 
 
 class Speech:
-    """Speakers and the noise around them, with encoders from sound to log-mel energies and to the sensor stream."""
+    """Speakers and the noise around them, with encoders from sounds to features and to the sensor stream."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Speech:
         chatter: Spoken,
         voices: VoiceSettings,
         noise: NoiseSettings,
-        ear: LogMelEncoder,
+        ear: Callable[[list[Tensor]], Tensor],
         sensor: LogMelEncoder,
         device: torch.device | str = "cpu",
     ) -> None:
         self.spoken, self.voices, self.noise, self.device = spoken, voices, noise, device
         self.ear, self.sensor = ear, sensor
         self.sentences = [clip for clips in chatter.clips for clip in clips]
-        self.samples = round(noise.seconds * ear.sampling_rate)
+        self.samples = round(noise.seconds * sensor.sampling_rate)
 
     def draw(self, random: Random, speaker: int | None = None) -> Utterance:
         """Draw a few words of a speaker, or of any."""
@@ -63,7 +63,7 @@ class Speech:
     def say(self, utterance: Utterance, random: np.random.Generator) -> tuple[Sound, list[tuple[int, int]]]:
         """Return the words with short pauses at a random place of a clip, and the span of each word."""
         clips = [self.spoken.clips[utterance.speaker][word] for word in utterance.words]
-        pauses = random.uniform(*self.noise.pause, len(clips)) * self.ear.sampling_rate
+        pauses = random.uniform(*self.noise.pause, len(clips)) * self.sensor.sampling_rate
         pauses[0] = random.uniform(0, max(0.0, self.samples - sum(map(len, clips)) - pauses[1:].sum()))
         out, places, stop = np.zeros(self.samples, np.float32), [], 0
         for clip, pause in zip(clips, pauses.astype(int).tolist(), strict=True):
@@ -98,9 +98,7 @@ class Speech:
             self.mix(one, level, np.random.default_rng(seed))
             for one, level, seed in zip(utterances, snr, seeds, strict=True)
         ]
-        energies = self.ear([torch.from_numpy(mixed) for mixed, _, _ in clips]).tokens.transpose(1, 2)
-        deviation, mean = torch.std_mean(energies, 2, correction=0, keepdim=True)
-        energies = (energies - mean) / (deviation + 1e-5)
+        energies = self.ear([torch.from_numpy(mixed) for mixed, _, _ in clips])
         sensed, spoken = self.sense(utterances, [(alone, places) for _, alone, places in clips])
         return Clips(energies.to(self.device), spoken, sensed)
 
@@ -126,6 +124,13 @@ class Speech:
             ids[row, : 1 + len(one.words)] = torch.tensor([START, *one.words])
             labels[row, : 1 + len(one.words)] = torch.tensor([*one.words, END])
         return ids.to(self.device), labels.to(self.device)
+
+
+def log_energies(encoder: LogMelEncoder, sounds: list[Tensor]) -> Tensor:
+    """Return the log-mel energies (b, bands, frames) of sounds, each band with a mean of 0 and a deviation of 1."""
+    energies = encoder(sounds).tokens.transpose(1, 2)
+    deviation, mean = torch.std_mean(energies, 2, correction=0, keepdim=True)
+    return (energies - mean) / (deviation + 1e-5)
 
 
 def _unit(sound: Sound) -> Sound:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,8 +22,9 @@ from mmattn.evaluation import text_scores
 from .learning import Lesson, make_adapter, plot_losses
 from .recogniser import Recogniser, SensorEncoder, most_likely_words, sensor_logits, text_loss
 from .settings import Config
-from .speech import Clips, Speech, Utterance
+from .speech import Clips, Speech, Utterance, log_energies
 from .voices import WORDS, speak
+from .whisper import WhisperRecogniser
 
 Row = tuple[Utterance, float]
 """An utterance and its signal-to-noise ratio in dB."""
@@ -36,38 +38,53 @@ class Listening(Lesson):
         super().__init__(config, run, accelerator)
         import_extra("torchmetrics", "metrics")  # fail now rather than after the training
         spoken = speak(config.voices, config.progress)
-        settings = config.recogniser
+        settings, device = config.recogniser, accelerator.device
         rate, step = config.voices.sampling_rate, 2 * settings.hop
         options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
-        ear = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
         sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
+        self.recogniser: Any = None
+        if config.whisper is None:
+            bands = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
+            ear: Any = partial(log_energies, bands)
+        else:
+            self.recogniser = WhisperRecogniser(config).to(device)
+            ear = self.recogniser.listen
         self.speech, held_out = (
-            Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, accelerator.device)
+            Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, device)
             for name in ("train", "held_out")
         )
         # Two more than in any utterance, so that surplus words are counted.
         self.longest = config.voices.most + 2
         self.measure = Measure(held_out, config)
         torch.manual_seed(config.seed)
-        frames = self.speech.batch([Utterance(0, (0,))], [0.0], [0]).energies.shape[2]
-        self.recogniser = Recogniser(settings, frames).to(accelerator.device)
-        self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(accelerator.device)
+        # Clips for Whisper are encoded once.
+        self.pool, self.encoded = list[Row](), dict[Row, Clips]()
+        if config.whisper is None:
+            frames = self.speech.batch([Utterance(0, (0,))], [0.0], [0]).energies.shape[2]
+            self.recogniser = Recogniser(settings, frames).to(device)
+        else:
+            random = Random(f"{config.seed} clips")
+            self.pool = [self.in_noise(random, 1.0) for _ in range(config.whisper.clips)]
+        self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(device)
 
     def table(self) -> dict[str, Any]:
         """Train all models; return every row of the table."""
         config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
-        seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
-        recogniser.save(self.run.path / "recogniser")
-        recogniser.requires_grad_(False).eval()
+        first: dict[str, Any] = {"name": "audio only"}
+        if config.whisper is None:
+            seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
+            recogniser.save(self.run.path / "recogniser")
+            recogniser.requires_grad_(False).eval()
+            first |= {"parameters": size(recogniser), "seconds": seconds}
         self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
         self.encoder.requires_grad_(False).eval()
         save_file(self.encoder.state_dict(), self.run.path / "sensor.safetensors")
-        self.least = self.calibrate()
-        rows = [{**self.row("audio only"), "parameters": size(recogniser), "seconds": seconds}]
+        self.least = -1.0 if config.whisper else self.calibrate()
+        rows = [{**first, **self.row("audio only")}]
         torch.manual_seed(config.seed)
-        # Two vectors of the recogniser's width, and two numbers: see `Recogniser.sense`.
-        adapter = make_adapter(sensor.adapter, 2 * config.recogniser.width + 2)
-        model = mmattn.attach(recogniser.model, adapter, "sensor")
+        model = recogniser.model = mmattn.attach(
+            recogniser.model, make_adapter(sensor.adapter, recogniser.dim), "sensor"
+        )
         parameters = size(model.adapter("sensor"))
         seconds = self.train(model, self.sensor_loss, self.in_noise, sensor.optim, "adapter")
         model.save_adapter(self.run.path / "adapter", "sensor")
@@ -75,10 +92,13 @@ class Listening(Lesson):
         rows.append(self.row("audio and another utterance's sensor", sensor=True, shift=1))
         rows.append(self.row("audio, the adapter without a sensor"))
         rows.append(self.row("sensor alone, read off its encoder", alone=True))
-        model.delete_adapter("sensor")
+        if config.whisper is None:
+            model.delete_adapter("sensor")
+        else:
+            recogniser.model = model.unload()
         if config.controls:
             torch.manual_seed(config.seed)
-            lora = training.matched_lora(model.host, parameters)
+            lora = training.matched_lora(model.host.get_decoder(), parameters)
             seconds = self.train(lora, self.plain_loss, self.in_noise, sensor.optim, "LoRA")
             count = size(lora, trained=True)
             rows.append({**self.row("audio, LoRA without a sensor"), "parameters": count, "seconds": seconds})
@@ -95,6 +115,8 @@ class Listening(Lesson):
 
     def in_noise(self, random: Random, done: float) -> Row:
         """Draw a row for adapter and LoRA, with the noise of the measurement."""
+        if self.pool:
+            return random.choice(self.pool)
         return self.speech.draw(random), self.config.noise.snr
 
     def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
@@ -115,24 +137,30 @@ class Listening(Lesson):
     def plain_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         """Return the loss without a sensor."""
         clips, ids, labels = self.batch(rows, seeds)
-        memory = {"audio": self.recogniser.hear(clips.energies)}
-        return text_loss(self.recogniser.model(input_ids=ids, memory=memory).logits, labels), int((labels >= 0).sum())
+        return text_loss(self.recogniser.logits(ids, clips.energies), labels), int((labels >= 0).sum())
 
     def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         """Return the loss with a sensor, for some rows that of another utterance."""
         clips, ids, labels = self.batch(rows, seeds)
         sensed, wrong = clips.sensed.clone(), round(self.config.sensor.wrong * len(rows))
         sensed[:wrong] = clips.sensed[:wrong].roll(1, 0)
-        memory = {
-            "audio": self.recogniser.hear(clips.energies),
-            "sensor": self.recogniser.sense(sensor_logits(self.encoder, sensed), clips.energies, self.least),
-        }
-        return text_loss(self.recogniser.model(input_ids=ids, memory=memory).logits, labels), int((labels >= 0).sum())
+        logits = self.recogniser.logits(ids, clips.energies, self.sense(sensed, clips.energies))
+        return text_loss(logits, labels), int((labels >= 0).sum())
+
+    def sense(self, sensed: Tensor, energies: Tensor) -> mmattn.Memory:
+        """Return the memory of the sensor."""
+        memory: mmattn.Memory = self.recogniser.sense(sensor_logits(self.encoder, sensed), energies, self.least)
+        return memory
 
     def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Clips, Tensor, Tensor]:
         """Return clips, ids and labels of rows."""
         utterances, levels = zip(*rows, strict=True)
-        return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
+        if not self.pool:
+            return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
+        for (one, level), seed in zip(rows, seeds, strict=True):
+            if (one, level) not in self.encoded:
+                self.encoded[one, level] = self.speech.batch([one], [level], [seed])
+        return join([self.encoded[row] for row in rows]), *self.speech.texts(utterances)
 
     def calibrate(self) -> float:
         """Return the agreement that few streams of another utterance reach, for speakers of the training."""
@@ -148,14 +176,13 @@ class Listening(Lesson):
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
         """Return the word error rates; `alone` measures the sensor without the recogniser."""
-        options: dict[str, Any] = {"longest": self.longest, "shift": shift}
-        if sensor:
-            options |= {"sensor": self.encoder, "least": self.least}
         if alone:
             noisy = clean = self.measure.transcribe_sensor(self.encoder)
         else:
+            sense = self.sense if sensor else None
             noisy, clean = (
-                self.measure.transcribe(self.recogniser, snr, **options) for snr in (self.config.noise.snr, CLEAN)
+                self.measure.transcribe(self.recogniser, snr, self.longest, sense, shift)
+                for snr in (self.config.noise.snr, CLEAN)
             )
         rates = {"noisy": self.measure.rate(noisy), "clean": self.measure.rate(clean)}
         return {"name": name, **rates, "written": noisy[:20]}
@@ -179,41 +206,41 @@ class Measure:
         self.speech, self.seed = speech, config.seed
         random, speakers = Random(f"{config.seed} held out"), len(speech.spoken.speakers)
         self.utterances = [speech.draw(random, row % speakers) for row in range(config.sensor.held_out)]
+        self.batches = [slice(start, start + 100) for start in range(0, len(self.utterances), 100)]
+        self.encoded: dict[float, Clips] = {}
 
-    def transcribe(
-        self, recogniser: Recogniser, snr: float, longest: int, sensor: Any = None, shift: int = 0, least: float = -1.0
-    ) -> list[list[int]]:
+    def transcribe(self, recogniser: Any, snr: float, longest: int, sense: Any, shift: int) -> list[list[int]]:
         """Return the words for each utterance, with the sensor of the utterance `shift` further on."""
-        out: list[list[int]] = []
-        for start in range(0, len(self.utterances), 100):
-            rows = range(start, min(start + 100, len(self.utterances)))
-            clips = self.clips(rows, snr)
-            memory = {"audio": recogniser.hear(clips.energies)}
-            if sensor is not None:
-                sensed = clips.sensed if not shift else self.clips(rows, snr, shift).sensed
-                memory["sensor"] = recogniser.sense(sensor_logits(sensor, sensed), clips.energies, least)
-            out += recogniser.transcribe(memory, longest)
+        clips, out = self.clips(snr), list[list[int]]()
+        sensed = clips.sensed.roll(-shift, 0)
+        for rows in self.batches:
+            sensor = None if sense is None else sense(sensed[rows], clips.energies[rows])
+            out += recogniser.transcribe(clips.energies[rows], longest, sensor)
         return out
 
     def transcribe_sensor(self, encoder: Any) -> list[list[int]]:
         """Return the most likely words of the sensor encoder alone."""
-        out: list[list[int]] = []
-        for start in range(0, len(self.utterances), 100):
-            rows = range(start, min(start + 100, len(self.utterances)))
-            out += most_likely_words(sensor_logits(encoder, self.clips(rows, CLEAN).sensed))
-        return out
+        return most_likely_words(sensor_logits(encoder, self.clips(CLEAN).sensed))
 
-    def clips(self, rows: Sequence[int], snr: float, shift: int = 0) -> Clips:
-        """Return utterances in their noise, or the ones `shift` further on."""
-        rows = [(row + shift) % len(self.utterances) for row in rows]
-        seeds = [training.derive_seed(self.seed, "noise", row) for row in rows]
-        return self.speech.batch([self.utterances[row] for row in rows], [snr] * len(rows), seeds)
+    def clips(self, snr: float) -> Clips:
+        """Return all utterances in their noise."""
+        if snr not in self.encoded:
+            seeds = [training.derive_seed(self.seed, "noise", row) for row in range(len(self.utterances))]
+            parts = [(self.utterances[rows], seeds[rows]) for rows in self.batches]
+            self.encoded[snr] = join([self.speech.batch(said, [snr] * len(said), seed) for said, seed in parts])
+        return self.encoded[snr]
 
     def rate(self, transcripts: Sequence[Sequence[int]]) -> float:
         """Return the word error rate."""
         words = [" ".join(map(str, words)) for words in transcripts]
         references = [" ".join(map(str, one.words)) for one in self.utterances]
         return text_scores(words, references, ["wer"])["wer"]
+
+
+def join(clips: Sequence[Clips]) -> Clips:
+    """Concatenate clips."""
+    energies, spoken, sensed = zip(*((one.energies, one.spoken, one.sensed) for one in clips), strict=True)
+    return Clips(torch.cat(energies), torch.cat(spoken), torch.cat(sensed))
 
 
 def size(module: torch.nn.Module, trained: bool = False) -> int:

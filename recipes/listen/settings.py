@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
@@ -132,3 +132,9 @@ class Config(Strict):
     series: SeriesSettings = SeriesSettings()
     lm: LanguageModelSettings = LanguageModelSettings()
     describing: DescribingSettings = DescribingSettings()
+
+    @model_validator(mode="after")
+    def _fits_whisper(self) -> Config:
+        if self.whisper and (self.voices.sampling_rate != 16_000 or self.noise.seconds > self.whisper.window):
+            raise ValueError("whisper needs voices.sampling_rate=16000, and noise.seconds up to whisper.window")
+        return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -42,13 +42,17 @@ class Listening(Lesson):
         rate, step = config.voices.sampling_rate, 2 * settings.hop
         options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
         sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
-        self.recogniser: Any = None
+        torch.manual_seed(config.seed)
+        self.recogniser: Recogniser | WhisperRecogniser
         if config.whisper is None:
             bands = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
-            ear: Any = partial(log_energies, bands)
+            ear: Callable[[list[Tensor]], Tensor] = partial(log_energies, bands)
+            frames = ear([torch.zeros(round(config.noise.seconds * rate))]).shape[2]
+            self.recogniser = Recogniser(settings, frames).to(device)
         else:
             self.recogniser = WhisperRecogniser(config).to(device)
             ear = self.recogniser.listen
+        self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(device)
         self.speech, held_out = (
             Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, device)
             for name in ("train", "held_out")
@@ -56,22 +60,16 @@ class Listening(Lesson):
         # Two more than in any utterance, so that surplus words are counted.
         self.longest = config.voices.most + 2
         self.measure = Measure(held_out, config)
-        torch.manual_seed(config.seed)
-        # Clips for Whisper are encoded once.
-        self.pool, self.encoded = list[Row](), dict[Row, Clips]()
-        if config.whisper is None:
-            frames = self.speech.batch([Utterance(0, (0,))], [0.0], [0]).energies.shape[2]
-            self.recogniser = Recogniser(settings, frames).to(device)
-        else:
-            random = Random(f"{config.seed} clips")
-            self.pool = [self.in_noise(random, 1.0) for _ in range(config.whisper.clips)]
-        self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(device)
+        # Whisper's encoder takes most of the time: clips of the training are encoded once.
+        random, count = Random(f"{config.seed} clips"), config.whisper.clips if config.whisper else 0
+        self.pool = [(self.speech.draw(random), config.noise.snr) for _ in range(count)]
+        self.encoded: dict[Row, Clips] = {}
 
     def table(self) -> dict[str, Any]:
         """Train all models; return every row of the table."""
         config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
         first: dict[str, Any] = {"name": "audio only"}
-        if config.whisper is None:
+        if isinstance(recogniser, Recogniser):
             seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
             recogniser.save(self.run.path / "recogniser")
             recogniser.requires_grad_(False).eval()
@@ -79,12 +77,11 @@ class Listening(Lesson):
         self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
         self.encoder.requires_grad_(False).eval()
         save_file(self.encoder.state_dict(), self.run.path / "sensor.safetensors")
-        self.least = -1.0 if config.whisper else self.calibrate()
+        self.least = self.calibrate(recogniser) if isinstance(recogniser, Recogniser) else -1.0
         rows = [{**first, **self.row("audio only")}]
         torch.manual_seed(config.seed)
-        model = recogniser.model = mmattn.attach(
-            recogniser.model, make_adapter(sensor.adapter, recogniser.dim), "sensor"
-        )
+        adapter = make_adapter(sensor.adapter, recogniser.dim)
+        model = recogniser.model = mmattn.attach(recogniser.model, adapter, "sensor")
         parameters = size(model.adapter("sensor"))
         seconds = self.train(model, self.sensor_loss, self.in_noise, sensor.optim, "adapter")
         model.save_adapter(self.run.path / "adapter", "sensor")
@@ -92,10 +89,10 @@ class Listening(Lesson):
         rows.append(self.row("audio and another utterance's sensor", sensor=True, shift=1))
         rows.append(self.row("audio, the adapter without a sensor"))
         rows.append(self.row("sensor alone, read off its encoder", alone=True))
-        if config.whisper is None:
-            model.delete_adapter("sensor")
-        else:
+        if config.whisper:
             recogniser.model = model.unload()
+        else:
+            model.delete_adapter("sensor")
         if config.controls:
             torch.manual_seed(config.seed)
             lora = training.matched_lora(model.host.get_decoder(), parameters)
@@ -122,6 +119,7 @@ class Listening(Lesson):
     def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
         """Return the loss of the whole recogniser."""
         clips, ids, labels = self.batch(rows, seeds)
+        assert isinstance(self.recogniser, Recogniser)
         return self.recogniser(clips.energies, clips.spoken, ids, labels), int((labels >= 0).sum())
 
     def encoder_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
@@ -149,8 +147,7 @@ class Listening(Lesson):
 
     def sense(self, sensed: Tensor, energies: Tensor) -> mmattn.Memory:
         """Return the memory of the sensor."""
-        memory: mmattn.Memory = self.recogniser.sense(sensor_logits(self.encoder, sensed), energies, self.least)
-        return memory
+        return self.recogniser.sense(sensor_logits(self.encoder, sensed), energies, self.least)
 
     def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Clips, Tensor, Tensor]:
         """Return clips, ids and labels of rows."""
@@ -162,7 +159,7 @@ class Listening(Lesson):
                 self.encoded[one, level] = self.speech.batch([one], [level], [seed])
         return join([self.encoded[row] for row in rows]), *self.speech.texts(utterances)
 
-    def calibrate(self) -> float:
+    def calibrate(self, recogniser: Recogniser) -> float:
         """Return the agreement that few streams of another utterance reach, for speakers of the training."""
         sensor, random = self.config.sensor, Random(f"{self.config.seed} calibration")
         agreements = []
@@ -171,7 +168,7 @@ class Listening(Lesson):
             rows = [self.in_noise(random, 1.0) for _ in range(count)]
             clips, _, _ = self.batch(rows, [random.randrange(2**31) for _ in rows])
             other = sensor_logits(self.encoder, clips.sensed.roll(1, 0))
-            agreements.append(self.recogniser.agree(other, clips.energies)[1])
+            agreements.append(recogniser.agree(other, clips.energies)[1])
         return float(torch.cat(agreements).quantile(1 - sensor.passing))
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
@@ -209,7 +206,14 @@ class Measure:
         self.batches = [slice(start, start + 100) for start in range(0, len(self.utterances), 100)]
         self.encoded: dict[float, Clips] = {}
 
-    def transcribe(self, recogniser: Any, snr: float, longest: int, sense: Any, shift: int) -> list[list[int]]:
+    def transcribe(
+        self,
+        recogniser: Recogniser | WhisperRecogniser,
+        snr: float,
+        longest: int,
+        sense: Callable[[Tensor, Tensor], mmattn.Memory] | None,
+        shift: int,
+    ) -> list[list[int]]:
         """Return the words for each utterance, with the sensor of the utterance `shift` further on."""
         clips, out = self.clips(snr), list[list[int]]()
         sensed = clips.sensed.roll(-shift, 0)
@@ -218,7 +222,7 @@ class Measure:
             out += recogniser.transcribe(clips.energies[rows], longest, sensor)
         return out
 
-    def transcribe_sensor(self, encoder: Any) -> list[list[int]]:
+    def transcribe_sensor(self, encoder: SensorEncoder) -> list[list[int]]:
         """Return the most likely words of the sensor encoder alone."""
         return most_likely_words(sensor_logits(encoder, self.clips(CLEAN).sensed))
 

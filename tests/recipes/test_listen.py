@@ -263,7 +263,10 @@ def test_a_run_with_whisper_has_its_controls(recipe: SimpleNamespace, toneful: N
 
 def test_whisper_writes_words_of_the_list(recipe: SimpleNamespace, tmp_path: Path) -> None:
     folder = save_tiny_whisper(recipe, tmp_path)
-    whisper = recipe.whisper.WhisperRecogniser(recipe.settings.Config(whisper={"name": str(folder)}))
+    with pytest.raises(ValueError, match="sampling_rate=16000"):
+        recipe.settings.Config(whisper={})
+    config = recipe.settings.Config(whisper={"name": str(folder)}, voices={"sampling_rate": 16000})
+    whisper = recipe.whisper.WhisperRecogniser(config)
     states = whisper.listen([torch.randn(40_000), torch.randn(40_000)])
     assert states.shape == (2, 150, 26)
     rows = whisper.transcribe(states, 5)

@@ -94,6 +94,7 @@ CATALOGUE: dict[str, Pretrained] = {
             f"{_WHISPER}1/data/tokenizer.json": "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
         },
         convert="mmattn.models.whisper:convert_whisper",
+        version=2,
     ),
     "easy-vqa": Pretrained(
         title="easy-VQA",

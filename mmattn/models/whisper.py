@@ -35,6 +35,7 @@ _TASKS = {"translate": "<|translate|>", "transcribe": "<|transcribe|>"}
 
 def convert_whisper(files: Sequence[Path], folder: Path) -> None:
     """Join the parts of Whisper's model.bin and convert it to float32."""
+    from tokenizers import Tokenizer
     from transformers import (
         GenerationConfig,
         WhisperConfig,
@@ -68,7 +69,12 @@ def convert_whisper(files: Sequence[Path], folder: Path) -> None:
         model = WhisperForConditionalGeneration(config)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    tokenizer = WhisperTokenizerFast(tokenizer_file=str(tokens), model_max_length=config.max_target_positions)
+    content = json.loads(tokens.read_text("utf-8"))
+    merges = content["model"]["merges"]
+    if merges[0] == "Ġ a":
+        merges.insert(0, "Ġ t")  # as published the first one is missing
+    bpe, longest = Tokenizer.from_str(json.dumps(content)), config.max_target_positions
+    tokenizer = WhisperTokenizerFast(tokenizer_object=bpe, model_max_length=longest)
     options = _generation(json.loads(settings.read_text("utf-8")), tokenizer)
     model.generation_config = GenerationConfig(max_length=config.max_target_positions, **options)
     model.save_pretrained(folder)

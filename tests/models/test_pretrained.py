@@ -208,6 +208,12 @@ def test_whisper_writes_what_ctranslate2_writes(tmp_path: Path) -> None:
     torch.testing.assert_close(memory.tokens, states[:, : memory.length], atol=1e-3, rtol=1e-3)
 
 
+def test_whisper_has_the_first_merge_of_its_tokens() -> None:
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(need("whisper-base")).tokenize(" the two ten") == ["Ġthe", "Ġtwo", "Ġten"]
+
+
 def test_easy_vqa_has_its_public_split() -> None:
     need("easy-vqa")
     train, test = models.load_easy_vqa("train"), models.load_easy_vqa("test")

@@ -1,0 +1,13 @@
+"""The plug-in of vLLM, which serves gated adapters; found by its entry point `vllm.general_plugins`."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Make vLLM know adapted models, and folders of adapters as `--model`."""
+    from vllm import ModelRegistry
+
+    from mmattn.vllm.engine import ARCHITECTURE, patch_engine
+
+    ModelRegistry.register_model(ARCHITECTURE, "mmattn.vllm.model:AdaptedForCausalLM")
+    patch_engine()

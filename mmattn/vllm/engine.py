@@ -1,0 +1,98 @@
+"""Arguments of vLLM's engine for the folder of an adapter, and the order in which its runner encodes memories."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from mmattn.adapters.adapter_config import Config
+from mmattn.adapters.serialization import CONFIG, load_folder
+from mmattn.errors import AdapterFileError, AttachError
+from mmattn.models.cache import resolve as resolve_model
+from mmattn.pipelines.build import resolve
+from mmattn.pipelines.config import FILE, PipelineConfig
+
+ARCHITECTURE = "MmattnAdaptedForCausalLM"
+MAX_SLOTS = 1024  # of a memory, where no resampler says how many
+
+#: Settings of a gated adapter that vLLM's attention has no place for, and their harmless values.
+_REFUSED = {"score_bias": False, "length_norm": None, "visible_segments": "all", "where": None}
+
+
+def patch_engine() -> None:
+    """Let engines take the folder of an adapter as their model, and encode memories in the order of the batch."""
+    if hasattr(EngineArgs.create_model_config, "__wrapped__"):
+        return
+    create, batch = EngineArgs.create_model_config, GPUModelRunner._batch_mm_inputs_from_scheduler
+
+    @functools.wraps(create)
+    def create_model_config(self: EngineArgs) -> Any:
+        if os.path.isfile(os.path.join(self.model, CONFIG)):
+            serve_adapter(self)
+        elif isinstance(self.hf_overrides, dict) and "mmattn_adapter" in self.hf_overrides:
+            self.model = str(resolve_model(self.model))
+            added = host_overrides(self.model, Path(self.hf_overrides["mmattn_adapter"]).resolve())
+            self.hf_overrides = added | self.hf_overrides
+        return create(self)
+
+    @functools.wraps(batch)
+    def in_batch_order(self: GPUModelRunner, scheduler_output: Any) -> Any:
+        # Keys and values go to slots in the order of the batch, and the scheduler's is another.
+        hashes, inputs, references = batch(self, scheduler_output)
+        if self.model_config.architecture == ARCHITECTURE:
+            places = [self.input_batch.req_id_to_index[request] for request, _ in references]
+            order = sorted(range(len(places)), key=places.__getitem__)
+            hashes, inputs, references = ([part[place] for place in order] for part in (hashes, inputs, references))
+        return hashes, inputs, references
+
+    EngineArgs.create_model_config = create_model_config
+    GPUModelRunner._batch_mm_inputs_from_scheduler = in_batch_order
+
+
+def serve_adapter(args: EngineArgs) -> None:
+    """Turn the folder of an adapter, given as the model, into its host with the overrides that `host_overrides` adds."""
+    folder = Path(args.model).resolve()
+    if not (folder / FILE).is_file():
+        raise AdapterFileError(
+            f"{str(folder)!r} has no {FILE}, so its host is unknown: serve the host with "
+            f"--hf-overrides '{{\"mmattn_adapter\": {str(folder)!r}}}'"
+        )
+    config = PipelineConfig.load(folder)
+    host = str(resolve_model(resolve(config.host.name, folder)))
+    args.served_model_name = args.served_model_name or args.model
+    args.hf_overrides = host_overrides(host, folder, config) | dict(args.hf_overrides)
+    args.model, args.tokenizer, args.revision = host, args.tokenizer or host, config.host.revision
+
+
+def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = None) -> dict[str, Any]:
+    """Return what makes the config of a host that of an adapted model."""
+    saved, _ = load_folder(folder)
+    check_served(saved)
+    encoder = None if pipeline is None or pipeline.task != "image-to-text" else pipeline.encoder
+    resampler = saved["adapter"]["resampler"]
+    slots = MAX_SLOTS if resampler is None else resampler["num_latents"]
+    return {
+        "architectures": [ARCHITECTURE],
+        "mmattn_host": AutoConfig.from_pretrained(host).architectures,
+        "mmattn_adapter": str(folder),
+        "mmattn_encoder": None if encoder is None else [resolve(encoder.name, folder), encoder.pooled],
+        "is_encoder_decoder": True,
+        "max_source_positions": slots + saved["adapter"]["null_slot"],
+    }
+
+
+def check_served(config: Config) -> None:
+    """Refuse adapters that vLLM cannot run."""
+    if config["kind"] != "gated":
+        raise AttachError(f"vLLM serves gated adapters, and this one is {config['kind']!r}: use mmattn serve")
+    settings = config["adapter"]
+    other = [name for name, value in _REFUSED.items() if settings[name] != value]
+    other += ["feed_forward_all"] if settings["layout"]["feed_forward_all"] else []
+    if other:
+        raise AttachError(f"vLLM has no place for {', '.join(other)} of this adapter: use mmattn serve")

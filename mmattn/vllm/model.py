@@ -1,0 +1,178 @@
+"""A language model of vLLM with gated blocks, whose keys and values lie in vLLM's cache of cross-attention.
+
+The host is vLLM's own class, whatever its family; a block acts on what a layer hands on, as `attach` has it. Keys and
+values of new memories are written before the host runs, so that its compiled graph never sees a memory. Blocks are small
+and whole on every rank of a tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import CacheConfig, VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import CrossAttention as PagedCrossAttention
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.utils import init_vllm_registered_model
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from mmattn.adapters.adapter_config import parse_config
+from mmattn.adapters.gated import GatedAdapter, GatedLayers
+from mmattn.adapters.gated_block import GatedBlock
+from mmattn.adapters.protocols import Site
+from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.settings import adapter_kinds
+from mmattn.core.cross_attention import CrossAttention
+from mmattn.core.key_value_heads import norm_heads
+from mmattn.errors import AttachError
+from mmattn.hosts.layers import outermost_lists
+from mmattn.memory import Memory
+from mmattn.vllm.inputs import DummyMemory, MemoryInfo, MemoryProcessor
+
+
+class PagedAttention(nn.Module):
+    """The attention of a block over keys and values in vLLM's pages, in place of a `CrossAttention`."""
+
+    def __init__(self, attention: CrossAttention, prefix: str, cache_config: CacheConfig | None) -> None:
+        super().__init__()
+        self.attention, width = attention, attention.head_dim
+        self.prefix = prefix
+        self.paged = PagedCrossAttention(
+            attention.num_heads, _padded(width), attention.kv_proj.scale, cache_config,
+            num_kv_heads=attention.num_kv_heads, prefix=prefix,
+        )  # fmt: skip
+        self.padding = _padded(width) - width
+
+    def forward(self, x: Tensor, memory: None, *, head_scale: Tensor | None = None, **_: None) -> Tensor:
+        """Attend from x (t, d) to the pages: (t, d)."""
+        attention = self.attention
+        q = attention.q_proj(x).view(len(x), attention.num_heads, attention.head_dim)
+        if attention.q_norm is not None:
+            q = norm_heads(attention.q_norm, q)
+        # A head of zeros changes no score.
+        output = self.paged(F.pad(q, (0, self.padding)).flatten(1), None, None)
+        output = output.view(len(x), attention.num_heads, -1)[..., : attention.head_dim]
+        if head_scale is not None:
+            output = output * head_scale.to(output.dtype)[:, None]
+        return attention.out_proj(output.flatten(1))
+
+    def write(self, memories: Sequence[Tensor]) -> None:
+        """Write keys and values of new memories (n, e), in the order of the batch, into their pages."""
+        metadata = get_forward_context().attn_metadata[self.prefix]
+        rows = [self.attention.kv_proj.project(memory[None]) for memory in memories]
+        keys, values = (
+            F.pad(torch.cat([getattr(row, name)[0].transpose(0, 1) for row in rows]), (0, self.padding)).contiguous()
+            for name in ("keys", "values")
+        )
+        if len(keys) != len(metadata.slot_mapping):
+            raise RuntimeError(f"{len(keys)} keys of memories for {len(metadata.slot_mapping)} slots of vLLM's cache")
+        paged = self.paged
+        paged.impl.do_kv_cache_update(paged, keys, values, paged.kv_cache, metadata.slot_mapping)
+
+
+class Adapted(nn.Module):
+    """A decoder layer of vLLM, followed by a block. A layer becomes one by its class, and its weights keep their names."""
+
+    block: GatedBlock
+    seen: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, and add what the block adds to its hidden states where tokens have a memory."""
+        output = super().forward(*args, **kwargs)
+        hidden, *residual = output if isinstance(output, tuple) else (output,)
+        x = hidden if not residual else hidden + residual[0]
+        change = self.block(x, None) - x
+        hidden = hidden + torch.where(self.seen[: len(x), None], change, 0)
+        return (hidden, *residual) if residual else hidden
+
+
+@MULTIMODAL_REGISTRY.register_processor(MemoryProcessor, info=MemoryInfo, dummy_inputs=DummyMemory)
+class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
+    """A causal language model of vLLM that attends to memories."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.config = config
+        self.host = init_vllm_registered_model(vllm_config, prefix=prefix, architectures=config.mmattn_host)
+        saved, tensors = load_folder(config.mmattn_adapter)
+        settings = parse_config(saved, adapter_kinds())
+        layers = _decoder_layers(self.host, saved["host"], config)
+        device = next(self.host.parameters()).device
+        sites = [Site(layer, settings.position, str(layer), config.hidden_size, device) for layer in saved["layers"]]
+        self.adapter = GatedLayers(settings, sites)
+        self.adapter.load_state_dict(tensors)
+        most = vllm_config.scheduler_config.max_num_batched_tokens
+        self.register_buffer("seen", torch.zeros(most, dtype=torch.bool), persistent=False)
+        self.attentions: list[PagedAttention] = []
+        for site in sites:
+            block = self.adapter.block(site.layer)
+            prefix = f"adapter.blocks.{site.layer}.attn"
+            block.attention = PagedAttention(block.attention, prefix, vllm_config.cache_config)
+            self.attentions.append(block.attention)
+            # Before a layer is after the one before it.
+            layer = layers[site.layer - (settings.position == "before")]
+            layer.__class__ = type(f"Adapted{type(layer).__name__}", (Adapted, type(layer)), {})
+            layer.seen, layer.block = self.seen, block
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_outputs: Sequence[Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Write the memories that are new, note which tokens have one, and run the host."""
+        metadata = get_forward_context().attn_metadata
+        self.seen.zero_()
+        if metadata is not None:
+            of_first = metadata[self.attentions[0].prefix]
+            lengths = of_first.query_start_loc.diff()
+            seen = (of_first.seq_lens > 0).repeat_interleave(lengths)
+            self.seen[: len(seen)] = seen
+            if encoder_outputs:
+                for attention in self.attentions:
+                    attention.write(encoder_outputs)
+        return self.host(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def embed_multimodal(self, *, memory: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """Read memories (m, e) as every block attends to them: normalised and resampled."""
+        return [self.adapter.read(Memory(one[None], check_finite=False)).tokens[0] for one in memory]
+
+    def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Embed the text; a memory has no place in it."""
+        return self.host.embed_input_ids(input_ids)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the logits of hidden states."""
+        return self.host.compute_logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the host; the adapter has its weights."""
+        adapted = {name for name, _ in self.named_parameters() if ".block." in name or name.startswith("adapter.")}
+        return {f"host.{name}" for name in self.host.load_weights(weights)} | adapted
+
+
+def _padded(width: int) -> int:
+    """Return the width of heads in pages: the next that every kernel has."""
+    return next((size for size in (32, 64, 80, 96, 112, 128, 160, 192, 256) if size >= width), width)
+
+
+def _decoder_layers(host: nn.Module, saved: dict[str, Any], config: Any) -> nn.ModuleList:
+    """Return the decoder layers of a host of vLLM that an adapter was saved for."""
+    depth, width = config.num_hidden_layers, config.hidden_size
+    if (depth, width) != (saved["num_layers"], saved["hidden_size"]):
+        raise AttachError(
+            f"this adapter was made for {saved['num_layers']} layers of width {saved['hidden_size']}, and the host has "
+            f"{depth} of width {width}: serve that host"
+        )
+    lists = outermost_lists(host, depth)
+    if len(lists) != 1:
+        raise AttachError(f"vLLM's {type(host).__name__} has {len(lists)} lists of {depth} layers: use mmattn serve")
+    return next(iter(lists.values()))

@@ -1,0 +1,187 @@
+"""Adapted models in vLLM against `generate` of transformers: tokens, log-probabilities, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import mmattn
+from tests.tiny_texts import tiny_tokenizer
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+WIDTH, NEW = 23, 24  # of a memory; tokens of an answer
+SLOTS = (None, 7, 40, 1, None, 129, 16, 2, 33, 64, 5, 0, None, 256, 11, 29)
+_SIZES = {"intermediate_size": 112, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+HOSTS = {
+    "llama": {**_SIZES, "hidden_size": 128},
+    "qwen3": {**_SIZES, "hidden_size": 96, "head_dim": 32},
+    "gemma3_text": {**_SIZES, "hidden_size": 96, "head_dim": 32, "sliding_window": 37},
+    "gpt2": {"n_embd": 96, "n_layer": 5, "n_head": 3, "n_positions": 512},
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"null_slot": True, "gate": "head", "qk_norm": True, "num_kv_heads": 2},
+    "resampled": {"resampler": mmattn.Resampler(num_latents=7, num_heads=2, head_dim=11), "position": "before"},
+    "narrow": {"head_dim": 20, "gate": "channel", "feed_forward": 0, "null_slot": True},
+}
+
+Answer = tuple[list[int], list[float]]
+
+
+def make_host(folder: Path, family: str = "llama") -> Any:
+    """Save a tiny random host with its tokenizer, and return it."""
+    tokenizer = tiny_tokenizer()
+    config = CONFIG_MAPPING[family](vocab_size=len(tokenizer), max_position_embeddings=512, **HOSTS[family])
+    lm = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    lm.generation_config.eos_token_id = None
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return lm
+
+
+def adapt(lm: Any, folder: Path, **options: Any) -> Any:
+    """Attach an adapter whose gates are open, calibrated by some texts, and save it."""
+    settings = {"memory_dim": WIDTH, "layers": [1, 3], "num_heads": 4, "head_dim": 32} | options
+    model = mmattn.attach(lm, mmattn.GatedAdapter(**settings)).eval()
+    model.calibrate(input_ids=torch.randint(3, 250, (4, 17)), memory=torch.randn(4, 5, WIDTH))
+    with torch.no_grad():
+        for name, parameter in model.adapter("default").named_parameters():
+            if name.endswith("gate"):
+                parameter.uniform_(0.5, 1.5)
+            elif "null" in name:
+                parameter.normal_()
+            elif parameter.dim() > 1:
+                parameter.mul_(2)
+    model.save_adapter(folder)
+    return model
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Any]:
+    """A vLLM engine over a host and its adapter in a folder, gone after the block."""
+    options = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "disable_log_stats": False} | options
+    overrides = {"mmattn_adapter": str(folder / "adapter")}
+    llm = vllm.LLM(str(folder / "host"), hf_overrides=overrides, **options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def requests(count: int, longest: int = 30) -> list[tuple[list[int], torch.Tensor | None]]:
+    """Prompts with memories of 0 to 256 slots or none; a third has a memory that others have."""
+    memories = [None if slots is None else torch.randn(slots, WIDTH) for slots in SLOTS]
+    lengths = torch.randint(1, longest, (count,)).tolist()
+    rows = [torch.randint(3, 250, (length,)).tolist() for length in lengths]
+    return [(row, memories[1 if place % 3 == 2 else place % len(memories)]) for place, row in enumerate(rows)]
+
+
+def expected(model: Any, ids: list[int], memory: torch.Tensor | None) -> Answer:
+    """The greedy answer of transformers and its log-probabilities."""
+    text = torch.tensor([ids])
+    given = {} if memory is None else {"memory": mmattn.Memory(memory[None])}
+    output = model.generate(
+        text, attention_mask=torch.ones_like(text), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+        pad_token_id=2, output_logits=True, return_dict_in_generate=True, **given,
+    )  # fmt: skip
+    tokens = output.sequences[0, len(ids) :]
+    scores = torch.cat(output.logits).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return tokens.tolist(), scores.tolist()
+
+
+def prompt(ids: list[int], memory: torch.Tensor | None) -> dict[str, Any]:
+    """A prompt of vLLM."""
+    return {"prompt_token_ids": ids} | ({} if memory is None else {"multi_modal_data": {"memory": memory}})
+
+
+def answers(llm: Any, asked: list[tuple[list[int], torch.Tensor | None]]) -> list[Answer]:
+    """The greedy answers of vLLM and their log-probabilities."""
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW, logprobs=1, ignore_eos=True)
+    outputs = [one.outputs[0] for one in llm.generate([prompt(*one) for one in asked], greedy, use_tqdm=False)]
+    return [
+        (list(one.token_ids), [step[id].logprob for step, id in zip(one.logprobs, one.token_ids, strict=True)])
+        for one in outputs
+    ]
+
+
+def check_alike(got: list[Answer], wanted: list[Answer]) -> None:
+    """All tokens are the same, and log-probabilities within 1e-3."""
+    for place, ((tokens, scores), (right, right_scores)) in enumerate(zip(got, wanted, strict=True)):
+        assert tokens == right, place
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(right_scores), atol=1e-3, rtol=0)
+
+
+CASES = [("llama", name) for name in ADAPTERS] + [(family, "grouped") for family in HOSTS if family != "llama"]
+
+
+@pytest.mark.parametrize(("family", "adapter"), CASES, ids=["-".join(case) for case in CASES])
+def test_answers_are_those_of_transformers(family: str, adapter: str, tmp_path: Path) -> None:
+    model = adapt(make_host(tmp_path / "host", family), tmp_path / "adapter", **ADAPTERS[adapter])
+    asked = requests(32)
+    wanted = [expected(model, *one) for one in asked]
+    without = [expected(model, ids, None) for ids, _ in asked]
+    assert sum(a[0] != b[0] for a, b in zip(wanted, without, strict=True)) > 20  # memories change answers
+    with engine(tmp_path) as llm:
+        check_alike(answers(llm, asked), wanted)
+        check_alike(answers(llm, [(ids, None) for ids, _ in asked]), without)
+
+
+def test_a_small_cache_preempts_and_mixes_no_memories(tmp_path: Path) -> None:
+    model = adapt(make_host(tmp_path / "host"), tmp_path / "adapter")
+    asked = requests(200, longest=90)
+    wanted = [expected(model, *one) for one in asked]
+    with engine(tmp_path, block_size=32, num_gpu_blocks_override=150, max_num_seqs=32) as llm:
+        got = answers(llm, asked)
+        preemptions = next(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")
+    assert preemptions > 0
+    check_alike(got, wanted)
+
+
+def test_a_wrong_memory_fails_its_own_request(tmp_path: Path) -> None:
+    model = adapt(make_host(tmp_path / "host"), tmp_path / "adapter")
+    ids = [5, 9, 7]
+    with engine(tmp_path) as llm:
+        for memory, message in (
+            (torch.randn(3, WIDTH + 1), f"must be \\(m, {WIDTH}\\)"),
+            (torch.full((3, WIDTH), torch.nan), "NaN|finite"),
+            (torch.randn(2000, WIDTH), "at most 1024 slots"),
+        ):
+            with pytest.raises(Exception, match=message):
+                answers(llm, [(ids, memory)])
+        memory = torch.randn(13, WIDTH)
+        check_alike(answers(llm, [(ids, memory)]), [expected(model, ids, memory)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score_bias": True}, "no place for score_bias"),
+        ({"visible_segments": "latest", "media_token": 4}, "no place for visible_segments"),
+        ({"length_norm": 8.0, "null_slot": True}, "no place for length_norm"),
+    ],
+    ids=["score_bias", "visible_segments", "length_norm"],
+)
+def test_what_vllm_cannot_do_is_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    lm = make_host(tmp_path / "host")
+    mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=WIDTH, layers=[1], **options)).save_adapter(tmp_path / "adapter")
+    with pytest.raises(mmattn.errors.AttachError, match=message), engine(tmp_path):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from vllm.multimodal.processing import (
 
 from mmattn.adapters.serialization import load_folder
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ShapeError
 from mmattn.memory import Memory
+from mmattn.pipelines.build import check_encoder, saved_fingerprint
 
 class MemoryItems(ModalityDataItems[list[Tensor], Tensor]):
     """The memory (m, e) of a request."""
@@ -48,7 +50,7 @@ class MemoryParser(MultiModalDataParser):
     def parse_mm_data(self, mm_data: Mapping[str, Any]) -> MultiModalDataItems:
         name, items = self.info.modality, MultiModalDataItems()
         if set(mm_data) - {name}:
-            raise ConditionError(f"this adapter reads a memory as {name!r}, got {sorted(mm_data)}")
+            raise ShapeError(f"this adapter reads a memory as {name!r}, got {sorted(mm_data)}")
         if name in mm_data:
             value = mm_data[name]
             tokens = [self.read(one) for one in (value if isinstance(value, list) else [value])]
@@ -60,7 +62,7 @@ class MemoryParser(MultiModalDataParser):
         """Return the memory (m, e) of a picture or of vectors, checked."""
         value, adapter = getattr(value, "media", value), self.info.adapter
         if not isinstance(value, Tensor) and self.info.encoder is not None:
-            return self.info.encoder.encode([value]).tokens[0].float()
+            return self.info.encoder([value]).tokens[0].float()
         tokens = torch.as_tensor(value).float()
         if tokens.dim() != 2 or tokens.shape[1] != adapter["memory_dim"]:
             raise ShapeError(f"a memory must be (m, {adapter['memory_dim']}), got {tuple(tokens.shape)}")
@@ -81,8 +83,13 @@ class MemoryInfo(BaseProcessingInfo):
     @cached_property
     def encoder(self) -> ImageEncoder | None:
         """The encoder of the pictures that the adapter was trained with."""
-        named = self.get_hf_config().mmattn_encoder
-        return None if named is None else load_image_encoder(named[0], "cpu", pooled=named[1])
+        config = self.get_hf_config()
+        if config.mmattn_encoder is None:
+            return None
+        (name, pooled), folder = config.mmattn_encoder, Path(config.mmattn_adapter)
+        encoder = load_image_encoder(name, "cpu", pooled=pooled)
+        check_encoder(encoder, name, folder, saved_fingerprint(folder))
+        return encoder
 
     @property
     def modality(self) -> str:

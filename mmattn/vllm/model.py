@@ -119,6 +119,11 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
             layer.__class__ = type(f"Adapted{type(layer).__name__}", (Adapted, type(layer)), {})
             layer.seen, layer.block = self.seen, block
 
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        """Return None: a memory has no place in the text of a chat."""
+        return None
+
     def forward(
         self,
         input_ids: Tensor | None,

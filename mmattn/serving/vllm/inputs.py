@@ -24,6 +24,7 @@ from mmattn.errors import ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.build import check_encoder, saved_fingerprint
 
+
 class MemoryItems(ModalityDataItems[list[Tensor], Tensor]):
     """The memory (m, e) of a request."""
 
@@ -41,7 +42,7 @@ class MemoryItems(ModalityDataItems[list[Tensor], Tensor]):
 
 
 class MemoryParser(MultiModalDataParser):
-    """Reads `multi_modal_data`: vectors (m, e) as "memory", or where the adapter has an encoder a picture as "image"."""
+    """Reads `multi_modal_data`: vectors (m, e) as "memory"; where the adapter has an encoder a picture, as "image"."""
 
     def __init__(self, info: MemoryInfo) -> None:
         super().__init__()

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils.config import get_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mmattn.adapters.adapter_config import Config
@@ -56,7 +56,7 @@ def patch_engine() -> None:
 
 
 def serve_adapter(args: EngineArgs) -> None:
-    """Turn the folder of an adapter, given as the model, into its host with the overrides that `host_overrides` adds."""
+    """Turn the folder of an adapter, given as the model, into its host with the overrides of `host_overrides`."""
     folder = Path(args.model).resolve()
     if not (folder / FILE).is_file():
         raise AdapterFileError(
@@ -79,7 +79,7 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
     slots = MAX_SLOTS if resampler is None else resampler["num_latents"]
     return {
         "architectures": [ARCHITECTURE],
-        "mmattn_host": AutoConfig.from_pretrained(host).architectures,
+        "mmattn_host": get_config(host, trust_remote_code=False).architectures,
         "mmattn_adapter": str(folder),
         "mmattn_encoder": None if encoder is None else [resolve(encoder.name, folder), encoder.pooled],
         "is_encoder_decoder": True,

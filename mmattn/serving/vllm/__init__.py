@@ -7,7 +7,7 @@ def register() -> None:
     """Make vLLM know adapted models, and folders of adapters as `--model`."""
     from vllm import ModelRegistry
 
-    from mmattn.vllm.engine import ARCHITECTURE, patch_engine
+    from mmattn.serving.vllm.engine import ARCHITECTURE, patch_engine
 
-    ModelRegistry.register_model(ARCHITECTURE, "mmattn.vllm.model:AdaptedForCausalLM")
+    ModelRegistry.register_model(ARCHITECTURE, "mmattn.serving.vllm.model:AdaptedForCausalLM")
     patch_engine()

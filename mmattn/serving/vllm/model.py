@@ -1,14 +1,15 @@
 """A language model of vLLM with gated blocks, whose keys and values lie in vLLM's cache of cross-attention.
 
 The host is vLLM's own class, whatever its family; a block acts on what a layer hands on, as `attach` has it. Keys and
-values of new memories are written before the host runs, so that its compiled graph never sees a memory. Blocks are small
-and whole on every rank of a tensor-parallel group.
+values of new memories are written before the host runs, so that its compiled graph never sees a memory. Blocks are
+small, and whole on every rank of a tensor-parallel group.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +32,18 @@ from mmattn.core.key_value_heads import norm_heads
 from mmattn.errors import AttachError
 from mmattn.hosts.layers import outermost_lists
 from mmattn.memory import Memory
-from mmattn.vllm.inputs import DummyMemory, MemoryInfo, MemoryProcessor
+from mmattn.serving.vllm.inputs import DummyMemory, MemoryInfo, MemoryProcessor
 
 
 class PagedAttention(nn.Module):
     """The attention of a block over keys and values in vLLM's pages, in place of a `CrossAttention`."""
 
-    def __init__(self, attention: CrossAttention, prefix: str, cache_config: CacheConfig | None) -> None:
+    def __init__(self, attention: CrossAttention, prefix: str, cache_config: CacheConfig) -> None:
         super().__init__()
-        self.attention, width = attention, attention.head_dim
-        self.prefix = prefix
+        self.attention, self.prefix, width = attention, prefix, attention.head_dim
+        # A window of the host's text is none of a memory.
+        cache_config = copy.copy(cache_config)
+        cache_config.sliding_window = None
         self.paged = PagedCrossAttention(
             attention.num_heads, _padded(width), attention.kv_proj.scale, cache_config,
             num_kv_heads=attention.num_kv_heads, prefix=prefix,
@@ -75,7 +78,7 @@ class PagedAttention(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A decoder layer of vLLM, followed by a block. A layer becomes one by its class, and its weights keep their names."""
+    """A decoder layer of vLLM, followed by a block. A layer becomes one by its class: its weights keep their names."""
 
     block: GatedBlock
     seen: Tensor
@@ -94,13 +97,17 @@ class Adapted(nn.Module):
 class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
     """A causal language model of vLLM that attends to memories."""
 
+    host: Any
+    adapter: GatedLayers
+    seen: Tensor
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config = config
         self.host = init_vllm_registered_model(vllm_config, prefix=prefix, architectures=config.mmattn_host)
         saved, tensors = load_folder(config.mmattn_adapter)
-        settings = parse_config(saved, adapter_kinds())
+        settings = cast(GatedAdapter, parse_config(saved, adapter_kinds()))
         layers = _decoder_layers(self.host, saved["host"], config)
         device = next(self.host.parameters()).device
         sites = [Site(layer, settings.position, str(layer), config.hidden_size, device) for layer in saved["layers"]]
@@ -112,8 +119,8 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         for site in sites:
             block = self.adapter.block(site.layer)
             prefix = f"adapter.blocks.{site.layer}.attn"
-            block.attention = PagedAttention(block.attention, prefix, vllm_config.cache_config)
-            self.attentions.append(block.attention)
+            self.attentions.append(PagedAttention(block.attention, prefix, vllm_config.cache_config))
+            block.register_module("attention", self.attentions[-1])
             # Before a layer is after the one before it.
             layer = layers[site.layer - (settings.position == "before")]
             layer.__class__ = type(f"Adapted{type(layer).__name__}", (Adapted, type(layer)), {})

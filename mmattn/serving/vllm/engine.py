@@ -11,8 +11,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mmattn.adapters.adapter_config import Config
+from mmattn.adapters.adapter_config import parse_config
+from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.serialization import CONFIG, load_folder
+from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.models.cache import resolve as resolve_model
 from mmattn.pipelines.build import resolve
@@ -21,7 +23,7 @@ from mmattn.pipelines.config import FILE, PipelineConfig
 ARCHITECTURE = "MmattnAdaptedForCausalLM"
 MAX_SLOTS = 1024  # of a memory, where no resampler says how many
 
-#: Settings of a gated adapter that vLLM's attention has no place for, and their harmless values.
+#: Settings of a gated adapter that vLLM's attention has no place for, and their defaults.
 _REFUSED = {"score_bias": False, "length_norm": None, "visible_segments": "all", "where": None}
 
 
@@ -61,9 +63,13 @@ def serve_adapter(args: EngineArgs) -> None:
     if not (folder / FILE).is_file():
         raise AdapterFileError(
             f"{str(folder)!r} has no {FILE}, so its host is unknown: serve the host with "
-            f"--hf-overrides '{{\"mmattn_adapter\": {str(folder)!r}}}'"
+            f'--hf-overrides \'{{"mmattn_adapter": "{folder}"}}\''
         )
     config = PipelineConfig.load(folder)
+    if config.host.lora is not None or config.host.quantization is not None:
+        raise AttachError(
+            f"the host of {str(folder)!r} has a LoRA or is quantised, which the plug-in does not do: use mmattn serve"
+        )
     host = str(resolve_model(resolve(config.host.name, folder)))
     args.served_model_name = args.served_model_name or args.model
     args.hf_overrides = host_overrides(host, folder, config) | dict(args.hf_overrides)
@@ -72,27 +78,28 @@ def serve_adapter(args: EngineArgs) -> None:
 
 def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = None) -> dict[str, Any]:
     """Return what makes the config of a host that of an adapted model."""
-    saved, _ = load_folder(folder)
-    check_served(saved)
+    settings = served_settings(folder)
     encoder = None if pipeline is None or pipeline.task != "image-to-text" else pipeline.encoder
-    resampler = saved["adapter"]["resampler"]
-    slots = MAX_SLOTS if resampler is None else resampler["num_latents"]
+    slots = MAX_SLOTS if settings.resampler is None else settings.resampler.num_latents
     return {
         "architectures": [ARCHITECTURE],
         "mmattn_host": get_config(host, trust_remote_code=False).architectures,
         "mmattn_adapter": str(folder),
         "mmattn_encoder": None if encoder is None else [resolve(encoder.name, folder), encoder.pooled],
         "is_encoder_decoder": True,
-        "max_source_positions": slots + saved["adapter"]["null_slot"],
+        "max_source_positions": slots + settings.null_slot,
     }
 
 
-def check_served(config: Config) -> None:
-    """Refuse adapters that vLLM cannot run."""
-    if config["kind"] != "gated":
-        raise AttachError(f"vLLM serves gated adapters, and this one is {config['kind']!r}: use mmattn serve")
-    settings = config["adapter"]
-    other = [name for name, value in _REFUSED.items() if settings[name] != value]
-    other += ["feed_forward_all"] if settings["layout"]["feed_forward_all"] else []
+def served_settings(folder: str | Path) -> GatedAdapter:
+    """Return the settings of an adapter that vLLM can run; AttachError of others."""
+    saved, _ = load_folder(folder)
+    settings = parse_config(saved, adapter_kinds())
+    if not isinstance(settings, GatedAdapter):
+        raise AttachError(f"vLLM serves gated adapters, and this one is {settings.kind!r}: use mmattn serve")
+    other = [name for name, value in _REFUSED.items() if getattr(settings, name) != value]
+    other += ["feed_forward_all"] if settings.layout.feed_forward_all else []
+    other += ["a block before layer 0"] if settings.position == "before" and saved["layers"][0] == 0 else []
     if other:
         raise AttachError(f"vLLM has no place for {', '.join(other)} of this adapter: use mmattn serve")
+    return settings

@@ -18,11 +18,12 @@ from vllm.multimodal.processing import (
     PromptReplacement,
 )
 
-from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.gated import GatedAdapter
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.build import check_encoder, saved_fingerprint
+from mmattn.serving.vllm.engine import served_settings
 
 
 class MemoryItems(ModalityDataItems[list[Tensor], Tensor]):
@@ -65,9 +66,9 @@ class MemoryParser(MultiModalDataParser):
         if not isinstance(value, Tensor) and self.info.encoder is not None:
             return self.info.encoder([value]).tokens[0].float()
         tokens = torch.as_tensor(value).float()
-        if tokens.dim() != 2 or tokens.shape[1] != adapter["memory_dim"]:
-            raise ShapeError(f"a memory must be (m, {adapter['memory_dim']}), got {tuple(tokens.shape)}")
-        if adapter["resampler"] is None and len(tokens) > self.info.slots:
+        if tokens.dim() != 2 or tokens.shape[1] != adapter.memory_dim:
+            raise ShapeError(f"a memory must be (m, {adapter.memory_dim}), got {tuple(tokens.shape)}")
+        if adapter.resampler is None and len(tokens) > self.info.slots:
             most = self.info.slots
             raise ShapeError(f"a memory has at most {most} slots here, got {len(tokens)}: raise max_source_positions")
         return Memory(tokens[None]).tokens[0]  # refuses NaN and infinity
@@ -77,9 +78,9 @@ class MemoryInfo(BaseProcessingInfo):
     """What is known of the adapter."""
 
     @cached_property
-    def adapter(self) -> dict[str, Any]:
+    def adapter(self) -> GatedAdapter:
         """Settings of the adapter."""
-        return load_folder(self.get_hf_config().mmattn_adapter)[0]["adapter"]
+        return served_settings(self.get_hf_config().mmattn_adapter)
 
     @cached_property
     def encoder(self) -> ImageEncoder | None:
@@ -100,12 +101,12 @@ class MemoryInfo(BaseProcessingInfo):
     @property
     def slots(self) -> int:
         """Most slots of a memory as the blocks attend to it, without a null slot."""
-        return self.get_hf_config().max_source_positions - self.adapter["null_slot"]
+        return self.get_hf_config().max_source_positions - self.adapter.null_slot
 
     def rows(self, memory: Tensor) -> int:
         """Return the number of keys of a memory (m, e)."""
-        resampler = self.adapter["resampler"]
-        return (len(memory) if resampler is None else resampler["num_latents"]) + self.adapter["null_slot"]
+        resampler = self.adapter.resampler
+        return (len(memory) if resampler is None else resampler.num_latents) + self.adapter.null_slot
 
     def get_data_parser(self) -> MultiModalDataParser:
         return MemoryParser(self)
@@ -128,7 +129,7 @@ class DummyMemory(BaseDummyInputsBuilder[MemoryInfo]):
         return ""
 
     def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> dict[str, Any]:
-        memory = torch.zeros(self.info.slots, self.info.adapter["memory_dim"])
+        memory = torch.zeros(self.info.slots, self.info.adapter.memory_dim)
         return {name: memory for name, count in mm_counts.items() if count}
 
 

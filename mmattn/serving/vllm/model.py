@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +20,18 @@ from vllm.model_executor.layers.attention import CrossAttention as PagedCrossAtt
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import init_vllm_registered_model
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from mmattn.adapters.adapter_config import parse_config
-from mmattn.adapters.gated import GatedAdapter, GatedLayers
+from mmattn.adapters.gated import GatedLayers
 from mmattn.adapters.gated_block import GatedBlock
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.serialization import load_folder
-from mmattn.adapters.settings import adapter_kinds
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.key_value_heads import norm_heads
 from mmattn.errors import AttachError
 from mmattn.hosts.layers import outermost_lists
 from mmattn.memory import Memory
+from mmattn.serving.vllm.engine import served_settings
 from mmattn.serving.vllm.inputs import DummyMemory, MemoryInfo, MemoryProcessor
 
 
@@ -107,12 +107,14 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         self.config = config
         self.host = init_vllm_registered_model(vllm_config, prefix=prefix, architectures=config.mmattn_host)
         saved, tensors = load_folder(config.mmattn_adapter)
-        settings = cast(GatedAdapter, parse_config(saved, adapter_kinds()))
+        settings = served_settings(config.mmattn_adapter)
         layers = _decoder_layers(self.host, saved["host"], config)
         device = next(self.host.parameters()).device
         sites = [Site(layer, settings.position, str(layer), config.hidden_size, device) for layer in saved["layers"]]
-        self.adapter = GatedLayers(settings, sites)
+        with set_default_torch_dtype(torch.float32):
+            self.adapter = GatedLayers(settings, sites)
         self.adapter.load_state_dict(tensors)
+        self.adapter.to(vllm_config.model_config.dtype)  # gates stay in float32
         most = vllm_config.scheduler_config.max_num_batched_tokens
         self.register_buffer("seen", torch.zeros(most, dtype=torch.bool), persistent=False)
         self.attentions: list[PagedAttention] = []

@@ -26,6 +26,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "trackers": {"wandb": "wandb", "mlflow": "mlflow"},
     "sweeps": {"optuna": "optuna", "ray": "ray"},
     "serve": {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"},
+    "vllm": {"vllm": "vllm"},
     "postgres": {"psycopg": "psycopg"},
     "lance": {"lancedb": "lancedb", "lance": "pylance", "pyarrow": "pyarrow"},
     "scale": {"qdrant_client": "qdrant-client", "pyarrow": "pyarrow", "ray": "ray"},
@@ -33,7 +34,7 @@ EXTRAS: dict[str, dict[str, str]] = {
 #: The extra that brings a module.
 MODULES = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 #: Extras that nobody is told to install: each is for who wants that service or database.
-_BY_CHOICE = ("serve", "postgres", "lance", "scale")
+_BY_CHOICE = ("serve", "vllm", "postgres", "lance", "scale")
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic", "tokenizers", "numpy")
 
 

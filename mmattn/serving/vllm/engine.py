@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
@@ -94,9 +94,9 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
 def served_settings(folder: str | Path) -> GatedAdapter:
     """Return the settings of an adapter that vLLM can run; AttachError of others."""
     saved, _ = load_folder(folder)
-    settings = parse_config(saved, adapter_kinds())
-    if not isinstance(settings, GatedAdapter):
-        raise AttachError(f"vLLM serves gated adapters, and this one is {settings.kind!r}: use mmattn serve")
+    if saved["kind"] != GatedAdapter.kind:
+        raise AttachError(f"vLLM serves gated adapters, and this one is {saved['kind']!r}: use mmattn serve")
+    settings = cast(GatedAdapter, parse_config(saved, adapter_kinds()))
     other = [name for name, value in _REFUSED.items() if getattr(settings, name) != value]
     other += ["feed_forward_all"] if settings.layout.feed_forward_all else []
     other += ["a block before layer 0"] if settings.position == "before" and saved["layers"][0] == 0 else []

@@ -82,8 +82,9 @@ def adapt(lm: Any, folder: Path, **options: Any) -> Any:
 def engine(folder: Path, **options: Any) -> Iterator[Any]:
     """A vLLM engine over a host and its adapter in a folder, gone after the block."""
     options = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "disable_log_stats": False} | options
-    overrides = {"mmattn_adapter": str(folder / "adapter")}
-    llm = vllm.LLM(str(folder / "host"), hf_overrides=overrides, **options)
+    if (folder / "adapter").is_dir():
+        options["hf_overrides"] = {"mmattn_adapter": str(folder / "adapter")}
+    llm = vllm.LLM(str(folder / "host"), **options)
     try:
         yield llm
     finally:
@@ -123,12 +124,18 @@ def prompt(ids: list[int], memory: torch.Tensor | None) -> dict[str, Any]:
 
 def answers(llm: Any, asked: list[tuple[list[int], torch.Tensor | None]]) -> list[Answer]:
     """The greedy answers of vLLM and their log-probabilities."""
-    greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW, logprobs=1, ignore_eos=True)
-    outputs = [one.outputs[0] for one in llm.generate([prompt(*one) for one in asked], greedy, use_tqdm=False)]
-    return [
-        (list(one.token_ids), [step[id].logprob for step, id in zip(one.logprobs, one.token_ids, strict=True)])
-        for one in outputs
-    ]
+    return [answer(one) for one in llm.generate([prompt(*one) for one in asked], greedy(), use_tqdm=False)]
+
+
+def greedy() -> Any:
+    """Sampling parameters of vLLM for a greedy answer with its log-probabilities."""
+    return vllm.SamplingParams(temperature=0, max_tokens=NEW, logprobs=1, ignore_eos=True)
+
+
+def answer(output: Any) -> Answer:
+    """The answer in an output of vLLM."""
+    one = output.outputs[0]
+    return list(one.token_ids), [step[id].logprob for step, id in zip(one.logprobs, one.token_ids, strict=True)]
 
 
 def check_alike(got: list[Answer], wanted: list[Answer]) -> None:
@@ -223,6 +230,29 @@ def test_a_small_cache_preempts_and_mixes_no_memories(tmp_path: Path) -> None:
         preemptions = next(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")
     assert preemptions > 0
     check_alike(got, wanted)
+
+
+def test_two_ranks_of_tensor_parallel_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0)) * 2
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
+    model = adapt(make_host(tmp_path / "host"), tmp_path / "adapter", **ADAPTERS["grouped"])
+    asked = requests(16)
+    with engine(tmp_path, tensor_parallel_size=2) as llm:
+        check_alike(answers(llm, asked), [expected(model, *one) for one in asked])
+
+
+def test_inserted_memories_are_prompt_embeddings(tmp_path: Path) -> None:
+    lm = make_host(tmp_path / "host")
+    model = mmattn.attach(lm, mmattn.adapters.InsertedAdapter(memory_dim=WIDTH, gate=False)).eval()
+    asked = [(ids, memory) for ids, memory in requests(20) if memory is not None and len(memory)]
+    wanted = [expected(model, *one) for one in asked]
+    with torch.no_grad():
+        slots = [model.adapter("default").read(mmattn.Memory(memory[None])).tokens[0] for _, memory in asked]
+        texts = [lm.get_input_embeddings()(torch.tensor(ids)) for ids, _ in asked]
+    embedded = [torch.cat(pair) for pair in zip(slots, texts, strict=True)]
+    with engine(tmp_path, max_model_len=512, enable_prompt_embeds=True) as llm:
+        outputs = llm.generate([{"prompt_embeds": one} for one in embedded], greedy(), use_tqdm=False)
+    check_alike([answer(one) for one in outputs], wanted)
 
 
 def test_a_wrong_memory_fails_its_own_request(tmp_path: Path) -> None:

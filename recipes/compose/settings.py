@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 
 class Strict(BaseModel, extra="forbid"):
@@ -88,3 +88,9 @@ class Config(Strict):
     lora_learning_rate: float | None = Field(None, gt=0)  # None is that of `optim`
     fused_learning_rate: float = Field(3e-3, gt=0)
     optim: OptimSettings = OptimSettings()
+
+    @model_validator(mode="after")
+    def _controls_have_their_measure(self) -> Config:
+        if self.controls and "all three" not in self.ways:
+            raise ValueError("controls are as large as the composition trained on all three: add it to ways")
+        return self

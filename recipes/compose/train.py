@@ -71,7 +71,6 @@ class Composition:
     def table(self) -> dict[str, Any]:
         """Return every row of the table, and what was trained."""
         config, world, small = self.config, self.world, self.small
-
         rows: list[dict[str, Any]] = []
 
         # Models: m_A and m_C know keys, m_B does arithmetic; all are frozen from then on.

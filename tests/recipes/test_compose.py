@@ -235,6 +235,12 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
         recipe.expressions.World(settings.model_copy(update={"values": 11}), 0, "cpu", tokenizer)
 
 
+def test_controls_need_the_composition_whose_size_they_have(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="add it to ways"):
+        recipe.train.main({"out": str(tmp_path / "run"), "ways": ["substitution"]})
+    recipe.settings.Config(ways=["substitution"], controls=[])
+
+
 def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> None:
     readers, settings = recipe.readers, recipe.settings
     small = settings.ModelSettings(**SMALL)

@@ -7,10 +7,6 @@ import gc
 import os
 import random
 import re
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import mmattn
 from mmattn.recipes import assets_folder
+from tests.serving.processes import serving
 from tests.tiny_texts import tiny_tokenizer
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -145,29 +142,6 @@ def check_alike(got: list[Answer], wanted: list[Answer]) -> None:
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(right_scores), atol=1e-3, rtol=0)
 
 
-def free_port() -> int:
-    """A port that nobody listens to."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def wait_for(client: Any, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a server answers, five minutes at most."""
-    import openai
-
-    for _ in range(300):
-        assert server.poll() is None, log.read_text()[-2000:]
-        try:
-            client.models.list()
-        except openai.APIConnectionError:
-            time.sleep(1)
-        else:
-            return
-    pytest.fail(f"the server does not answer: {log.read_text()[-2000:]}")
-
-
 def test_a_folder_with_its_models_is_served_in_the_interface_of_openai(tmp_path: Path) -> None:
     from tests.models.test_pretrained import need
 
@@ -181,29 +155,27 @@ def test_a_folder_with_its_models_is_served_in_the_interface_of_openai(tmp_path:
     pipe = mmattn.pipeline(folder, device="cpu")
     wanted = pipe([row.picture for row in asked], texts)
     system = re.search(r"system\n(.*?)<", pipe.config.prompt).group(1)
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    options = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--served-model-name", "vqa"]
-    with (tmp_path / "log").open("w") as log, subprocess.Popen([*command, *options], stdout=log, stderr=log) as server:
-        try:
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", timeout=60, max_retries=0)
-            wait_for(client, server, tmp_path / "log")
+    words = ["vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "vqa"]
+    words += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    with serving(words, tmp_path, 300) as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=60, max_retries=0)
 
-            def ask(text: str, picture: Path | None, tokens: int = 3) -> str:
-                url = "" if picture is None else base64.b64encode(picture.read_bytes()).decode()
-                image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}}
-                content = [{"type": "text", "text": text}, *([] if picture is None else [image])]
-                chat = [{"role": "system", "content": system}, {"role": "user", "content": content}]
-                answer = client.chat.completions.create(model="vqa", messages=chat, temperature=0, max_tokens=tokens)
-                return answer.choices[0].message.content.strip()
+        def ask(text: str, picture: bytes | None, tokens: int = 3) -> str:
+            url = f"data:image/png;base64,{base64.b64encode(picture or b'').decode()}"
+            image = [] if picture is None else [{"type": "image_url", "image_url": {"url": url}}]
+            user = {"role": "user", "content": [{"type": "text", "text": text}, *image]}
+            chat = [{"role": "system", "content": system}, user]
+            answer = client.chat.completions.create(model="vqa", messages=chat, temperature=0, max_tokens=tokens)
+            return answer.choices[0].message.content.strip()
 
-            assert [ask(text, row.picture) for text, row in zip(texts, asked, strict=True)] == wanted
-            assert "Paris" in ask("What is the capital of France?", None, 12)
-            with pytest.raises(openai.BadRequestError):
-                ask("What is this?", tmp_path / "log")  # no picture
-            assert ask(texts[0], asked[0].picture) == wanted[0]
-        finally:
-            server.terminate()
+        pictures = [row.picture.read_bytes() for row in asked]
+        assert [ask(*one) for one in zip(texts, pictures, strict=True)] == wanted
+        assert "Paris" in ask("What is the capital of France?", None, 12)
+        with pytest.raises(openai.BadRequestError):
+            ask("What is this?", b"no picture")
+        assert ask(texts[0], pictures[0]) == wanted[0]
+        process.terminate()
+        assert process.wait(60) is not None
 
 
 CASES = [("llama", name) for name in ADAPTERS] + [(family, "grouped") for family in HOSTS if family != "llama"]

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mmattn.adapters.adapter_config import parse_config
+from mmattn.adapters.adapter_config import Config, parse_config
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.serialization import CONFIG, load_folder
 from mmattn.adapters.settings import adapter_kinds
@@ -58,7 +58,7 @@ def patch_engine() -> None:
 
 
 def serve_adapter(args: EngineArgs) -> None:
-    """Turn the folder of an adapter, given as the model, into its host with the overrides of `host_overrides`."""
+    """Turn the model of an engine from the folder of an adapter into its host, with overrides."""
     folder = Path(args.model).resolve()
     if not (folder / FILE).is_file():
         raise AdapterFileError(
@@ -73,12 +73,12 @@ def serve_adapter(args: EngineArgs) -> None:
     host = str(resolve_model(resolve(config.host.name, folder)))
     args.served_model_name = args.served_model_name or args.model
     args.hf_overrides = host_overrides(host, folder, config) | dict(args.hf_overrides)
-    args.model, args.tokenizer, args.revision = host, args.tokenizer or host, config.host.revision
+    args.model, args.tokenizer, args.revision = host, args.tokenizer or host, args.revision or config.host.revision
 
 
 def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = None) -> dict[str, Any]:
-    """Return what makes the config of a host that of an adapted model."""
-    settings = served_settings(folder)
+    """Return the overrides that turn the config of a host into that of an adapted model."""
+    settings = served_settings(load_folder(folder)[0])
     encoder = None if pipeline is None or pipeline.task != "image-to-text" else pipeline.encoder
     slots = MAX_SLOTS if settings.resampler is None else settings.resampler.num_latents
     return {
@@ -91,9 +91,8 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
     }
 
 
-def served_settings(folder: str | Path) -> GatedAdapter:
-    """Return the settings of an adapter that vLLM can run; AttachError of others."""
-    saved, _ = load_folder(folder)
+def served_settings(saved: Config) -> GatedAdapter:
+    """Return the settings of a saved adapter that vLLM can run; AttachError of others."""
     if saved["kind"] != GatedAdapter.kind:
         raise AttachError(f"vLLM serves gated adapters, and this one is {saved['kind']!r}: use mmattn serve")
     settings = cast(GatedAdapter, parse_config(saved, adapter_kinds()))

@@ -19,6 +19,7 @@ from vllm.multimodal.processing import (
 )
 
 from mmattn.adapters.gated import GatedAdapter
+from mmattn.adapters.serialization import load_folder
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import ShapeError
 from mmattn.memory import Memory
@@ -75,12 +76,12 @@ class MemoryParser(MultiModalDataParser):
 
 
 class MemoryInfo(BaseProcessingInfo):
-    """What is known of the adapter."""
+    """Settings and encoder of the adapter."""
 
     @cached_property
     def adapter(self) -> GatedAdapter:
         """Settings of the adapter."""
-        return served_settings(self.get_hf_config().mmattn_adapter)
+        return served_settings(load_folder(self.get_hf_config().mmattn_adapter)[0])
 
     @cached_property
     def encoder(self) -> ImageEncoder | None:

@@ -107,7 +107,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         self.config = config
         self.host = init_vllm_registered_model(vllm_config, prefix=prefix, architectures=config.mmattn_host)
         saved, tensors = load_folder(config.mmattn_adapter)
-        settings = served_settings(config.mmattn_adapter)
+        settings = served_settings(saved)
         layers = _decoder_layers(self.host, saved["host"], config)
         device = next(self.host.parameters()).device
         sites = [Site(layer, settings.position, str(layer), config.hidden_size, device) for layer in saved["layers"]]
@@ -120,8 +120,8 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         self.attentions: list[PagedAttention] = []
         for site in sites:
             block = self.adapter.block(site.layer)
-            prefix = f"adapter.blocks.{site.layer}.attn"
-            self.attentions.append(PagedAttention(block.attention, prefix, vllm_config.cache_config))
+            name = f"adapter.blocks.{site.layer}.attn"
+            self.attentions.append(PagedAttention(block.attention, name, vllm_config.cache_config))
             block.register_module("attention", self.attentions[-1])
             # Before a layer is after the one before it.
             layer = layers[site.layer - (settings.position == "before")]

@@ -44,6 +44,7 @@ HOMES = {
         "pipelines",
         "models",
         "serving.engine",
+        "serving.sampling",
         "adapters.augmenting_model",
         "seq2seq",
     ),

@@ -1,7 +1,7 @@
 """Pipelines: an adapter with everything it needs, found from its own folder.
 
-`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline`, a `TextGenerationPipeline` or a
-`TextToImagePipeline`; `PipelineConfig(...).save(folder)` writes what it reads.
+`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline`, a `TextGenerationPipeline`, a
+`TextToImagePipeline` or a `MemoryToTextPipeline`; `PipelineConfig(...).save(folder)` writes what it reads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from mmattn.pipelines.generation import generate_texts
     from mmattn.pipelines.image_to_text import ImageToTextPipeline
+    from mmattn.pipelines.memory_to_text import MemoryToTextPipeline
     from mmattn.pipelines.passage_answering import PassageAnsweringPipeline
     from mmattn.pipelines.question_answering import (
         Answer,
@@ -48,6 +49,7 @@ __all__ = [
     "EncoderReference",
     "ImageToTextPipeline",
     "MemoryConfig",
+    "MemoryToTextPipeline",
     "ModelReference",
     "PassageAnsweringPipeline",
     "PipelineConfig",

@@ -37,6 +37,7 @@ _TASKS = {
     "passage-answering": ("mmattn.pipelines.passage_answering", "PassageAnsweringPipeline"),
     "text-generation": ("mmattn.pipelines.text_generation", "TextGenerationPipeline"),
     "text-to-image": ("mmattn.pipelines.text_to_image", "TextToImagePipeline"),
+    "memory-to-text": ("mmattn.pipelines.memory_to_text", "MemoryToTextPipeline"),
 }
 
 
@@ -95,7 +96,7 @@ class Pipeline:
         host, encoder = self.config.host, self.config.encoder
         if not (self.folder / CONFIG).is_file():
             raise ConfigError(f"{str(self.folder)!r} is a host without an adapter: there is nothing to upload")
-        for name in (host.name, host.lora, encoder.name):
+        for name in (host.name, host.lora, None if encoder is None else encoder.name):
             # The weights of "torchvision:NAME:WEIGHTS".
             path = "" if name is None else name.removeprefix("torchvision:").rpartition(":")[2]
             if not path.startswith("assets/") and path not in FURTHER and path and (self.folder / path).exists():
@@ -116,6 +117,7 @@ class ImagePipeline(Pipeline):
         if index is not None:
             raise ConfigError(f"{type(self).__name__} reads no index: leave index= out")
         reference = self.config.encoder
+        assert reference is not None
         name = resolve(reference.name, self.folder)
         self.encoder = load_image_encoder(name, self.device, pooled=reference.pooled)
         check_encoder(self.encoder, reference.name, self.folder, saved_fingerprint(self.folder))
@@ -146,7 +148,7 @@ def pipeline(
 
     Returns:
         An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a host a `PassageAnsweringPipeline`),
-        `TextGenerationPipeline` or `TextToImagePipeline`.
+        `TextGenerationPipeline`, `TextToImagePipeline` or `MemoryToTextPipeline`.
 
     Raises:
         AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.
@@ -166,8 +168,7 @@ def pipeline(
     config = PipelineConfig.load(place)
     if index is not None and config.memory is None:
         raise ConfigError(
-            f"index={index!r} is for adapters that answer from an index; the one in {name!r} attends to pictures: "
-            "leave it out"
+            f"index={index!r} is for adapters that answer from an index, and the one in {name!r} does not: leave it out"
         )
     with without_progress_bars(), warnings.catch_warnings():
         if dtype is not None:  # in another dtype the weights have another fingerprint

@@ -20,7 +20,9 @@ FILE = "pipeline_config.json"
 
 #: Arguments of `generate` and of a training, as JSON values.
 Settings = dict[str, bool | int | float | str | None]
-Task = Literal["image-to-text", "question-answering", "passage-answering", "text-generation", "text-to-image"]
+Task = Literal[
+    "image-to-text", "question-answering", "passage-answering", "text-generation", "text-to-image", "memory-to-text"
+]
 
 
 class _Strict(BaseModel):
@@ -111,13 +113,14 @@ class PipelineConfig(_Strict):
 
     Args:
         task: "image-to-text", "question-answering", "passage-answering" with passages that the host has read,
-            "text-generation" with retrieved passages, or "text-to-image".
+            "text-generation" with retrieved passages, "text-to-image", or "memory-to-text" with a memory that comes
+            with each call.
         host: the language model, or the UNet with its text encoder.
-        encoder: of the pictures, or of the texts of the index.
-        memory: settings of the memory of an index; None for images.
+        encoder: of the pictures, or of the texts of the index; None for "memory-to-text".
+        memory: settings of the memory of an index; None for the other tasks.
         prompt: begin of the text; "{question}" stands for the question, and for "passage-answering" "{passages}" for
-            the passages. There, and for "image-to-text" with a question, it is a template whose special tokens are
-            tokens, such as that of a chat.
+            the passages. There, and for "image-to-text" and "memory-to-text" with a question, it is a template whose
+            special tokens are tokens, such as that of a chat.
         refusal: the answer if nothing in the index answers.
         generation: arguments of `generate`, or for drawing num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.
@@ -135,7 +138,7 @@ class PipelineConfig(_Strict):
     format_version: Literal[1] = 1
     task: Task
     host: ModelReference
-    encoder: EncoderReference
+    encoder: EncoderReference | None = None
     memory: MemoryConfig | None = None
     prompt: str = ""
     refusal: str | None = None
@@ -146,8 +149,10 @@ class PipelineConfig(_Strict):
 
     @model_validator(mode="after")
     def _fits_its_task(self) -> PipelineConfig:
-        if (self.task in ("image-to-text", "text-to-image")) != (self.memory is None):
+        if (self.task in ("image-to-text", "text-to-image", "memory-to-text")) != (self.memory is None):
             raise ValueError(f"memory must be {'left out' if self.memory else 'given'} for the task {self.task}")
+        if (self.task == "memory-to-text") != (self.encoder is None):
+            raise ValueError(f"encoder must be {'left out' if self.encoder else 'given'} for the task {self.task}")
         if self.answers_questions and "{question}" not in self.prompt:
             raise ValueError(f"prompt must have {{question}} in it for the task {self.task}")
         return self
@@ -219,6 +224,8 @@ class PipelineConfig(_Strict):
             "question-answering": answering,
             "passage-answering": answering,
             "text-generation": 'pipe = mmattn.pipeline("this folder", index="index")\nprint(pipe("a text").text)',
+            "memory-to-text": 'pipe = mmattn.pipeline("this folder")\n'
+            'print(pipe("a text", memory))  # vectors (1, m, e)',
             "text-to-image": 'pipe = mmattn.pipeline("this folder")\n'
             'pipe("a prompt", "example.png").resize((256, 256)).save("picture.png")',
         }[self.task]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -36,8 +36,8 @@ def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -
     return rows
 
 
-def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, question: str = "") -> list[int]:
-    """Return the ids of a template: its special tokens are tokens, those in the question plain text."""
+def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, fields: Mapping[str, str]) -> list[int]:
+    """Return the ids of a template with texts for its fields: its special tokens are tokens, those in texts plain."""
     special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     ids: list[int] = []
@@ -45,8 +45,19 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, question: st
         if piece in special:
             ids.append(int(tokenizer.convert_tokens_to_ids(piece)))
         elif piece:
-            ids += tokenize(tokenizer, [piece.replace("{question}", question)])[0][0]
+            for field, text in fields.items():
+                piece = piece.replace(field, text)
+            ids += tokenize(tokenizer, [piece])[0][0] if piece else []
     return ids
+
+
+def prompt_with(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Prompt:
+    """Return a prompt with a text: in place of "{question}" in a template, or behind it; TextError if it is missing."""
+    if "{question}" not in prompt:
+        return prompt + text
+    if not text.strip():
+        raise TextError('the adapter answers questions, and none was asked: give text="…"')
+    return template_ids(tokenizer, prompt, {"{question}": text.strip()})
 
 
 def end_ids(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -121,11 +132,12 @@ def generate_rows(
 
 
 def stream_text(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, memory: Memory, *, options: Keywords
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, memory: Memory | None, *, options: Keywords
 ) -> Iterator[str]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
-    return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), "memory": memory})
+    own = {} if memory is None else {"memory": memory}
+    return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), **own})
 
 
 def stream_generate(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords) -> Iterator[str]:

@@ -19,8 +19,8 @@ from mmattn.pipelines.generation import (
     generate_texts,
     left_padded,
     prompt_rows,
+    prompt_with,
     stream_text,
-    template_ids,
 )
 
 if TYPE_CHECKING:
@@ -85,11 +85,7 @@ class ImageToTextPipeline(ImagePipeline):
 
     def make_prompt(self, text: str = "") -> Prompt:
         """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
-        if "{question}" not in self.config.prompt:
-            return self.config.prompt + text
-        if not text.strip():
-            raise TextError('the adapter answers questions about pictures, and none was asked: give text="…"')
-        return template_ids(self.tokenizer, self.config.prompt, text.strip())
+        return prompt_with(self.tokenizer, self.config.prompt, text)
 
     @torch.no_grad()
     def trace(self, image: object, text: str = "") -> Trace:

@@ -89,7 +89,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
     def _set_up(self, index: IndexSource | None) -> None:
         super()._set_up(index)
         before, has_passages, after = self.config.prompt.partition("{passages}")
-        prefix = template_ids(self.tokenizer, before) if has_passages else []
+        prefix = template_ids(self.tokenizer, before, {}) if has_passages else []
         self._template = after if has_passages else None
         file = self.folder / FILE
         if file.is_file():
@@ -127,7 +127,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
         """Return the prompt of a question; of a template with "{passages}" what stands behind them."""
         if self._template is None:
             return super().make_prompt(question)
-        return template_ids(self.tokenizer, self._template, question.strip())
+        return template_ids(self.tokenizer, self._template, {"{question}": question.strip()})
 
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Raise ConfigError: passages are K/V of every layer, and a trace leaves out slots of a memory."""

@@ -211,6 +211,7 @@ def load_text_encoder(
 ) -> TextEncoderBase:
     """Load the encoder of the texts of an index; a `fingerprint` other than that of its training raises."""
     reference = config.encoder
+    assert reference is not None
     encoder = encoders.load_text_encoder(resolve(reference.name, folder), reference.pooling, device)
     check_encoder(encoder, reference.name, folder, fingerprint)
     return encoder

@@ -1,26 +1,27 @@
-"""The HTTP interface: /v1/models, /v1/completions, /v1/chat/completions, /health and /metrics."""
+"""The HTTP interface: the paths of OpenAI, /health, /metrics and /openapi.json."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
-import json
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException as StarletteError
 
 from mmattn.errors import MmattnError
-from mmattn.memory import Memory
-from mmattn.serving.engine import BusyError, Engine, Piece
+from mmattn.pipelines.question_answering import IndexPipeline
+from mmattn.serving.answers import Answering
+from mmattn.serving.engine import Engine
 from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics, as_error
-from mmattn.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, make_inputs
+from mmattn.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from mmattn.serving.schema import REFUSED, STREAM, errors, served_schema
+
+_BEARER = HTTPBearer(auto_error=False)
 
 
 def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
@@ -39,216 +40,92 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         yield
         await engine.stop()
 
-    app = FastAPI(title="mmattn", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="mmattn", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=engine.limits.max_body_bytes)
     app.add_middleware(AccessLog, metrics=metrics)
     answering = Answering(engine, name, metrics)
+    _add_error_handlers(app)
+    app.openapi = lambda: served_schema(app, name, engine)  # type: ignore[method-assign]
 
-    def authorise(request: Request) -> None:
-        token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key is not None and not hmac.compare_digest(token.encode(), api_key.encode()):
-            raise HTTPException(401, "the bearer token is missing or wrong")
+    def authorise(key: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
+        if key is None or not hmac.compare_digest(key.credentials.encode(), str(api_key).encode()):
+            detail = {"message": "the bearer token is missing or wrong", "code": "invalid_api_key"}
+            raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return as_error(error.status_code, str(error.detail), error.headers)
+    guarded: Any = {"dependencies": [] if api_key is None else [Depends(authorise)]}
+    answers: Any = guarded | {"responses": errors(400, 401, 404, 413, 429, 500, 504) | STREAM}
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}
+
+    @app.get("/health", responses={503: {"description": "The server has stopped."}})
+    async def health() -> JSONResponse:
+        ok = engine.healthy()
+        return JSONResponse({"status": "ok" if ok else "stopped", "running": engine.running}, 200 if ok else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=REFUSED, **guarded)
+    async def figures() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models", responses=errors(401), **guarded)
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{model_id:path}", responses=errors(401, 404), **guarded)
+    async def model_of(model_id: str) -> JSONResponse:
+        answering.check_model(model_id)
+        return JSONResponse(model)
+
+    @app.post("/v1/completions", **answers)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await answering.answer(request, body)
+
+    @app.post("/v1/chat/completions", **answers)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answering.answer(request, body)
+
+    pipe = engine.pipe
+    if isinstance(pipe, IndexPipeline):
+
+        @app.post("/v1/embeddings", responses=errors(400, 401, 404, 413, 500), **guarded)
+        async def embeddings(body: EmbeddingRequest) -> JSONResponse:
+            return await answering.embed(body, pipe.encoder)
+
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in the interface of OpenAI, also those of FastAPI itself."""
+
+    @app.exception_handler(StarletteError)
+    async def refused(request: Request, error: StarletteError) -> JSONResponse:
+        detail: Any = error.detail
+        if not isinstance(detail, dict):
+            detail = {
+                "message": detail
+                if error.status_code not in (404, 405)
+                else f"{detail}: {request.method} {request.url.path}"
+            }
+        return as_error(error.status_code, headers=error.headers, **detail)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return as_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), param=where or None)
+        # Of the kinds that a field may have, the one that went furthest is meant.
+        wrong = max(error.errors(), key=lambda one: len(one["loc"]))
+        # Between names stand kinds of values, such as "list[str]".
+        place = ".".join(str(part) for part in wrong["loc"][1:] if part != "str" and "[" not in str(part))
+        message = str(wrong["msg"]).removeprefix("Value error, ")
+        if wrong["type"] == "extra_forbidden":
+            place = ".".join(map(str, wrong["loc"][1:]))
+            message = "this server knows no such field: leave it out"
+        elif wrong["type"] == "none_required" or wrong.get("ctx", {}).get("max_length") == 0:
+            message = "this server does not do it: leave it out"
+        elif wrong["type"] == "json_invalid":
+            place, message = "", f"the body is no JSON: {wrong['ctx']['error']}"
+        return as_error(400, f"{place}: {message}" if place else message, param=place or None)
 
     @app.exception_handler(MmattnError)
     async def wrong(request: Request, error: MmattnError) -> JSONResponse:
         return as_error(400, str(error))
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        ok = engine.healthy()
-        return JSONResponse({"status": "ok" if ok else "stopped", "running": engine.running}, 200 if ok else 503)
-
-    @app.get("/metrics", dependencies=[Depends(authorise)])
-    async def figures() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/v1/models", dependencies=[Depends(authorise)])
-    async def models() -> JSONResponse:
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    @app.post("/v1/completions", dependencies=[Depends(authorise)])
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        pictures = [] if body.image is None else [body.image]
-        return await answering.answer(request, body, body.prompt, pictures, body.max_tokens, chat=False)
-
-    @app.post("/v1/chat/completions", dependencies=[Depends(authorise)])
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        try:
-            text, pictures = body.user_content()
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        return await answering.answer(request, body, text, pictures, max_tokens, chat=True)
-
-    return app
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request as the engine takes it."""
-
-    ids: list[int]
-    memory: Memory
-    max_tokens: int
-    deadline: float  # in seconds of `time.perf_counter`
-    chat: bool  # the format is that of /v1/chat/completions, not of /v1/completions
-    head: dict[str, object]  # first fields of the response
-
-    def choice(self, text: str, reason: str | None, whole: bool = False, first: bool = False) -> dict[str, object]:
-        """Return a whole answer, or a part of one."""
-        if not self.chat:
-            return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
-        message = {"role": "assistant", "content": text} if whole or first else {"content": text}
-        return {"index": 0, "message" if whole else "delta": message, "finish_reason": reason}
-
-    def response(self, choices: list[dict[str, object]], whole: bool = False, **fields: object) -> dict[str, object]:
-        """Return a response, or an event of a stream."""
-        kind = ("chat.completion" if whole else "chat.completion.chunk") if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": choices, **fields}
-
-    def usage(self, tokens: int) -> dict[str, int]:
-        """Return the counts of tokens after `tokens` new ones."""
-        prompt = len(self.ids)
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-
-
-class Answering:
-    """Answers the requests of both paths with one engine."""
-
-    def __init__(self, engine: Engine, name: str, metrics: Metrics) -> None:
-        self.engine, self.name, self.metrics = engine, name, metrics
-        # Encoders and searches run one at a time, beside the model.
-        self._encoding = asyncio.Semaphore(1)
-
-    async def answer(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        text: str,
-        pictures: list[str],
-        max_tokens: int | None,
-        chat: bool,
-    ) -> Response:
-        """Return the response to one request; `pictures` are data URLs."""
-        limits = self.engine.limits
-        if body.model != self.name:
-            raise HTTPException(404, f"there is no model {body.model!r} here: this server has {self.name!r}")
-        if max_tokens is None:
-            usual = self.engine.pipe.config.generation.get("max_new_tokens")
-            max_tokens = min(limits.max_tokens, usual if isinstance(usual, int) else 64)
-        if max_tokens > limits.max_tokens:
-            raise HTTPException(400, f"max_tokens={max_tokens} is more than the {limits.max_tokens} of this server")
-        try:
-            self.engine.enter()
-        except BusyError:
-            message = f"{limits.max_requests} requests run or wait already: try again"
-            raise HTTPException(429, message, {"Retry-After": "1"}) from None
-        streams = False
-        try:
-            deadline = time.perf_counter() + limits.timeout
-            async with self._encoding:
-                prompt, memory = await asyncio.to_thread(
-                    make_inputs,
-                    self.engine.pipe,
-                    limits.max_documents,
-                    text,
-                    pictures,
-                    body.documents,
-                    body.memory,
-                )
-            ids = self.engine.ids_of(prompt, max_tokens)
-            number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-            head = {"id": number, "created": int(time.time()), "model": self.name}
-            job = Job(ids, memory, max_tokens, deadline, chat, head)
-            if body.stream:
-                usage = bool((body.stream_options or {}).get("include_usage"))
-                streams = True  # the end of the stream leaves
-                return Events(self._chunks(job, usage), self.engine.leave)
-            return await self._whole(job, request)
-        finally:
-            if not streams:
-                self.engine.leave()
-
-    async def _pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
-        begin, count = time.perf_counter(), 0
-        pieces = self.engine.answer(job.ids, job.memory, job.max_tokens)
-        try:
-            while True:
-                try:
-                    piece = await asyncio.wait_for(anext(pieces), job.deadline - time.perf_counter())
-                except StopAsyncIteration:
-                    return
-                if not count:
-                    self.metrics.first_token.observe(time.perf_counter() - begin)
-                self.metrics.tokens.inc(piece.tokens - count)
-                count = piece.tokens
-                yield piece
-        finally:
-            await pieces.aclose()
-
-    async def _whole(self, job: Job, request: Request) -> Response:
-        async def write() -> tuple[str, Piece]:
-            text, last = "", Piece("", 0, "length")
-            async for piece in self._pieces(job):
-                text, last = text + piece.text, piece
-            return text, last
-
-        writing = asyncio.ensure_future(write())
-        try:
-            while not (await asyncio.wait([writing], timeout=0.5))[0]:
-                if await request.is_disconnected():
-                    return Response(status_code=499)
-            text, last = writing.result()
-        except asyncio.TimeoutError:
-            raise HTTPException(504, f"no answer within {self.engine.limits.timeout:g} s") from None
-        finally:
-            writing.cancel()
-            with contextlib.suppress(BaseException):
-                await writing
-        choice = job.choice(text.rstrip(), last.finish_reason, whole=True)
-        return JSONResponse(job.response([choice], whole=True, usage=job.usage(last.tokens)))
-
-    async def _chunks(self, job: Job, with_usage: bool) -> AsyncGenerator[str, None]:
-        count = 0
-        try:
-            async for piece in self._pieces(job):
-                choice = job.choice(piece.text, piece.finish_reason, first=not count)
-                count = piece.tokens
-                yield as_event(job.response([choice]))
-            if with_usage:
-                yield as_event(job.response([], usage=job.usage(count)))
-            yield "data: [DONE]\n\n"
-        except (MmattnError, asyncio.TimeoutError) as error:
-            message = str(error) or f"no answer within {self.engine.limits.timeout:g} s"
-            yield as_event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
-
-
-class Events(StreamingResponse):
-    """A stream of events that calls `end` however it ends, also without a reader."""
-
-    def __init__(self, chunks: AsyncGenerator[str, None], end: Callable[[], None]) -> None:
-        super().__init__(chunks, media_type="text/event-stream")
-        self._chunks, self._end = chunks, end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._chunks.aclose()
-            self._end()
-
-
-def as_event(content: dict[str, object]) -> str:
-    """Return a line of a stream."""
-    return f"data: {json.dumps(content)}\n\n"
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return as_error(500, "the server failed at this request; its log says why")

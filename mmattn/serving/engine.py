@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, check_float, check_int
+from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
+from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers, token_logprob
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation.continuous_batching import GenerationOutput
 
-    from mmattn.pipelines.image_to_text import ImageToTextPipeline
-    from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+    from mmattn.pipelines.base import Pipeline
 
 PAGE = 16
 
@@ -57,12 +59,75 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Job:
+    """One answer that is to be written.
+
+    Args:
+        ids: of the prompt.
+        memory: of one row; None for the bare host.
+        max_tokens: new tokens, at most.
+        sampling: how they are chosen.
+        stops: texts that end it.
+    """
+
+    ids: list[int]
+    memory: Memory | None
+    max_tokens: int
+    sampling: SamplingSettings = SamplingSettings()
+    stops: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Piece:
     """A part of an answer."""
 
     text: str
     tokens: int  # generated so far
     finish_reason: str | None = None  # "stop" or "length", of the last piece
+    logprobs: Sequence[TokenLogprob] = ()  # of its tokens
+
+
+class Writer:
+    """Turns the tokens of one answer into pieces of text."""
+
+    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], device: torch.device) -> None:
+        self.job, self.tokenizer, self.ends = job, tokenizer, ends
+        self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
+        self._sent, self._told = 0, 0  # characters, log-probabilities
+
+    def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
+        """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
+        text = self._text(tokens)
+        places = [place for place in (text.find(stop) for stop in self.job.stops) if place >= 0]
+        reason = "stop" if places or (is_last and tokens and tokens[-1] in self.ends) else "length" if is_last else None
+        if places:
+            text = text[: min(places)]
+        elif not is_last:
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                return None
+            text = text[: len(text) - _held(text, self.job.stops)]
+        new, self._sent = text[self._sent :], max(self._sent, len(text))
+        return Piece(new, len(tokens), reason, self._logprobs(tokens, len(text) if places else None))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text.lstrip()
+
+    def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
+        """Return those not told yet; of a text that was cut only of the tokens that begin before its end."""
+        if self.sampler is None or self.sampler.settings.logprobs is None:
+            return []
+        begin, self._told = self._told, len(tokens)
+        numbers = range(begin, len(tokens))
+        return [self.sampler.logprobs[n] for n in numbers if end is None or len(self._text(tokens[:n])) < end]
+
+
+def _held(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may begin a stop text."""
+    lengths = (
+        size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
+    )
+    return max(lengths, default=0)
 
 
 class Engine:
@@ -73,16 +138,19 @@ class Engine:
         limits: of the server.
 
     Raises:
-        ConfigError: a pipeline of another task.
+        ConfigError: a pipeline of another task, or arguments of `generate` that a server has no place for.
         ConditionError: an adapter whose tokens attend to a part of their memory only.
     """
 
-    def __init__(self, pipe: ImageToTextPipeline | QuestionAnsweringPipeline, limits: Limits) -> None:
+    def __init__(self, pipe: Pipeline, limits: Limits) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        if pipe.config.task != "image-to-text" and not pipe.config.answers_questions:
+        if pipe.config.task in ("text-to-image", "text-generation"):
+            raise ConfigError(f"the adapter is for {pipe.config.task}, and a server writes texts about one memory each")
+        others = pipe.config.generation.keys() - {"max_new_tokens", "do_sample"}
+        if others:
             raise ConfigError(
-                f"the adapter is for {pipe.config.task}, and a server answers questions or describes pictures"
+                f"a server has no place for {', '.join(sorted(others))} of the adapter's pipeline_config.json"
             )
         self.pipe, self.limits = pipe, limits
         self.running = 0
@@ -100,9 +168,12 @@ class Engine:
             # On a GPU transformers fills the free memory.
             num_blocks=min(rows, 4096) if device == "cpu" else None,
             max_batch_tokens=max(256, self.context) if device == "cpu" else None,
+            # Penalties need the tokens of the step before.
+            use_async_batching=False,
         )
         answers = GenerationConfig(do_sample=False, eos_token_id=self.ends, pad_token_id=self.ends[0])
         self.manager = host.init_continuous_batching(generation_config=answers, continuous_batching_config=config)
+        add_samplers(self.manager)
 
     def start(self) -> None:
         """Start to answer."""
@@ -121,16 +192,16 @@ class Engine:
         """Return the bytes of keys and values of the memories in use."""
         return int(self.manager.memories.nbytes())
 
-    def enter(self) -> None:
-        """Take a request; `leave` must follow. BusyError at the limit."""
-        if self.running >= self.limits.max_requests:
+    def enter(self, answers: int = 1) -> None:
+        """Take a request for so many answers; `leave` must follow. BusyError at the limit."""
+        if self.running + answers > self.limits.max_requests:
             raise BusyError
-        self.running += 1
+        self.running += answers
         self._idle.clear()
 
-    def leave(self) -> None:
+    def leave(self, answers: int = 1) -> None:
         """Note the end of a request that was taken."""
-        self.running -= 1
+        self.running -= answers
         if not self.running:
             self._idle.set()
 
@@ -141,32 +212,67 @@ class Engine:
         check_prompt(input_ids, torch.ones_like(input_ids), self.pipe.model.config, max_tokens)
         return ids
 
-    async def answer(self, ids: list[int], memory: Memory, max_tokens: int) -> AsyncGenerator[Piece, None]:
-        """Yield the text generated after prompt ids piece by piece; leaving the loop cancels the request."""
-        name = f"request-{next(self._numbers)}"
-        results: asyncio.Queue[GenerationOutput] = asyncio.Queue()
-        self.manager.register_result_handler(name, results.put_nowait)
-        done, sent = False, ""
+    @torch.no_grad()
+    def score(self, ids: list[int], memory: Memory | None, top: int) -> list[TokenLogprob]:
+        """Return the log-probabilities of the ids of a prompt but the first."""
+        with paused(self.pipe.model):
+            arguments = {} if memory is None else {"memory": memory}
+            logits = self.pipe.model(torch.tensor([ids], device=self.pipe.device), **arguments).logits[0]
+        return [token_logprob(row, token, top) for row, token in zip(logits, ids[1:], strict=False)]
+
+    async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Yield the answers to some jobs piece by piece, each with its number; leaving the loop cancels them.
+
+        Args:
+            jobs: to be answered.
+            deadline: in seconds of the loop's clock; TimeoutError after it.
+        """
+        results: asyncio.Queue[tuple[int, GenerationOutput | None]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_at(deadline, results.put_nowait, (-1, None))
+        writers = [Writer(job, self.pipe.tokenizer, self.ends, self.pipe.device) for job in jobs]
+        names: dict[int, str] = {}
         try:
-            await asyncio.to_thread(
-                self.manager.add_request, ids, name, memory=memory, max_new_tokens=max_tokens, streaming=True
-            )
-            while not done:
-                result = await results.get()
+            for number, writer in enumerate(writers):
+                names[number] = f"request-{next(self._numbers)}"
+                self.manager.register_result_handler(names[number], partial(_put, results, number))
+                await asyncio.to_thread(self._add, names[number], writer)
+            while names:
+                number, result = await results.get()
+                if result is None:
+                    raise asyncio.TimeoutError
+                if number not in names:  # it came to a stop text
+                    continue
                 if result.error is not None:
                     raise ConditionError(f"the request failed: {result.error}")
-                done, tokens = result.is_finished(), list(result.generated_tokens)
-                text = self.pipe.tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
-                # Wait for the rest of a character of several tokens.
-                if text.endswith("\N{REPLACEMENT CHARACTER}") and not done:
+                piece = writers[number].read(result.generated_tokens, result.is_finished())
+                if piece is None:
                     continue
-                reason = ("stop" if tokens and tokens[-1] in self.ends else "length") if done else None
-                yield Piece(text[len(sent) :], len(tokens), reason)
-                sent = text
+                if piece.finish_reason is not None:
+                    self._end(names.pop(number), result.is_finished())
+                yield number, piece
         finally:
-            if not done:
-                self.manager.cancel_request(name)
-                self.manager.output_router.result_handlers.pop(name, None)
+            alarm.cancel()
+            for name in names.values():
+                self._end(name, is_finished=False)
             # Tokens that were generated before the cancellation arrived have no handler.
             while self.manager.get_result(timeout=0) is not None:
                 pass
+
+    def _add(self, name: str, writer: Writer) -> None:
+        job = writer.job
+        sampler = {} if writer.sampler is None else {KEY: writer.sampler}
+        added = self.manager.add_request(
+            job.ids, name, memory=job.memory, max_new_tokens=job.max_tokens, streaming=True, **sampler
+        )
+        if added is None:
+            raise ConditionError("the server is stopping or has failed, and takes no requests")
+
+    def _end(self, name: str, is_finished: bool) -> None:
+        if not is_finished:
+            self.manager.cancel_request(name)
+        self.manager.output_router.result_handlers.pop(name, None)
+
+
+def _put(results: asyncio.Queue[Any], number: int, result: GenerationOutput) -> None:
+    results.put_nowait((number, result))

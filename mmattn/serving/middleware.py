@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmattn.errors import import_extra
 from mmattn.serving.engine import Engine
+from mmattn.serving.formats import error_content
 
 log = logging.getLogger("mmattn.serving")
-PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/health", "/metrics")
 
 
 class Metrics:
@@ -44,12 +45,14 @@ class Metrics:
 
 
 def as_error(
-    status: int, message: str, headers: Mapping[str, str] | None = None, param: str | None = None
+    status: int,
+    message: str,
+    headers: Mapping[str, str] | None = None,
+    param: str | None = None,
+    code: str | None = None,
 ) -> JSONResponse:
     """Return an error in the interface of OpenAI."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    content = {"error": {"message": message, "type": kind, "param": param, "code": None}}
-    return JSONResponse(content, status, headers=dict(headers or {}))
+    return JSONResponse(error_content(status, message, param, code), status, headers=dict(headers or {}))
 
 
 class BodyLimit:

@@ -1,144 +1,242 @@
-"""Requests in the interface of OpenAI, extended by documents and vectors, and the prompt and memory of each."""
+"""Requests in the interface of OpenAI, extended by documents and vectors.
+
+A field that OpenAI knows and this server does not do takes the values that ask for nothing, which clients send.
+"""
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from mmattn.errors import ConfigError, ImageError, ShapeError
-from mmattn.memory import Memory
-from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+from mmattn.serving.sampling import SamplingSettings
 
-if TYPE_CHECKING:
-    from mmattn.pipelines.generation import Prompt
-    from mmattn.pipelines.image_to_text import ImageToTextPipeline
+#: Values that ask for nothing.
+NoList = Annotated[list[JsonValue], Field(max_length=0)] | None
+NoObject = Annotated[dict[str, JsonValue], Field(max_length=0)] | None
+#: False, and not the 0 that equals it.
+No = Annotated[Literal[False] | None, BeforeValidator(lambda value: repr(value) if type(value) is int else value)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Vector = Annotated[list[float], Field(min_length=1)]
 
 
-class GenerationRequest(BaseModel):
-    """Fields of both paths. Sampling parameters are refused, not ignored."""
+class Strict(BaseModel):
+    """A part of a request; fields of other names are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Strict):
+    """Fields of both paths."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
-    stream: bool = False
-    temperature: Literal[0] | None = None  # answers are greedy
-    n: Literal[1] = 1
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     user: str | None = None
-    stream_options: dict[str, bool] | None = None
-    documents: list[dict[str, JsonValue]] | None = None  # entries with the fields that the adapter reads
-    memory: list[list[float]] | None = None  # or vectors (m, e) of the adapter's encoder
+    metadata: dict[str, str] | None = None
+    documents: Annotated[list[dict[str, JsonValue]], Field(min_length=1)] | None = (
+        None  # entries with the fields that the adapter reads
+    )
+    # Or vectors (m, e) of the adapter's encoder.
+    memory: Annotated[list[Vector], Field(min_length=1)] | None = None
+    logit_bias: NoObject = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams: say stream=true, or leave it out")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
+
+    def sampling(self, logprobs: int | None, choice: int) -> SamplingSettings:
+        """Return the settings of one of n answers; without a temperature it is 1 where another field asks to sample."""
+        top_k = max(self.top_k or 0, 0)
+        samples = bool(self.top_p not in (None, 1) or top_k or self.seed is not None or (self.n or 1) > 1)
+        return SamplingSettings(
+            temperature=float(samples) if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=top_k,
+            seed=None if self.seed is None else (self.seed + choice) % 2**63,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logprobs=logprobs,
+        )
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """POST /v1/completions. Ids are a whole prompt; a text stands in the prompt of the pipeline."""
 
-    prompt: str = ""
+    prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)] = ""
     image: str | None = None  # a data URL
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1, le=1)
+    suffix: Literal[""] | None = None
+
+    @property
+    def top(self) -> int | None:
+        """The most likely tokens at each place that are wanted; None for no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens of an answer, at most."""
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+    @property
+    def pictures(self) -> list[str]:
+        """Data URLs of pictures."""
+        return [] if self.image is None else [self.image]
 
 
-class ImageUrl(BaseModel):
+class ImageUrl(Strict):
     """A picture as data."""
 
-    model_config = ConfigDict(extra="forbid")
     url: str
-    detail: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
-class Part(BaseModel):
-    """A part of a message: text or a picture."""
+class TextPart(Strict):
+    """A part of a message that is text."""
 
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    image_url: ImageUrl | None = None
+    type: Literal["text"]
+    text: str
 
 
-class Message(BaseModel):
-    """A message; only a single one of a user is answered."""
+class PicturePart(Strict):
+    """A part of a message that is a picture."""
 
-    model_config = ConfigDict(extra="forbid")
-    role: Literal["user", "system", "assistant"]
-    content: str | list[Part]
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user"]
+    content: str | Annotated[list[Annotated[TextPart | PicturePart, Field(discriminator="type")]], Field(min_length=1)]
     name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its text, without pictures."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart) and part.text)
+
+    @property
+    def pictures(self) -> list[str]:
+        """Data URLs of its pictures."""
+        parts = [] if isinstance(self.content, str) else self.content
+        return [part.image_url.url for part in parts if isinstance(part, PicturePart)]
+
+
+class AssistantMessage(Strict):
+    """An answer of before, as clients send it back."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: NoList = None
+    annotations: NoList = None
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class TextFormat(Strict):
+    """The format of an answer that is a text."""
+
+    type: Literal["text"]
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Annotated[Message | AssistantMessage, Field(discriminator="role")]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: TextFormat | None = None
+    tools: NoList = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: NoList = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: No = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
-    def user_content(self) -> tuple[str, list[str]]:
-        """Return text and pictures (data URLs) of the only message; ValueError if it is not a single user message."""
-        if len(self.messages) != 1 or self.messages[0].role != "user":
-            raise ValueError("the model answers one message of a user: give messages with that one only")
-        content = self.messages[0].content
-        if isinstance(content, str):
-            return content, []
-        texts = [part.text for part in content if part.type == "text" and part.text]
-        urls = [part.image_url.url for part in content if part.type == "image_url" and part.image_url is not None]
-        return "\n".join(texts), urls
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are names of one limit: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: say logprobs=true, or leave it out")
+        return self
 
+    @property
+    def top(self) -> int | None:
+        """The most likely tokens at each place that are wanted; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
-def make_inputs(
-    pipe: ImageToTextPipeline | QuestionAnsweringPipeline,
-    max_documents: int,
-    text: str,
-    pictures: Sequence[str] = (),
-    documents: Sequence[dict[str, JsonValue]] | None = None,
-    vectors: Sequence[Sequence[float]] | None = None,
-) -> tuple[Prompt, Memory]:
-    """Return prompt and memory (one row) of a request; documents replace the index, vectors (m, e) are the memory."""
-    sources = {"a picture": pictures, "documents": documents, "memory": vectors}
-    named = [name for name, source in sources.items() if source]
-    if len(named) > 1:
-        raise ConfigError(f"a request has one memory, and this one has {' and '.join(named)}: give one of them")
-    answers = isinstance(pipe, QuestionAnsweringPipeline)
-    if answers and pictures:
-        raise ConfigError("this model answers questions and reads no pictures: leave image_url out")
-    if not answers and documents is not None:
-        raise ConfigError("this model describes pictures and reads no documents: give image_url")
-    if vectors is not None:
-        return pipe.make_prompt(text), _vector_memory(vectors, pipe)
-    if not isinstance(pipe, QuestionAnsweringPipeline):
-        if len(pictures) != 1:
-            raise ImageError(f"this model describes one picture, and {len(pictures)} were given as image_url")
-        return pipe.inputs(decode_data_url(pictures[0]), text)
-    index = None
-    if documents is not None:
-        if len(documents) > max_documents:
-            raise ConfigError(f"{len(documents)} documents are more than the {max_documents} that are allowed")
-        if not documents:
-            raise ConfigError("documents is empty: give some, or leave it out")
-        index = pipe.make_index(documents)
-    return pipe.inputs(text, index)
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens of an answer, at most."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def pictures(self) -> list[str]:
+        """Data URLs of the pictures of all messages."""
+        return [url for message in self.messages if isinstance(message, Message) for url in message.pictures]
 
 
-def _vector_memory(vectors: Sequence[Sequence[float]], pipe: ImageToTextPipeline | QuestionAnsweringPipeline) -> Memory:
-    """Return vectors (m, e) as a memory (1, m, e) of the width that the adapter reads."""
-    if pipe.config.task == "passage-answering":
-        raise ConfigError("this model reads passages of its own and no vectors: give documents, or a question")
-    widths = {len(row) for row in vectors}
-    (expected,) = {pipe.model.adapter(name).config.memory_dim for name in pipe.model.active}
-    if widths != {expected}:
-        raise ShapeError(f"memory must be vectors of width {expected}, got widths {sorted(widths)[:5]}")
-    return Memory(torch.tensor([list(map(list, vectors))], device=pipe.device))
+class EmbeddingRequest(Strict):
+    """POST /v1/embeddings."""
 
-
-def decode_data_url(url: str) -> bytes:
-    """Return the bytes of a "data:image/png;base64,…" URL; addresses are not fetched."""
-    head, comma, data = url.partition(",")
-    if not head.startswith("data:") or not head.endswith(";base64") or not comma:
-        raise ImageError(
-            f"image_url must be data, 'data:image/png;base64,…', got {url[:30]!r}: this server fetches no addresses"
-        )
-    try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise ImageError(f"the data of image_url is no base64: {error}") from error
+    model: str
+    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = None
+    user: str | None = None

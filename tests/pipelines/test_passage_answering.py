@@ -15,7 +15,8 @@ from mmattn import pipelines
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.pipelines.passage_answering import SYSTEM, USER
 from mmattn.recipes import asset_path
-from mmattn.serving.requests import make_inputs
+from mmattn.serving.inputs import make_inputs
+from mmattn.serving.requests import ChatRequest, CompletionRequest
 from tests.cli.running import call
 from tests.tiny_texts import save_encoder, tiny_tokenizer
 
@@ -141,15 +142,23 @@ def test_a_prompt_without_passages_is_the_question_alone(pipe: Any, index: mmatt
 
 def test_requests_of_a_server(pipe: Any) -> None:
     """A request is answered from the index, or from its documents; vectors are refused."""
-    _, memory = make_inputs(pipe, 256, QUESTION)
+
+    def inputs(**fields: Any) -> Any:
+        (one,) = make_inputs(pipe, CompletionRequest(model="any", prompt=QUESTION, **fields), 256)
+        return one
+
+    _, memory = inputs()
     assert memory.batch == 1 and len(memory.sources[0]) == 3
-    prompt, memory = make_inputs(pipe, 256, QUESTION, documents=[{"text": TEXTS[1]}])
+    prompt, memory = inputs(documents=[{"text": TEXTS[1]}])
     assert memory.rows[0][0].ids == pipe.passages.prefix and len(memory.rows[0]) == 2
     assert pipe.tokenizer.decode(prompt).endswith("<|end|><|assistant|>")
     with pytest.raises(ConfigError, match="no vectors"):
-        make_inputs(pipe, 256, QUESTION, vectors=[[0.0]])
+        inputs(memory=[[0.0]])
     with pytest.raises(TextError, match="has no text"):
-        make_inputs(pipe, 256, QUESTION, documents=[{"title": "a"}])
+        inputs(documents=[{"title": "a"}])
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": QUESTION}]
+    with pytest.raises(ConfigError, match="reads passages before one question"):
+        make_inputs(pipe, ChatRequest(model="any", messages=messages), 256)
 
 
 def test_misuse(pipe: Any, models: dict[str, str]) -> None:

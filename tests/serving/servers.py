@@ -106,3 +106,33 @@ def captioning_pipe(folder: Path) -> Any:
         trained_on="Nothing: its gates were opened by hand.",
     ).save(folder)
     return mmattn.pipeline(folder, device="cpu")
+
+
+#: A chat in the tokens of `assets/lm`, whose messages end with the token that ends a text.
+CHAT = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message comes first') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def talking_pipe(folder: Path, adapter: Any = None, prompt: str = "user: {question}<|endoftext|>assistant:") -> Any:
+    """An adapter that reads vectors of width 13, opened instead of trained, on the small language model in a chat."""
+    host, tokenizer = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), folder, torch.device("cpu"), None)
+    host.config.max_position_embeddings = 512  # clients ask for 256 tokens
+    host.save_pretrained(folder / "host")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "host")
+    settings = adapter or mmattn.GatedAdapter(memory_dim=13, layers=(0, 2), num_heads=2, head_dim=8)
+    model = mmattn.attach(host, settings).eval()
+    if adapter is None:
+        tiny.open_gates(model)
+    model.save_adapter(folder / "adapter")
+    pipelines.PipelineConfig(
+        task="memory-to-text",
+        host=pipelines.ModelReference.of(str(folder / "host"), tokenizer),
+        prompt=prompt,
+        generation={"max_new_tokens": 11},
+    ).save(folder / "adapter")
+    return mmattn.pipeline(folder / "adapter", device="cpu")

@@ -123,16 +123,20 @@ def test_many_at_once(server: Server, pipe: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ({"messages": [{"role": "user", "content": "a"}], "temperature": 0.7}, 400, "temperature"),
-        ({"messages": [{"role": "user", "content": "a"}], "top_p": 0.7}, 400, "top_p"),
+        ({"messages": [{"role": "user", "content": "a"}], "temperature": 2.1}, 400, "temperature"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_p": 0}, 400, "top_p"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
-        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, 400, "one message"),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, 400, "no chat template"),
         ({"messages": [{"role": "user", "content": "a"}], "model": "gpt"}, 404, "there is no model 'gpt' here"),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "positions"),
         ({"messages": [{"role": "user", "content": "a"}], "memory": [[float("nan")] * 1280]}, 400, "non-finite"),
         ({"messages": [{"role": "user", "content": "a"}], "memory": [[0.5] * 3]}, 400, "width 1280, got widths"),
-        ({"messages": [{"role": "user", "content": "a"}], "documents": []}, 400, "documents is empty"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "documents": []},
+            400,
+            "documents: List",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
             400,
@@ -327,5 +331,5 @@ def test_settings_that_cannot_be(pipe: Any) -> None:
     class Drawing:
         config = pipe.config.model_copy(update={"task": "text-to-image"})
 
-    with pytest.raises(ConfigError, match="is for text-to-image, and a server answers questions"):
+    with pytest.raises(ConfigError, match="is for text-to-image, and a server writes texts"):
         Engine(Drawing(), Limits())

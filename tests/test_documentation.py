@@ -48,6 +48,8 @@ def modules() -> list[str]:
 def test_docstring_examples(name: str) -> None:
     if name.startswith("mmattn.serving.vllm."):
         pytest.importorskip("vllm")
+    if name == "mmattn.serving.session_router":
+        pytest.importorskip("ray.serve", exc_type=ImportError)
     result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
     assert result.failed == 0
 

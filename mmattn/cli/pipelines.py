@@ -119,10 +119,17 @@ def serve(
     max_tokens: Annotated[int, typer.Option(help="New tokens of an answer, at most.")] = 256,
     timeout: Annotated[float, typer.Option(help="Seconds until an unfinished request is given up.")] = 120.0,
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Processes that answer behind one address, by Ray Serve.")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="So many under load.", show_default="--replicas")
+    ] = None,
 ) -> None:
     """Answer many requests at once over HTTP, in the interface of OpenAI.
 
-    It needs the extra serve. Pictures and documents come with the requests; no address is fetched.
+    It needs the extra serve, and --replicas the extra scale. Pictures and documents come with the requests; no address
+    is fetched.
     """
     import logging
     import os
@@ -135,10 +142,22 @@ def serve(
     from mmattn.serving import Engine, Limits, make_app
 
     limits = Limits(max_requests=max_requests, max_tokens=max_tokens, timeout=timeout)
-    pipe = _pipeline(Path(adapter), device, index=index)
-    logging.basicConfig(level=os.environ.get("MMATTN_LOG_LEVEL", "INFO"), format="%(message)s")
-    app = make_app(Engine(pipe, limits), name or Path(adapter).name, api_key)
-    typer.echo(f"http://{host}:{port}/v1 answers as {name or Path(adapter).name}", err=True)
+    name = name or Path(adapter).name
+
+    def build() -> tuple[Any, Any]:
+        pipe = _pipeline(Path(adapter), device, index=index)
+        logging.basicConfig(level=os.environ.get("MMATTN_LOG_LEVEL", "INFO"), format="%(message)s")
+        engine = Engine(pipe, limits)
+        return engine, make_app(engine, name, api_key)
+
+    if replicas is not None or max_replicas is not None:
+        from mmattn.serving.replicas import serve_replicas
+
+        typer.echo(f"http://{host}:{port}/v1 will answer as {name}", err=True)
+        least, gpu = replicas or 1, (device or "cuda").startswith("cuda")
+        return serve_replicas(build, limits, {"host": host, "port": port}, least, max_replicas or least, gpu)
+    _, app = build()
+    typer.echo(f"http://{host}:{port}/v1 answers as {name}", err=True)
     # At a stop running requests are finished, and no others are taken.
     settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": max(1, int(timeout))}
     uvicorn.run(app, host=host, port=port, **settings)

@@ -29,12 +29,11 @@ def serving(words: list[str], folder: Path, seconds: float, **options: Any) -> I
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
     try:
         while True:
-            try:
-                assert httpx.get(f"{url}/health").status_code == 200
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None and time.monotonic() < end, "it does not start"
-                time.sleep(0.2)
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            assert process.poll() is None and time.monotonic() < end, "it does not start"
+            time.sleep(0.2)
         yield process, url
     finally:
         process.kill()

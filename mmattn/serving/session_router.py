@@ -1,0 +1,19 @@
+"""How Ray Serve chooses the replica of a request; Ray imports this by its name."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+
+class SessionRouter(ConsistentHashRouter):
+    """Requests with one `x-session-id` go to one replica, others to the less busy of two."""
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """Return candidates in order, those of equal rank in one list."""
+        if pending_request is not None and pending_request.metadata.session_id:
+            ranked: list[list[Any]] = await super().choose_replicas(candidate_replicas, pending_request)
+            return ranked
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]

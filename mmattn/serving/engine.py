@@ -148,6 +148,8 @@ class Engine:
         if pipe.config.task in ("text-to-image", "text-generation"):
             raise ConfigError(f"the adapter is for {pipe.config.task}, and a server writes texts about one memory each")
         others = pipe.config.generation.keys() - {"max_new_tokens", "do_sample"}
+        if pipe.config.generation.get("num_beams") == 1:
+            others -= {"num_beams"}
         if others:
             raise ConfigError(
                 f"a server has no place for {', '.join(sorted(others))} of the adapter's pipeline_config.json"

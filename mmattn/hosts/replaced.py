@@ -41,6 +41,8 @@ REPLACED = (
     Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "prepare_next_batch", (), "a request that ended frees its memory"),
     Replaced(f"{_MANAGER}:ContinuousBatchProcessor", "update_batch", (), "a broken memory ends its request alone"),
     Replaced(_CACHE, "update", ("key_states", "value_states"), "values that are not finite reach no other request"),
+    Replaced(_CACHE, "search_prefix_match", ("request_id",), "a prompt with a memory shares no cache"),
+    Replaced(_CACHE, "mark_complete_blocks", ("state",), "nor does one that is not finite"),
     Replaced(_RUNNER, "_sample", ("scores",), "scores that are not finite choose no token"),
 )
 

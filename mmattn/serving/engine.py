@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mmattn.pipelines.base import Pipeline
 
 PAGE = 16
+#: Of a step on the CPU, so that a long prompt does not hold up those who write.
+TOKENS = 512
 
 
 class BusyError(Exception):
@@ -169,13 +171,14 @@ class Engine:
             page_size=PAGE,
             # On a GPU transformers fills the free memory.
             num_blocks=min(rows, 4096) if device == "cpu" else None,
-            max_batch_tokens=max(256, self.context) if device == "cpu" else None,
+            max_batch_tokens=TOKENS if device == "cpu" else None,
             # Penalties need the tokens of the step before.
             use_async_batching=False,
         )
         answers = GenerationConfig(do_sample=False, eos_token_id=self.ends, pad_token_id=self.ends[0])
         self.manager = host.init_continuous_batching(generation_config=answers, continuous_batching_config=config)
         add_samplers(self.manager)
+        self.manager.memories.share_prompts()
 
     def start(self) -> None:
         """Start to answer."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 #: The keyword under which transformers carries a memory with its request.
 KEY = "memory"
 
+#: Methods of the cache by which prompts that begin alike share it; older versions of transformers have others.
+SHARING = ("search_prefix_match", "mark_complete_blocks")
+
 
 class RequestMemory:
     """The memory of one request, bound to the adapters."""
@@ -75,6 +78,7 @@ class RequestBoundary:
             (processor.model_runner, "_sample"),
             (processor, "update_batch"),
             (processor, "prepare_next_batch"),
+            *((processor.cache, name) for name in SHARING if hasattr(processor.cache, name)),
         ):
             self._own[name] = replace_method(owner, name, getattr(self, name))
 
@@ -149,6 +153,20 @@ class RequestBoundary:
                 scheduler.finish_request(state.request_id)
                 # A batch that is prepared already passes over a request that has finished.
                 state.status = type(state.status).FINISHED
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Return how many tokens of a prompt are in the cache already: 0 for a request with a memory."""
+        assert self._processor is not None
+        scheduler = self._processor.scheduler
+        state = scheduler.waiting_requests.get(request_id) or scheduler.active_requests.get(request_id)
+        if state is None or KEY in state.logit_processor_kwargs:
+            return 0
+        return int(self._own["search_prefix_match"](request_id, prompt_ids))
+
+    def mark_complete_blocks(self, state: RequestState, *args: object) -> None:
+        """Offer the cache of a prompt to those that begin alike, unless it depends on a memory or is not finite."""
+        if KEY not in state.logit_processor_kwargs and state.error is None:
+            self._own["mark_complete_blocks"](state, *args)
 
     def prepare_next_batch(self) -> bool:
         """Prepare a batch; where nothing is left, forget the memories of the last one."""

@@ -22,7 +22,7 @@ from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.boundary import KEY, RequestBoundary, RequestMemory, states_of_step
+from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, states_of_step
 from mmattn.hosts.context import Call, Keywords
 from mmattn.hosts.replaced import replace_method
 from mmattn.memory import Memory
@@ -74,6 +74,13 @@ class RequestMemories:
             id(source.shared): source.shared for one in list(self._running) for source in one.sources.values()
         }
         return sum(one.nbytes() for one in used.values())
+
+    def share_prompts(self) -> None:
+        """Let prompts that begin alike share their cache, of requests without a memory that are added one by one."""
+        from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+        if all(hasattr(PagedAttentionCache, name) for name in SHARING):
+            self.manager.continuous_batching_config.allow_block_sharing = True
 
     def add_request(
         self,

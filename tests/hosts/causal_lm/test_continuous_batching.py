@@ -154,6 +154,30 @@ def test_streams_cancelled_requests_and_what_is_left() -> None:
         assert result.generated_tokens == wanted[0]
 
 
+def test_prompts_that_begin_alike_share_their_cache_only_without_a_memory() -> None:
+    """Requests one after the other, so that each could read what those before have left."""
+    model, (begin, *ends) = tiny.attach(tiny.make("llama")), prompts((37, 3, 2, 5, 4))
+    inputs = [[*begin, *end] for end in (*ends, *ends)]
+    shared = tiny.memory(1, seed=3)
+    memories = [None, shared, None, shared, tiny.memory(1, seed=4), None, shared, None]
+    wanted = one_by_one(model, inputs, memories)
+    manager = model.host.init_continuous_batching(**settings())
+    manager.memories.share_prompts()
+    manager.start()
+    read: list[int] = []
+    model.host.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+    try:
+        for number, (ids, memory) in enumerate(zip(inputs, memories, strict=True)):
+            read.clear()
+            manager.add_request(ids, memory=memory)
+            assert manager.get_result(timeout=60).generated_tokens == wanted[number]
+            # Two pages of 16 lie in the cache since the first request; the last token of an answer is not read.
+            cached = 32 if memory is None and number else 0
+            assert sum(read) == len(ids) - cached + NEW - 1
+    finally:
+        manager.stop(block=True)
+
+
 def test_what_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         logging.root.manager, "disable", logging.CRITICAL

@@ -1,0 +1,224 @@
+"""Servers under load, one after the other: time to the first token and tokens a second with streaming clients.
+
+    python -m recipes.benchmarks.serving [--clients 64] [--seconds 60] [--vllm PYTHON]
+
+SmolLM2 with a gated adapter at every fourth layer that reads pictures (49 slots), on `mmattn serve` and on vLLM, and
+the bare host on `transformers serve`. The gates are open so little that every answer is the host's own: all servers
+write the same texts, and an answer that differs from that of `generate` is counted. Clients ask for 32 tokens, again
+and again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import mmattn
+from mmattn import pipelines
+from mmattn.models.cache import resolve
+
+TOKENS, THEMES = 32, ("the sea", "a train", "winter", "bread", "an owl", "glass", "a garden", "the moon")
+QUESTIONS = [f"Tell me a {kind} story about {theme}." for kind in ("short", "true", "sad") for theme in THEMES]
+
+
+@dataclass
+class Load:
+    """What the clients of one run saw."""
+
+    first: list[float] = field(default_factory=list)  # seconds
+    tokens: int = 0
+    right: int = 0
+    wrong: int = 0
+    failed: int = 0
+
+
+def make_folder(folder: Path) -> pipelines.ImageToTextPipeline:
+    """Save an adapter whose gates are nearly closed, with its pipeline; return that."""
+    torch.manual_seed(0)
+    host, tokenizer = pipelines.load_host(pipelines.ModelReference(name="smollm2"), folder, torch.device("cpu"), None)
+    encoder = pipelines.load_image_encoder("efficientnet-lite0", torch.device("cpu"))
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=encoder.dim, every=4, feed_forward=0.5))
+    with torch.no_grad():
+        for name, parameter in model.adapters.named_parameters():
+            if "gate" in name:
+                parameter.fill_(1e-6)
+    model.save_adapter(folder, encoder=encoder.fingerprint)
+    chat = [{"role": "user", "content": "{question}"}]
+    pipelines.PipelineConfig(
+        task="image-to-text",
+        host=pipelines.ModelReference.of("smollm2", tokenizer),
+        encoder=pipelines.EncoderReference(name="efficientnet-lite0"),
+        prompt=str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)),
+        generation={"max_new_tokens": TOKENS},
+    ).save(folder)
+    pipe: pipelines.ImageToTextPipeline = mmattn.pipeline(folder, device="cpu")
+    return pipe
+
+
+def make_pictures(count: int) -> list[bytes]:
+    """Return small pictures of noise as PNG."""
+    from PIL import Image
+
+    pictures, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(count):
+        file = io.BytesIO()
+        Image.fromarray(torch.randint(256, (64, 64, 3), generator=generator).byte().numpy()).save(file, "PNG")
+        pictures.append(file.getvalue())
+    return pictures
+
+
+@contextlib.contextmanager
+def running(command: list[str], folder: Path) -> Iterator[str]:
+    """Yield the address of a server while it runs; `command` ends with its options but the port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    with (folder / "server.log").open("a") as log:
+        process = subprocess.Popen([*command, "--port", str(port)], env=env, stdout=log, stderr=log)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{command[0]} does not start:\n{(folder / 'server.log').read_text()[-2000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], wanted: str, load: Load) -> None:
+    """Stream one answer, and note what came."""
+    begin, text, tokens = time.perf_counter(), "", 0
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if answer.status_code != 200:
+                load.failed += 1
+                return
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                piece = event["choices"][0]["delta"].get("content") if event.get("choices") else None
+                if piece:
+                    if not text:
+                        load.first.append(time.perf_counter() - begin)
+                    text, tokens = text + piece, tokens + 1
+                if event.get("usage"):
+                    tokens = event["usage"]["completion_tokens"]
+    except httpx.HTTPError:
+        load.failed += 1
+        return
+    load.tokens += tokens
+    if text.strip() == wanted.strip():
+        load.right += 1
+    else:
+        load.wrong += 1
+
+
+async def clients(url: str, bodies: list[tuple[dict[str, Any], str]], count: int, seconds: float) -> tuple[Load, float]:
+    """Let clients ask until a time; return what they saw, and the seconds until the last answer."""
+    load, begin = Load(), time.perf_counter()
+
+    async def one(number: int) -> None:
+        chance = random.Random(number)
+        while time.perf_counter() - begin < seconds:
+            await ask(client, *chance.choice(bodies), load)
+
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(ask(client, *bodies[number], Load()) for number in range(4)))  # warm
+        begin = time.perf_counter()
+        await asyncio.gather(*(one(number) for number in range(count)))
+    return load, time.perf_counter() - begin
+
+
+def main() -> None:
+    """Start each server in turn, load it, print a line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.serving", description=__doc__)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--vllm", help="python of the environment in which vLLM is installed")
+    parser.add_argument("--only", nargs="*", help="begin of the names of the servers")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    pipe = make_folder(folder / "adapter")
+    host = str(resolve("smollm2"))
+    pictures = make_pictures(len(QUESTIONS))
+    wanted = pipe(pictures, QUESTIONS)
+    python, bare = sys.executable, {"model": host, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    adapted = bare | {"model": "adapter"}
+
+    def bodies(common: dict[str, Any], with_pictures: bool) -> list[tuple[dict[str, Any], str]]:
+        rows = []
+        for question, picture, answer in zip(QUESTIONS, pictures, wanted, strict=True):
+            content: Any = [{"type": "text", "text": question}]
+            if with_pictures:
+                data = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+                content.append({"type": "image_url", "image_url": {"url": data}})
+            content = content if with_pictures else question
+            rows.append((common | {"messages": [{"role": "user", "content": content}]}, answer))
+        return rows
+
+    transformers = [f"{Path(python).parent}/transformers", "serve", host, "--continuous-batching", "--device", "cpu",
+                    "--dtype", "float32", "--cb-block-size", "16", "--cb-num-blocks", "4096",
+                    "--cb-max-batch-tokens", "2048"]  # fmt: skip
+    ours = [python, "-m", "mmattn", "serve", str(folder / "adapter"), "--max-requests", "256", "--timeout", "300"]
+    servers = [
+        ("transformers serve, bare host", transformers, bodies(bare, False)),
+        ("mmattn serve, no pictures", ours, bodies(adapted, False)),
+        ("mmattn serve, a picture each", ours, bodies(adapted, True)),
+    ]
+    if options.vllm:
+        engine = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32",
+                  "--max-num-seqs", "64", "--max-model-len", "1024"]  # fmt: skip
+        named = [*engine, "--model", str(folder / "adapter"), "--served-model-name", "adapter"]
+        servers += [
+            ("vLLM, bare host", [*engine, "--model", host], bodies(bare, False)),
+            ("vLLM, no pictures", named, bodies(adapted, False)),
+            ("vLLM, a picture each", named, bodies(adapted, True)),
+        ]
+    print(f"{options.clients} clients, {options.seconds:g} s, {TOKENS} tokens each, torch {torch.__version__}\n")
+    print("| server | tokens/s | first token, median | p95 | answers | other text | failed |\n" + 7 * "|---" + "|")
+    for name, command, rows in servers:
+        if options.only and not name.startswith(tuple(options.only)):
+            continue
+        with running(command, folder) as url:
+            load, seconds = asyncio.run(clients(url, rows, options.clients, options.seconds))
+        if not load.first:
+            raise RuntimeError(f"{name} gave no answer:\n{(folder / 'server.log').read_text()[-2000:]}")
+        p95 = statistics.quantiles(load.first, n=20)[-1]
+        print(
+            f"| {name} | {load.tokens / seconds:.0f} | {statistics.median(load.first):.2f} s | {p95:.2f} s "
+            f"| {load.right + load.wrong} | {load.wrong} | {load.failed} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

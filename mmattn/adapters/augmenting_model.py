@@ -244,8 +244,8 @@ class AugmentingModel:
     def _keys_at(self, positions: Tensor) -> dict[int, Tensor]:
         """Return keys by layer of a short text whose tokens stand at these positions (1, l)."""
         size = getattr(text_config(self.lm), "vocab_size", None) or 2
-        ids = torch.randint(size, (1, 8), generator=torch.Generator().manual_seed(0))[:, : positions.shape[1]]
-        ids = ids.to(positions.device)
+        ids = torch.randint(size, (1, 8), generator=torch.Generator().manual_seed(0), device="cpu")
+        ids = ids[:, : positions.shape[1]].to(positions.device)
         real = torch.ones_like(ids, dtype=torch.bool)
         return {layer: keys for layer, (keys, _) in enumerate(self._cached(ids, real, positions))}
 

@@ -176,13 +176,14 @@ class ChunkMemory(BoundMemory):
             self.shared, memory = neighbours.prepared, neighbours.prepared.memory
             self.unchecked = None if memory.finite_checked else memory
 
+    @torch.compiler.disable  # which chunks have ended depends on values
     def step(self, text: TextState) -> ChunkView:
         """Return what this forward attends to: each token the neighbours of the last chunk that has ended."""
         self.check_rows(text)
         real = text.whole[0].cpu()
         latest = (real.cumsum(1) // self.adapter.config.chunk_size - 1).masked_fill(~real, -1)[:, -text.length :]
         count = int(latest.max()) + 1 if latest.numel() else 0
-        rows = torch.arange(len(latest))[:, None]
+        rows = torch.arange(len(latest), device=latest.device)[:, None]
         labels, tokens = grouped(torch.where(latest < 0, -1, latest + rows * count).flatten())
         places = self.neighbours.places([divmod(label, count) for label in labels], text, self.adapter)
         numbers = [number for number, place in enumerate(places) if place is not None]

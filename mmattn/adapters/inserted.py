@@ -139,7 +139,8 @@ class InsertedLayers(BeforeTextLayers):
         """Give projected slots the size of the host's embeddings: others it ignores, or attends to nothing else."""
         last = cast(nn.Linear, self.projector[-1])
         last.bias.zero_()
-        slots = torch.randn(512, self.config.memory_dim, generator=torch.Generator().manual_seed(0)).to(last.weight)
+        generator = torch.Generator().manual_seed(0)
+        slots = torch.randn(512, self.config.memory_dim, generator=generator, device="cpu").to(last.weight)
         size = self.projector(slots).float().square().mean().sqrt()
         last.weight.mul_(self.reader.embedding_size() / max(float(size), 1e-12))
 

@@ -99,7 +99,8 @@ class StreamWindow(PreparedMemory):
 
     def read(self, adapter: Reader) -> Memory:
         """Return the slots; an adapter reads each as it arrives."""
-        return self.memory
+        device = adapter.weight.device
+        return self.memory if self.memory.device == device else self.memory.to(device)
 
     def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> Any:
         """Return keys and values of the slots, the null slot of the adapter as a part of its own."""

@@ -68,7 +68,7 @@ class PrefixAdapter:
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> PrefixRows:
         """Return a random prefix for each row."""
-        numbers = torch.randint(self.num_prefixes, (rows,), generator=generator)
+        numbers = torch.randint(self.num_prefixes, (rows,), generator=generator, device=generator.device)
         return PrefixRows.of(numbers, self.num_prefixes, "default")
 
 

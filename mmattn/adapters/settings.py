@@ -184,8 +184,10 @@ def random_memory(
     real = torch.tensor([slots, slots - 2, slots - 1])[torch.arange(rows) % 3]
     mask = torch.arange(m) % slots < real[:, None]
     owner = torch.arange(segments).repeat_interleave(slots).expand(rows, m) if segments > 1 else None
-    tokens = torch.randn(rows, m, dim, generator=generator)
-    return Memory(tokens, mask, owner, torch.randn(rows, m, generator=generator) if scores else None)
+    tokens = torch.randn(rows, m, dim, generator=generator, device=generator.device)
+    return Memory(
+        tokens, mask, owner, torch.randn(rows, m, generator=generator, device=generator.device) if scores else None
+    )
 
 
 Kind = TypeVar("Kind", bound=type)

@@ -328,7 +328,7 @@ class SelfAttention(CrossAttention):
             return_weights=return_weights,
         )
         output, weights = attended if isinstance(attended, tuple) else (attended, None)
-        output = self._output(output, visible_rows(allowed, rows, m, per_head=True), x.dtype)
+        output = self._output(output, visible_rows(allowed, rows, m, per_head=True, device=x.device), x.dtype)
         return output if weights is None else (output, weights)
 
     def _check_text(self, cached: bool, positions: Tensor | None) -> None:

@@ -133,9 +133,10 @@ class _Entry:
 
     def __init__(self, adapter: nn.Module, tensors: Sequence[Tensor | None]) -> None:
         parameters = list(adapter.parameters())
-        self._modules = ModuleVersion(adapter.modules())
+        # torch up to 2.11 cannot compile what follows a generator that is held.
+        self._modules = ModuleVersion(list(adapter.modules()))
         self._memory = tensors
-        self._tensors = [*parameters, *(one for one in tensors if one is not None)]
+        self._tensors = [*parameters, *[one for one in tensors if one is not None]]
         self._version = TensorVersion(self._tensors)
         self.device = parameters[0].device.type if parameters else "cpu"
         self.values: dict[torch.dtype | None, Values] = {}

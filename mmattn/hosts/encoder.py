@@ -101,9 +101,11 @@ class AdaptedEncoder(AdaptedModel):
             for name, value in inputs.items():
                 if name == "input_ids":
                     size = getattr(text_config(self.host), "vocab_size", 2)
-                    inputs[name] = torch.randint(size, (rows, 7), generator=generator).to(value.device)
+                    inputs[name] = torch.randint(size, (rows, 7), generator=generator, device=generator.device).to(
+                        value.device
+                    )
                 elif value.is_floating_point():
-                    inputs[name] = torch.randn(value.shape, generator=generator).to(value)
+                    inputs[name] = torch.randn(value.shape, generator=generator, device=generator.device).to(value)
             inputs.pop("attention_mask", None)
             try:
                 with torch.no_grad(), self.open_blocks.conditioned(None):

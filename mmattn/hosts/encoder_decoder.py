@@ -207,8 +207,12 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         size = getattr(text_config(self.host), "vocab_size", 2)
         inputs = next(host_inputs(self.host, rows))
         if "input_ids" in inputs:
-            inputs = {"input_ids": torch.randint(size, (rows, 5), generator=generator).to(inputs["input_ids"].device)}
-        ids = torch.randint(size, (rows, 7), generator=generator)
+            inputs = {
+                "input_ids": torch.randint(size, (rows, 5), generator=generator, device=generator.device).to(
+                    inputs["input_ids"].device
+                )
+            }
+        ids = torch.randint(size, (rows, 7), generator=generator, device=generator.device)
         return inputs | {"decoder_input_ids": ids.to(next(iter(inputs.values())).device)}
 
 

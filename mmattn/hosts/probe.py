@@ -236,7 +236,7 @@ def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
 
 def _drawn(host: nn.Module, rows: int, shape: tuple[int, ...]) -> Tensor:
     """Return the same random input in every row."""
-    one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return one.repeat(rows, *[1] * len(shape)).to(device_of(host), next(host.parameters()).dtype)
 
 

@@ -212,7 +212,8 @@ def shuffled(memory: RowMemory, where: Tensor | None = None) -> RowMemory:
         other = memory[row.roll(-1) if where is None else torch.where(where.cpu(), row.roll(-1), row)]
         # The text of the row begins otherwise than what was read.
         return replace(other, ids=None) if isinstance(other, AugmentedPrompt) else other
-    order = torch.randperm(memory.dim, generator=torch.Generator().manual_seed(0)).to(memory.device)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(memory.dim, generator=generator, device="cpu").to(memory.device)
     tokens = memory.tokens[..., order]
     alike = (tokens == memory.tokens).all(-1, keepdim=True)  # such as one number, or zeros
     tokens = torch.where(alike, torch.where(tokens == 0, 1, -tokens), tokens)

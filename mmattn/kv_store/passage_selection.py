@@ -93,7 +93,12 @@ class PassageSelection(Passages):
         moved = adapter.rotations is not None
         starts = [_starts(row) if moved else [passage.start for passage in row] for row in self.rows]
         positions = [
-            torch.cat([_EMPTY, *(start + torch.arange(len(one.ids)) for start, one in zip(begin, row, strict=True))])
+            torch.cat(
+                [
+                    _EMPTY,
+                    *(start + torch.arange(len(one.ids), device="cpu") for start, one in zip(begin, row, strict=True)),
+                ]
+            )
             for begin, row in zip(starts, self.rows, strict=True)
         ]
         lengths = torch.tensor([len(one) for one in positions])
@@ -165,7 +170,7 @@ class PassageSelection(Passages):
         return tokens, torch.arange(length) < torch.tensor([[max(len(row), 1)] for row in again]), padded
 
 
-_EMPTY = torch.zeros(0, dtype=torch.long)
+_EMPTY = torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 def _starts(row: Sequence[Passage]) -> list[int]:

@@ -310,8 +310,8 @@ def write_passages(
         "lengths": torch.tensor([len(passage.ids) for passage in passages]),
     }
     for layer in passages[0].keys:
-        tables[f"keys.{layer}"] = torch.cat([passage.keys[layer] for passage in passages])
-        tables[f"values.{layer}"] = torch.cat([passage.values[layer] for passage in passages])
+        tables[f"keys.{layer}"] = torch.cat([passage.keys[layer].cpu() for passage in passages])
+        tables[f"values.{layer}"] = torch.cat([passage.values[layer].cpu() for passage in passages])
     about: dict[str, object] = {"host": host, "has_windows": any(passage.has_windows for passage in passages)}
     if prefix:
         about["has_prefix"] = True

@@ -165,7 +165,7 @@ def short_text(host: nn.Module) -> Tensor:
     """Return random ids (1, l) of the host's vocabulary."""
     size = getattr(text_config(host), "vocab_size", None) or 2
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, size - 1), size, (1, PASSAGE + TEXT), generator=generator)
+    ids = torch.randint(min(3, size - 1), size, (1, PASSAGE + TEXT), generator=generator, device="cpu")
     return ids.to(device_of(embeddings_of(host)))
 
 

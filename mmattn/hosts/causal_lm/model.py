@@ -407,7 +407,9 @@ class AdaptedCausalLM(AdaptedModel):
         length = min(longest, getattr(text, "max_position_embeddings", None) or longest)
         size = getattr(text, "vocab_size", 2)
         device = device_of(embeddings_of(self.host))
-        batch = {"input_ids": torch.randint(size, (rows, length), generator=generator).to(device)}
+        batch = {
+            "input_ids": torch.randint(size, (rows, length), generator=generator, device=generator.device).to(device)
+        }
         if getattr(config, "visible_segments", "all") != "all":
             batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(rows, -1).to(device)
         return batch

@@ -156,7 +156,7 @@ class _Example:
     dtype: torch.dtype
 
     def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+        return torch.randn(*shape, generator=self.generator, device=self.generator.device).to(self.device, self.dtype)
 
     def full(self, *shape: int, value: int = 1) -> Tensor:
         return torch.full(shape, value, device=self.device)

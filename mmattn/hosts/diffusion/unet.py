@@ -83,7 +83,7 @@ class AdaptedUNet(AdaptedDenoiser):
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(device_of(self.host))
+            return torch.randn(*shape, generator=generator, device=generator.device).to(device_of(self.host))
 
         batch = {
             "sample": random(rows, host.in_channels, height, width),

@@ -105,7 +105,7 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
 
         def diffuse(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
             # diffusers adds its mask to the scores.
-            rule = None if mask is None else torch.zeros(b, 1, m, dtype=dtype).masked_fill(~mask[:, None], -10000.0)
+            rule = None if mask is None else memory.new_zeros(b, 1, m).masked_fill(~mask[:, None], -10000.0)
             return layer(x, memory, attention_mask=rule)
 
         yield "diffusers Attention", diffuse
@@ -128,7 +128,7 @@ def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
         def run_t5(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
             rule = None
             if mask is not None:
-                rule = torch.zeros(b, 1, 1, m, dtype=dtype).masked_fill(~mask[:, None, None], torch.finfo(dtype).min)
+                rule = memory.new_zeros(b, 1, 1, m).masked_fill(~mask[:, None, None], torch.finfo(dtype).min)
             return t5_layer(x, mask=rule, key_value_states=memory)[0]
 
         yield "T5 layer", run_t5

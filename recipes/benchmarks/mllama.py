@@ -82,8 +82,8 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
     def their_step(ids: torch.Tensor, **more: Any) -> Any:
         masks = {}
         if slots:
-            masks["cross_attention_mask"] = torch.zeros(rows, 1, ids.shape[1], slots, dtype=dtype)
-            masks["full_text_row_masked_out_mask"] = torch.ones(rows, 1, ids.shape[1], 1, dtype=dtype)
+            masks["cross_attention_mask"] = tokens.new_zeros(rows, 1, ids.shape[1], slots)
+            masks["full_text_row_masked_out_mask"] = tokens.new_ones(rows, 1, ids.shape[1], 1)
         return theirs(input_ids=ids, **from_cache(theirs, caches["mllama"]), use_cache=True, **masks, **more)
 
     def our_step(ids: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 import mmattn
 from recipes.benchmarks.hosts import WIDTH, make_reader
-from recipes.benchmarks.timing import Rows, Tables
+from recipes.benchmarks.timing import Rows, Tables, name_of, without_default_device
 
 COUNT, STATIC = 200, 8
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -35,7 +35,7 @@ class Request:
 
 def draw(count: int, slots: int = 1024, prompt: int = 200, new: int = 64) -> list[Request]:
     """Return requests of all sizes; a third share one memory."""
-    random_numbers, generator = random.Random(0), torch.Generator().manual_seed(0)
+    random_numbers, generator = random.Random(0), torch.Generator(torch.get_default_device()).manual_seed(0)
     shared = mmattn.Memory(torch.randn(1, slots // 2, WIDTH, generator=generator))
     requests = []
     for number in range(count):
@@ -50,7 +50,9 @@ def one_by_one(model: Any, requests: list[Request]) -> list[list[int]]:
     """Call `generate` for each request."""
     answers = []
     for one in requests:
-        out = model.generate(torch.tensor([one.ids]), memory=one.memory, max_new_tokens=one.new, **GREEDY)
+        out = model.generate(
+            torch.tensor([one.ids], device=model.host.device), memory=one.memory, max_new_tokens=one.new, **GREEDY
+        )
         answers.append(out[0, len(one.ids) :].tolist())
     return answers
 
@@ -61,9 +63,14 @@ def static(model: Any, requests: list[Request]) -> list[list[int]]:
     for begin in range(0, len(requests), STATIC):
         some = requests[begin : begin + STATIC]
         longest = max(len(one.ids) for one in some)
-        ids = torch.tensor([[0] * (longest - len(one.ids)) + one.ids for one in some])
-        keep = torch.tensor([[0] * (longest - len(one.ids)) + [1] * len(one.ids) for one in some])
-        rows = [torch.zeros(0, WIDTH) if one.memory is None else one.memory.tokens[0] for one in some]
+        ids = torch.tensor([[0] * (longest - len(one.ids)) + one.ids for one in some], device=model.host.device)
+        keep = torch.tensor(
+            [[0] * (longest - len(one.ids)) + [1] * len(one.ids) for one in some], device=model.host.device
+        )
+        rows = [
+            torch.zeros(0, WIDTH, device=model.host.device) if one.memory is None else one.memory.tokens[0]
+            for one in some
+        ]
         memory = mmattn.Memory.pad(rows)
         out = model.generate(
             ids, attention_mask=keep, memory=memory, max_new_tokens=max(one.new for one in some), **GREEDY
@@ -72,13 +79,16 @@ def static(model: Any, requests: list[Request]) -> list[list[int]]:
     return answers
 
 
-def continuous(model: Any, requests: list[Request], blocks: int = 128) -> list[list[int]]:
+def continuous(model: Any, requests: list[Request]) -> list[list[int]]:
     """Run requests through transformers' scheduler; on the CPU some thirty at once are the quickest."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    blocks, tokens = (128, 256) if model.host.device.type == "cpu" else (2048, 2048)
     settings = {
         "generation_config": GenerationConfig(eos_token_id=-1, **GREEDY),
-        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=blocks, page_size=32, max_batch_tokens=256),
+        "continuous_batching_config": ContinuousBatchingConfig(
+            num_blocks=blocks, page_size=32, max_batch_tokens=tokens
+        ),
     }
     answers: dict[str, list[int]] = {}
     with model.host.continuous_batching_context_manager(**settings) as manager:
@@ -92,16 +102,16 @@ def continuous(model: Any, requests: list[Request], blocks: int = 128) -> list[l
     return [answers[name] for name in names]
 
 
-def measure(count: int = COUNT, **sizes: int) -> Rows:
+def measure(count: int = COUNT, dtype: torch.dtype = torch.float32, **sizes: int) -> Rows:
     """Return for each way tokens a second, and throughput and equal answers beside one after the other."""
-    model, requests = make_reader(torch.float32).eval(), draw(count, **sizes)
-    for way in (one_by_one, static, continuous):
-        way(model, requests[:3])
+    model, requests = make_reader(dtype).eval(), draw(count, **sizes)
     rows, tokens, expected, first = {}, sum(one.new for one in requests), None, 0.0
     for name, way in (("one after the other", one_by_one), ("batches of eight", static), ("continuous", continuous)):
-        begin = time.perf_counter()
-        answers = way(model, requests)
-        seconds = time.perf_counter() - begin
+        with without_default_device():
+            way(model, requests[:3])
+            begin = time.perf_counter()
+            answers = way(model, requests)
+            seconds = time.perf_counter() - begin
         expected, first = (answers, seconds) if expected is None else (expected, first)
         rows[name] = {
             "tokens a second": tokens / seconds,
@@ -113,5 +123,6 @@ def measure(count: int = COUNT, **sizes: int) -> Rows:
 
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield mixed requests through continuous batching, for each unit of one after the other."""
-    rows = measure(**({"count": 6, "slots": 64, "prompt": 16, "new": 8} if quick else {}))
-    yield f"Requests: {COUNT} with memories of their own", "way", rows
+    sizes = {"count": 6, "slots": 64, "prompt": 16, "new": 8} if quick else {}
+    rows = measure(dtype=dtypes[0], **sizes)
+    yield f"Requests, {name_of(dtypes[0])}: {COUNT} with memories of their own", "way", rows

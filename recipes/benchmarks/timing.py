@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,17 +20,32 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time each candidate once per round, in an order that rotates, for about `seconds`; milliseconds per call."""
     names = list(candidates)
-    for name in names:
-        candidates[name]()
     times: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.perf_counter()
-    turn = 0
-    while turn < least or (turn < most and time.perf_counter() - begin < seconds):
-        for offset in range(len(names)):
-            name = names[(turn + offset) % len(names)]
-            times[name].append(timed(candidates[name]))
-        turn += 1
+    with without_default_device():
+        for name in names:
+            candidates[name]()
+        begin = time.perf_counter()
+        turn = 0
+        while turn < least or (turn < most and time.perf_counter() - begin < seconds):
+            for offset in range(len(names)):
+                name = names[(turn + offset) % len(names)]
+                times[name].append(timed(candidates[name]))
+            turn += 1
     return times
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """Inside the block torch has no default device: with one, every call of torch passes through Python."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        yield
+        return
+    torch.set_default_device(None)
+    try:
+        yield
+    finally:
+        torch.set_default_device(device)
 
 
 def timed(candidate: Callable[[], object]) -> float:

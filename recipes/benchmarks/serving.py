@@ -34,7 +34,7 @@ import torch
 
 import mmattn
 from mmattn import pipelines
-from mmattn.models.cache import resolve
+from mmattn.models import resolve
 
 TOKENS, THEMES = 32, ("the sea", "a train", "winter", "bread", "an owl", "glass", "a garden", "the moon")
 QUESTIONS = [f"Tell me a {kind} story about {theme}." for kind in ("short", "true", "sad") for theme in THEMES]

@@ -204,6 +204,35 @@ def test_a_small_cache_preempts_and_mixes_no_memories(tmp_path: Path) -> None:
     check_alike(got, wanted)
 
 
+def test_a_compiled_engine_answers_as_an_eager_one(tmp_path: Path) -> None:
+    model = adapt(make_host(tmp_path / "host"), tmp_path / "adapter", **ADAPTERS["grouped"])
+    asked = requests(32)
+    with engine(tmp_path, enforce_eager=False) as llm:
+        check_alike(answers(llm, asked), [expected(model, *one) for one in asked])
+
+
+def test_half_precision_errs_no_more_than_transformers(tmp_path: Path) -> None:
+    """Log-probabilities of vLLM's own tokens by float32, by bfloat16 of transformers, and by bfloat16 of vLLM."""
+    model = adapt(make_host(tmp_path / "host"), tmp_path / "adapter", **ADAPTERS["grouped"])
+    asked = requests(32)
+    with engine(tmp_path, dtype="bfloat16") as llm:
+        got = answers(llm, asked)
+
+    @torch.no_grad()
+    def score(ids: list[int], tokens: list[int], memory: torch.Tensor | None) -> torch.Tensor:
+        given = {} if memory is None else {"memory": mmattn.Memory(memory[None].to(model.dtype))}
+        logits = model(torch.tensor([[*ids, *tokens[:-1]]]), **given).logits[0, len(ids) - 1 :].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+    rows = [(ids, tokens, memory) for (ids, memory), (tokens, _) in zip(asked, got, strict=True)]
+    exact = torch.cat([score(*row) for row in rows])
+    model.to(torch.bfloat16)
+    rounded = torch.cat([score(*row) for row in rows])
+    told = torch.cat([torch.tensor(scores) for _, scores in got])
+    assert told.isfinite().all()
+    assert (told - exact).square().mean().sqrt() <= 2 * (rounded - exact).square().mean().sqrt()
+
+
 def test_two_ranks_of_tensor_parallel_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0)) * 2
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")

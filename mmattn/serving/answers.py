@@ -107,7 +107,7 @@ class Answering:
     ) -> tuple[list[Job], Format]:
         """Encode the inputs of a request; return its answers as jobs, and their format."""
         engine, tokenizer = self.engine, self.engine.pipe.tokenizer
-        inputs = await self.encode(make_inputs, engine.pipe, body, engine.limits.max_documents)
+        inputs = await self.encode(make_inputs, engine.pipe, body, engine.limits)
         rows = [engine.ids_of(prompt, max_tokens) for prompt, _ in inputs]
         jobs = [
             Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops)

@@ -42,6 +42,7 @@ class Limits:
         max_body_bytes: of a request, pictures included; 413.
         max_tokens: new tokens of an answer; 400.
         max_documents: documents of a request; 400.
+        max_pixels: of a picture; 400, before it is decoded.
         timeout: seconds until an unfinished request is given up; 504.
 
     Raises:
@@ -52,10 +53,11 @@ class Limits:
     max_body_bytes: int = 20_000_000
     max_tokens: int = 256
     max_documents: int = 256
+    max_pixels: int = 25_000_000
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_body_bytes", "max_tokens", "max_documents"):
+        for name in ("max_requests", "max_body_bytes", "max_tokens", "max_documents", "max_pixels"):
             check_int(name, getattr(self, name))
         check_float("timeout", self.timeout, at_least=0.001)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
+from mmattn.encoders.images import load_image
 from mmattn.errors import ConfigError, ImageError, ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
@@ -18,15 +19,14 @@ from mmattn.pipelines.generation import Prompt, template_ids
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 from mmattn.retrieval.index import Index
+from mmattn.serving.engine import Limits
 from mmattn.serving.requests import AssistantMessage, ChatRequest, CompletionRequest, Message
 
 
-def make_inputs(
-    pipe: Any, body: ChatRequest | CompletionRequest, max_documents: int
-) -> list[tuple[Prompt, Memory | None]]:
+def make_inputs(pipe: Any, body: ChatRequest | CompletionRequest, limits: Limits) -> list[tuple[Prompt, Memory | None]]:
     """Return the prompt of each answer, and its memory: None for the bare host. Documents replace the index."""
-    memory = _own_memory(pipe, body)
-    index = _own_index(pipe, body.documents, max_documents)
+    memory = _own_memory(pipe, body, limits.max_pixels)
+    index = _own_index(pipe, body.documents, limits.max_documents)
     if isinstance(body, CompletionRequest):
         return [_input(pipe, prompt, memory, index) for prompt in body.prompts]
     question = next((one.text for one in reversed(body.messages) if one.role == "user"), "")
@@ -36,7 +36,7 @@ def make_inputs(
     return [(prompt, memory)]
 
 
-def _own_memory(pipe: Pipeline, body: ChatRequest | CompletionRequest) -> Memory | None:
+def _own_memory(pipe: Pipeline, body: ChatRequest | CompletionRequest, max_pixels: int) -> Memory | None:
     """Return the memory that comes with a request, of pictures or of vectors (m, e)."""
     sources = {"a picture": body.pictures, "documents": body.documents, "memory": body.memory}
     named = [name for name, source in sources.items() if source]
@@ -50,8 +50,7 @@ def _own_memory(pipe: Pipeline, body: ChatRequest | CompletionRequest) -> Memory
         raise ConfigError("this model reads no pictures: leave image_url out")
     if len(body.pictures) > 1:
         raise ImageError(f"this model reads one picture, and {len(body.pictures)} were given: give one image_url")
-    memory: Memory = pipe.make_memory([decode_data_url(body.pictures[0])])
-    return memory
+    return pipe.make_memory([load_image(decode_data_url(body.pictures[0]), max_pixels=max_pixels)])
 
 
 def _own_index(pipe: Any, documents: list[dict[str, JsonValue]] | None, max_documents: int) -> Index | None:

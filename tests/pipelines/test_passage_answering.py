@@ -15,6 +15,7 @@ from mmattn import pipelines
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.pipelines.passage_answering import SYSTEM, USER
 from mmattn.recipes import asset_path
+from mmattn.serving import Limits
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.requests import ChatRequest, CompletionRequest
 from tests.cli.running import call
@@ -144,7 +145,7 @@ def test_requests_of_a_server(pipe: Any) -> None:
     """A request is answered from the index, or from its documents; vectors are refused."""
 
     def inputs(**fields: Any) -> Any:
-        (one,) = make_inputs(pipe, CompletionRequest(model="any", prompt=QUESTION, **fields), 256)
+        (one,) = make_inputs(pipe, CompletionRequest(model="any", prompt=QUESTION, **fields), Limits())
         return one
 
     _, memory = inputs()
@@ -158,7 +159,7 @@ def test_requests_of_a_server(pipe: Any) -> None:
         inputs(documents=[{"title": "a"}])
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": QUESTION}]
     with pytest.raises(ConfigError, match="reads passages before one question"):
-        make_inputs(pipe, ChatRequest(model="any", messages=messages), 256)
+        make_inputs(pipe, ChatRequest(model="any", messages=messages), Limits())
 
 
 def test_misuse(pipe: Any, models: dict[str, str]) -> None:

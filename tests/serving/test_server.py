@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from PIL import Image
 
 from mmattn.errors import ConfigError
 from mmattn.recipes import asset_path
@@ -296,6 +297,36 @@ def test_pictures(tmp_path: Path) -> None:
             client.completions.create(model="tiny", prompt="a flower")
         with pytest.raises(openai.BadRequestError, match="reads no documents"):
             client.completions.create(model="tiny", prompt="", extra_body={"documents": FACTS})
+        assert server.until(server.is_idle)
+
+
+def test_a_slow_picture_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    """One picture whose encoding waits for the answers about the others; one of too many pixels is not decoded."""
+    pipe = captioning_pipe(tmp_path / "adapter")
+    wanted, encode, answered = pipe(PICTURES), pipe.make_memory, threading.Event()
+
+    def wait_for_the_others(pictures: list[Any]) -> Any:
+        if pictures[0].size == (31, 37):
+            assert answered.wait(60)
+        return encode(pictures)
+
+    pipe.make_memory = wait_for_the_others
+    slow, huge = (tmp_path / f"{name}.png" for name in ("slow", "huge"))
+    Image.new("RGB", (31, 37)).save(slow)
+    Image.new("1", (5003, 5003)).save(huge)
+    with serving(pipe) as server, ThreadPoolExecutor(1) as pool:
+
+        def caption(file: Path) -> httpx.Response:
+            body = {"model": "tiny", "image": data_url(file)}
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
+
+        waiting = pool.submit(caption, slow)
+        assert server.until(lambda: server.engine.running == 1)
+        assert [caption(file).json()["choices"][0]["text"] for file in PICTURES] == wanted
+        refused = caption(huge)
+        assert refused.status_code == 400 and "25000000" in refused.json()["error"]["message"], refused.text
+        answered.set()
+        assert waiting.result().status_code == 200
         assert server.until(server.is_idle)
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.tiny_texts import tiny_tokenizer
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 WIDTH, NEW = 23, 24  # of a memory; tokens of an answer
 SLOTS = (None, 7, 40, 1, None, 129, 16, 2, 33, 64, 5, 0, None, 256, 11, 29)
 _SIZES = {"intermediate_size": 112, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -76,21 +79,30 @@ def adapt(lm: Any, folder: Path, **options: Any) -> Any:
 
 
 @contextmanager
+def engines() -> Iterator[None]:
+    """A block after which what engines left is gone."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        yield
+    finally:
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+@contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Any]:
     """A vLLM engine over a host and its adapter in a folder, gone after the block."""
     options = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "disable_log_stats": False} | options
     if (folder / "adapter").is_dir():
         options["hf_overrides"] = {"mmattn_adapter": str(folder / "adapter")}
-    llm = vllm.LLM(str(folder / "host"), **options)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    with engines():
+        llm = vllm.LLM(str(folder / "host"), **options)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
 
 
 def requests(count: int, longest: int = 30) -> list[tuple[list[int], torch.Tensor | None]]:
@@ -142,7 +154,7 @@ def check_alike(got: list[Answer], wanted: list[Answer]) -> None:
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(right_scores), atol=1e-3, rtol=0)
 
 
-def test_a_folder_with_its_models_is_served_in_the_interface_of_openai(tmp_path: Path) -> None:
+def test_a_folder_with_its_models_is_served_in_the_interface_of_openai() -> None:
     from tests.models.test_pretrained import need
 
     for name in ("smollm2", "efficientnet-lite0", "easy-vqa"):
@@ -155,9 +167,9 @@ def test_a_folder_with_its_models_is_served_in_the_interface_of_openai(tmp_path:
     pipe = mmattn.pipeline(folder, device="cpu")
     wanted = pipe([row.picture for row in asked], texts)
     system = re.search(r"system\n(.*?)<", pipe.config.prompt).group(1)
-    words = ["vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "vqa"]
-    words += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-    with serving(words, tmp_path, 300) as (process, url):
+    (command,) = re.findall(r"^python -m (vllm.*)$", PAGE, re.M)
+    words = [*shlex.split(command), "--served-model-name", "vqa", "--dtype", "float32", "--enforce-eager"]
+    with serving(words, ROOT, 300) as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=60, max_retries=0)
 
         def ask(text: str, picture: bytes | None, tokens: int = 3) -> str:
@@ -176,6 +188,24 @@ def test_a_folder_with_its_models_is_served_in_the_interface_of_openai(tmp_path:
         assert ask(texts[0], pictures[0]) == wanted[0]
         process.terminate()
         assert process.wait(60) is not None
+
+
+def test_the_page_asks_about_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.models.test_pretrained import need
+
+    for name in ("smollm2", "efficientnet-lite0", "easy-vqa"):
+        need(name)
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "LLM(" in one]
+    (asked,) = random.Random(3).sample(mmattn.models.load_easy_vqa("test"), 1)
+    monkeypatch.chdir(ROOT)
+    code = code.replace("picture.png", str(asked.picture))
+    named: dict[str, Any] = {}
+    with engines():
+        # Compiling is another test's.
+        exec(code.replace("max_model_len=1024", "max_model_len=1024, enforce_eager=True"), named)
+        text = named["llm"].generate([named["request"]], named["SamplingParams"](temperature=0, max_tokens=4))
+        assert text[0].outputs[0].text.strip().lower() in ("circle", "rectangle", "triangle")
+        named.clear()
 
 
 CASES = [("llama", name) for name in ADAPTERS] + [(family, "grouped") for family in HOSTS if family != "llama"]
@@ -253,7 +283,15 @@ def test_inserted_memories_are_prompt_embeddings(tmp_path: Path) -> None:
     embedded = [torch.cat(pair) for pair in zip(slots, texts, strict=True)]
     with engine(tmp_path, max_model_len=512, enable_prompt_embeds=True) as llm:
         outputs = llm.generate([{"prompt_embeds": one} for one in embedded], greedy(), use_tqdm=False)
+        (code,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "prompt_embeds" in one]
+        tokenizer = tiny_tokenizer()
+        named: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "memory": mmattn.Memory(asked[0][1][None])}
+        named |= {"llm": llm, "torch": torch, "SamplingParams": vllm.SamplingParams}
+        with torch.no_grad():
+            exec(code, named)
     check_alike([answer(one) for one in outputs], wanted)
+    right, _ = expected(model, tokenizer("The flower is")["input_ids"], asked[0][1])
+    assert list(named["outputs"][0].outputs[0].token_ids) == right[:8]
 
 
 def test_a_wrong_memory_fails_its_own_request(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from mmattn.errors import AdapterFileError, AttachError
 from mmattn.models.cache import resolve as resolve_model
 from mmattn.pipelines.build import resolve
 from mmattn.pipelines.config import FILE, PipelineConfig
+from mmattn.recipes.assets import resolve_asset
 
 ARCHITECTURE = "MmattnAdaptedForCausalLM"
 MAX_SLOTS = 1024  # of a memory, where no resampler says how many
@@ -35,8 +35,9 @@ def patch_engine() -> None:
 
     @functools.wraps(create)
     def create_model_config(self: EngineArgs) -> Any:
-        if os.path.isfile(os.path.join(self.model, CONFIG)):
-            serve_adapter(self)
+        folder = Path(resolve_asset(self.model))
+        if (folder / CONFIG).is_file():
+            serve_adapter(self, folder.resolve())
         elif isinstance(self.hf_overrides, dict) and "mmattn_adapter" in self.hf_overrides:
             self.model = str(resolve_model(self.model))
             added = host_overrides(self.model, Path(self.hf_overrides["mmattn_adapter"]).resolve())
@@ -57,9 +58,8 @@ def patch_engine() -> None:
     GPUModelRunner._batch_mm_inputs_from_scheduler = in_batch_order
 
 
-def serve_adapter(args: EngineArgs) -> None:
+def serve_adapter(args: EngineArgs, folder: Path) -> None:
     """Turn the model of an engine from the folder of an adapter into its host, with overrides."""
-    folder = Path(args.model).resolve()
     if not (folder / FILE).is_file():
         raise AdapterFileError(
             f"{str(folder)!r} has no {FILE}, so its host is unknown: serve the host with "

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from mmattn.errors import ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.generation import Prompt, generate_texts, prompt_with, stream_text
@@ -39,7 +40,7 @@ class MemoryToTextPipeline(Pipeline):
             self.model,
             self.tokenizer,
             [self.make_prompt(one) for one in texts],
-            None if memory is None else self._rows(memory),
+            self._rows(memory, len(texts)),
             batch_size=batch_size,
             options=self.config.generation | options,
         )
@@ -47,7 +48,7 @@ class MemoryToTextPipeline(Pipeline):
 
     def stream(self, text: str, memory: Memory | Tensor | None = None, **options: object) -> Iterator[str]:
         """Yield the text after a text piece by piece. Arguments and errors as for a call."""
-        rows = None if memory is None else self._rows(memory)
+        rows = self._rows(memory, 1)
         settings = self.config.generation | options
         return stream_text(self.model, self.tokenizer, self.make_prompt(text), rows, options=settings)
 
@@ -55,5 +56,10 @@ class MemoryToTextPipeline(Pipeline):
         """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
         return prompt_with(self.tokenizer, self.config.prompt, text)
 
-    def _rows(self, memory: Memory | Tensor) -> Memory:
-        return (Memory(memory) if isinstance(memory, Tensor) else memory).to(self.device)
+    def _rows(self, memory: Memory | Tensor | None, texts: int) -> Memory | None:
+        if memory is None:
+            return None
+        memory = Memory(memory) if isinstance(memory, Tensor) else memory
+        if len(memory) != texts:
+            raise ShapeError(f"{texts} texts have a memory of {len(memory)} rows: give a row for each")
+        return memory.to(self.device)

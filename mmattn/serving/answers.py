@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import ConfigError, MmattnError
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
-from mmattn.serving.engine import BusyError, Engine, Job, Piece
+from mmattn.serving.engine import BusyError, Engine, Job, Piece, StoppedError
 from mmattn.serving.formats import Echo, Format, as_event, error_content
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.middleware import Metrics
@@ -26,6 +26,7 @@ from mmattn.tokenization import tokenize
 
 #: Pictures that are encoded at once, so that a slow one does not hold up the others.
 PICTURES = 4
+_STOPPED = "the model of this server has stopped: try again"
 
 
 class Answering:
@@ -44,18 +45,11 @@ class Answering:
         if answers > limits.max_requests:
             raise ConfigError(f"{answers} answers to one request are more than {limits.max_requests}: ask for fewer")
         max_tokens = self._max_tokens(body.most_tokens)
-        try:
-            self.engine.enter(answers)
-        except BusyError:
-            message = f"{limits.max_requests} requests run or wait already: try again"
-            raise HTTPException(429, message, {"Retry-After": "1"}) from None
+        self._enter(answers)
         streams = False
         try:
             deadline = asyncio.get_running_loop().time() + limits.timeout
-            try:
-                jobs, form = await asyncio.wait_for(self._begin(body, max_tokens, choices), limits.timeout)
-            except asyncio.TimeoutError:
-                raise self._late() from None
+            jobs, form = await self._in_time(self._begin(body, max_tokens, choices))
             if body.stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
                 streams = True  # the end of the stream leaves
@@ -65,6 +59,19 @@ class Answering:
             if not streams:
                 self.engine.leave(answers)
 
+    def _enter(self, answers: int) -> None:
+        try:
+            self.engine.enter(answers)
+        except BusyError:
+            message = f"{self.engine.limits.max_requests} requests run or wait already: try again"
+            raise HTTPException(429, message, {"Retry-After": "1"}) from None
+
+    async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await asyncio.wait_for(work, self.engine.limits.timeout)
+        except asyncio.TimeoutError:
+            raise self._late() from None
+
     def check_model(self, name: str) -> None:
         """Raise 404 for the name of another model."""
         if name != self.name:
@@ -73,14 +80,26 @@ class Answering:
 
     async def encode(self, function: Callable[..., Any], *args: object) -> Any:
         """Return what an encoder or a search returns, beside the model, a few at a time."""
-        async with self._encoding:
-            return await asyncio.to_thread(function, *args)
+        await self._encoding.acquire()
+        running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+
+        def end(done: asyncio.Future[Any]) -> None:
+            # A request that is given up leaves its place when its thread ends.
+            self._encoding.release()
+            done.exception()
+
+        running.add_done_callback(end)
+        return await asyncio.shield(running)
 
     async def embed(self, body: EmbeddingRequest, encoder: TextEncoderBase) -> JSONResponse:
         """Return the vectors of texts by the encoder of an index."""
         self.check_model(body.model)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        memory = await self.encode(encoder.encode, texts)
+        self._enter(1)
+        try:
+            memory = await self._in_time(self.encode(encoder.encode, texts))
+        finally:
+            self.engine.leave()
         if memory.length != 1:
             raise ConfigError("the encoder of this model turns a text into several vectors: ask another for embeddings")
         rows: Any = memory.tokens[:, 0].float().cpu()
@@ -109,15 +128,16 @@ class Answering:
         engine, tokenizer = self.engine, self.engine.pipe.tokenizer
         inputs = await self.encode(make_inputs, engine.pipe, body, engine.limits)
         rows = [engine.ids_of(prompt, max_tokens) for prompt, _ in inputs]
+        echoes = isinstance(body, CompletionRequest) and bool(body.echo)
         jobs = [
-            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops)
+            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops, echoes)
             for ids, (_, memory) in zip(rows, inputs, strict=True)
             for choice in range(choices)
         ]
         form = Format(isinstance(body, ChatRequest), self.name, tokenizer, sum(map(len, rows)), body.top)
-        if isinstance(body, CompletionRequest) and body.echo:
-            for number, (prompt, ids) in enumerate(zip(body.prompts, rows, strict=True)):
-                echo = Echo(prompt if isinstance(prompt, str) else tokenizer.decode(prompt), ids)
+        if echoes:
+            for number, ids in enumerate(rows):
+                echo = Echo(tokenizer.decode(ids), ids)
                 if body.top is not None:
                     echo.logprobs = await asyncio.to_thread(engine.score, ids, inputs[number][1], body.top)
                 form.echoes |= dict.fromkeys(range(number * choices, (number + 1) * choices), echo)
@@ -155,6 +175,8 @@ class Answering:
             answers = writing.result()
         except asyncio.TimeoutError:
             raise self._late() from None
+        except StoppedError:
+            raise HTTPException(503, _STOPPED, {"Retry-After": "1"}) from None
         finally:
             writing.cancel()
             with contextlib.suppress(BaseException):
@@ -178,6 +200,8 @@ class Answering:
             yield "data: [DONE]\n\n"
         except MmattnError as error:
             yield as_event(error_content(400, str(error)))
+        except StoppedError:
+            yield as_event(error_content(503, _STOPPED))
         except asyncio.TimeoutError:
             yield as_event(error_content(504, str(self._late().detail)))
 

@@ -53,7 +53,7 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
             raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
     guarded: Any = {"dependencies": [] if api_key is None else [Depends(authorise)]}
-    answers: Any = guarded | {"responses": errors(400, 401, 404, 413, 429, 500, 504) | STREAM}
+    answers: Any = guarded | {"responses": errors(400, 401, 404, 413, 429, 500, 503, 504) | STREAM}
     model = {"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}
 
     @app.get("/health", responses={503: {"description": "The server has stopped."}})
@@ -85,7 +85,7 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     pipe = engine.pipe
     if isinstance(pipe, IndexPipeline):
 
-        @app.post("/v1/embeddings", responses=errors(400, 401, 404, 413, 500), **guarded)
+        @app.post("/v1/embeddings", responses=errors(400, 401, 404, 413, 429, 500, 504), **guarded)
         async def embeddings(body: EmbeddingRequest) -> JSONResponse:
             return await answering.embed(body, pipe.encoder)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmattn.data.text_batches import check_prompt
-from mmattn.errors import ConditionError, ConfigError, check_float, check_int
+from mmattn.errors import ConditionError, ConfigError, TextError, check_float, check_int
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
@@ -31,6 +31,10 @@ TOKENS = 512
 
 class BusyError(Exception):
     """The server has as many requests as it takes."""
+
+
+class StoppedError(Exception):
+    """The engine has stopped, and takes or ends no request."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Job:
         max_tokens: new tokens, at most.
         sampling: how they are chosen.
         stops: texts that end it.
+        echoes: it is told behind its prompt, so that its first blank counts.
     """
 
     ids: list[int]
@@ -79,6 +84,7 @@ class Job:
     max_tokens: int
     sampling: SamplingSettings = SamplingSettings()
     stops: Sequence[str] = ()
+    echoes: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,29 +107,33 @@ class Writer:
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
-        text = self._text(tokens)
-        places = [place for place in (text.find(stop) for stop in self.job.stops) if place >= 0]
+        raw = self._text(tokens)
+        places = [place for place in (raw.find(stop) for stop in self.job.stops) if place >= 0]
         reason = "stop" if places or (is_last and tokens and tokens[-1] in self.ends) else "length" if is_last else None
+        end = None  # of the text, where tokens go on behind it
         if places:
-            text = text[: min(places)]
+            end = min(places)
         elif not is_last:
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            if raw.endswith("\N{REPLACEMENT CHARACTER}"):
                 return None
-            text = text[: len(text) - _held(text, self.job.stops)]
+            held = _held(raw, self.job.stops)
+            end = len(raw) - held if held else None
+        text = raw[:end] if self.job.echoes else raw[:end].lstrip()
         new, self._sent = text[self._sent :], max(self._sent, len(text))
-        return Piece(new, len(tokens), reason, self._logprobs(tokens, len(text) if places else None))
+        return Piece(new, len(tokens), reason, self._logprobs(tokens, end))
 
     def _text(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text.lstrip()
+        return text
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
-        """Return those not told yet; of a text that was cut only of the tokens that begin before its end."""
+        """Return those not told yet, of the tokens that begin before the end."""
         if self.sampler is None or self.sampler.settings.logprobs is None:
             return []
-        begin, self._told = self._told, len(tokens)
-        numbers = range(begin, len(tokens))
-        return [self.sampler.logprobs[n] for n in numbers if end is None or len(self._text(tokens[:n])) < end]
+        begin = self._told
+        told = [n for n in range(begin, len(tokens)) if end is None or len(self._text(tokens[:n])) < end]
+        self._told += len(told)
+        return [self.sampler.logprobs[n] for n in told]
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
@@ -151,13 +161,10 @@ class Engine:
 
         if pipe.config.task in ("text-to-image", "text-generation"):
             raise ConfigError(f"the adapter is for {pipe.config.task}, and a server writes texts about one memory each")
-        others = pipe.config.generation.keys() - {"max_new_tokens", "do_sample"}
-        if pipe.config.generation.get("num_beams") == 1:
-            others -= {"num_beams"}
+        greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": pipe.config.generation.get("max_new_tokens")}
+        others = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
         if others:
-            raise ConfigError(
-                f"a server has no place for {', '.join(sorted(others))} of the adapter's pipeline_config.json"
-            )
+            raise ConfigError(f"a server has no place for {', '.join(others)} of pipeline_config.json: take it out")
         self.pipe, self.limits = pipe, limits
         self.running = 0
         self._numbers = itertools.count()
@@ -166,13 +173,13 @@ class Engine:
         self.ends = end_ids(pipe.model, pipe.tokenizer)
         host: PreTrainedModel = pipe.model.host
         text = host.config.get_text_config()
-        self.context = int(getattr(text, "max_position_embeddings", 2048))
-        rows = limits.max_requests * -(-self.context // PAGE)
+        context = int(getattr(text, "max_position_embeddings", 2048))
+        blocks = min(limits.max_requests * -(-context // PAGE), 4096)
         device = pipe.device.type
         config = ContinuousBatchingConfig(
             page_size=PAGE,
             # On a GPU transformers fills the free memory.
-            num_blocks=min(rows, 4096) if device == "cpu" else None,
+            num_blocks=blocks if device == "cpu" else None,
             max_batch_tokens=TOKENS if device == "cpu" else None,
             # Penalties need the tokens of the step before.
             use_async_batching=False,
@@ -217,6 +224,10 @@ class Engine:
         (ids,) = prompt_rows(self.pipe.tokenizer, [prompt])
         input_ids = torch.tensor([ids])
         check_prompt(input_ids, torch.ones_like(input_ids), self.pipe.model.config, max_tokens)
+        processor = self.manager.batch_processor
+        room = PAGE * processor.cache.num_blocks if processor is not None else len(ids) + max_tokens
+        if len(ids) + max_tokens > room:
+            raise TextError(f"{len(ids)} tokens and {max_tokens} to be written are more than the cache's {room}")
         return ids
 
     @torch.no_grad()
@@ -243,7 +254,7 @@ class Engine:
             for number, writer in enumerate(writers):
                 names[number] = f"request-{next(self._numbers)}"
                 self.manager.register_result_handler(names[number], partial(_put, results, number))
-                await asyncio.to_thread(self._add, names[number], writer)
+                await self._add(names[number], writer)
             while names:
                 number, result = await results.get()
                 if result is None:
@@ -251,6 +262,8 @@ class Engine:
                 if number not in names:  # it came to a stop text
                     continue
                 if result.error is not None:
+                    if not self.healthy():
+                        raise StoppedError
                     raise ConditionError(f"the request failed: {result.error}")
                 piece = writers[number].read(result.generated_tokens, result.is_finished())
                 if piece is None:
@@ -266,14 +279,18 @@ class Engine:
             while self.manager.get_result(timeout=0) is not None:
                 pass
 
-    def _add(self, name: str, writer: Writer) -> None:
+    async def _add(self, name: str, writer: Writer) -> None:
+        """Queue a request; one that is left meanwhile is cancelled when it is queued."""
         job = writer.job
         sampler = {} if writer.sampler is None else {KEY: writer.sampler}
-        added = self.manager.add_request(
-            job.ids, name, memory=job.memory, max_new_tokens=job.max_tokens, streaming=True, **sampler
-        )
-        if added is None:
-            raise ConditionError("the server is stopping or has failed, and takes no requests")
+        options = {"memory": job.memory, "max_new_tokens": job.max_tokens, "streaming": True, **sampler}
+        adding = asyncio.ensure_future(asyncio.to_thread(self.manager.add_request, job.ids, name, **options))
+        try:
+            if await asyncio.shield(adding) is None:
+                raise StoppedError
+        except asyncio.CancelledError:
+            adding.add_done_callback(lambda done: done.exception() or self.manager.cancel_request(name))
+            raise
 
     def _end(self, name: str, is_finished: bool) -> None:
         if not is_finished:

@@ -70,7 +70,7 @@ def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None
         made, hits = pipe.inputs(question, index)
         return (made if isinstance(prompt, str) else prompt), hits
     if memory is None and isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
-        raise ImageError("this model describes one picture, and 0 were given as image_url")
+        raise ImageError("this model describes a picture, and the request has none")
     return (pipe.make_prompt(prompt) if isinstance(prompt, str) else prompt), memory
 
 
@@ -83,11 +83,13 @@ def _chat_ids(pipe: Pipeline, messages: Sequence[Message | AssistantMessage]) ->
     if "{passages}" in pipe.config.prompt:
         raise ConfigError("this model reads passages before one question: give one message of a user")
     key = secrets.token_hex(8)
-    fields = {f"{key}-{number}-": message.text for number, message in enumerate(messages)}
+    fields: dict[str, str] = {}
     named: list[dict[str, str]] = []
-    for field, message in zip(fields, messages, strict=True):
-        role = "system" if message.role == "developer" else message.role
-        named.append({"role": role, "content": field} | ({"name": message.name} if message.name else {}))
+    for number, message in enumerate(messages):
+        row = {"content": message.text} | ({"name": message.name} if message.name else {})
+        places = {name: f"{key}-{number}-{name}-" for name in row}
+        fields |= {places[name]: text for name, text in row.items()}
+        named.append({"role": "system" if message.role == "developer" else message.role, **places})
     try:
         template = str(pipe.tokenizer.apply_chat_template(named, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:

@@ -16,7 +16,7 @@ NoList = Annotated[list[JsonValue], Field(max_length=0)] | None
 NoObject = Annotated[dict[str, JsonValue], Field(max_length=0)] | None
 #: False, and not the 0 that equals it.
 No = Annotated[Literal[False] | None, BeforeValidator(lambda value: repr(value) if type(value) is int else value)]
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Vector = Annotated[list[float], Field(min_length=1)]
 
 
@@ -72,7 +72,8 @@ class GenerationRequest(Strict):
         top_k = max(self.top_k or 0, 0)
         samples = bool(self.top_p not in (None, 1) or top_k or self.seed is not None or (self.n or 1) > 1)
         return SamplingSettings(
-            temperature=float(samples) if self.temperature is None else self.temperature,
+            # A smaller temperature overflows the logits.
+            temperature=float(samples) if self.temperature is None else self.temperature * (self.temperature > 1e-5),
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=top_k,
             seed=None if self.seed is None else (self.seed + choice) % 2**63,

@@ -84,7 +84,7 @@ def test_what_cannot_be_drawn_is_said(pipe: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             pipe(prompts, **given)
-    with pytest.raises(ConfigError, match="attends to pictures: leave it out"):
+    with pytest.raises(ConfigError, match="does not: leave it out"):
         mmattn.pipeline("assets/diffusion/adapter", index=tmp_path)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.errors import ConfigError
+from mmattn.errors import ConfigError, ShapeError
 from mmattn.serving import Engine, Limits
 from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, serving, talking_pipe
 
@@ -148,6 +148,8 @@ def test_many_prompts_as_texts_and_as_ids(client: Any, pipe: Any) -> None:
     assert made.usage.prompt_tokens == sum(map(len, rows))
     with pytest.raises(openai.BadRequestError, match="knows 0 to 2047"):
         complete(client, [5000])
+    with pytest.raises(openai.BadRequestError, match="prompt.0"):
+        complete(client, [2**70])
     with pytest.raises(openai.BadRequestError, match="38 answers to one request are more than 37"):
         complete(client, ["a", "b"], n=19)
 
@@ -164,6 +166,11 @@ def test_stop_texts_end_an_answer(client: Any, pipe: Any, stream: bool) -> None:
         text = "".join(one.choices[0].text for one in chunks)
         assert text.rstrip() == whole[: whole.index(stop)].rstrip()
         assert chunks[-1].choices[0].finish_reason == "stop"
+    cut = complete(client, "What is white?", max_tokens=23, stop=stop, logprobs=0, stream=stream)
+    told = [token for one in (cut if stream else [cut]) for token in one.choices[0].logprobs.tokens]
+    before = whole[: whole.index(stop)].strip()
+    assert "".join(told).strip().startswith(before), "tokens before the stop text are told"
+    assert before.startswith("".join(told[:-1]).strip()), "but for the one in which it begins, no others are"
     made = complete(client, "What is white?", max_tokens=23, stop=[f"{whole[-3:]}x"], stream=stream)
     text = "".join(one.choices[0].text for one in (made if stream else [made]))
     assert text.strip() == whole, "what was held back comes with the end"
@@ -209,6 +216,9 @@ def test_a_prompt_is_scored(client: Any, pipe: Any) -> None:
     assert made.logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
     assert made.text == pipe.tokenizer.decode(ids) and made.finish_reason == "length"
     more = complete(client, ids, max_tokens=3, echo=True, logprobs=1).choices[0]
+    assert more.text == "".join(more.logprobs.tokens).rstrip(), "blanks between prompt and answer stay"
+    for token, offset in zip(more.logprobs.tokens, more.logprobs.text_offset, strict=True):
+        assert f"{more.text} "[offset:].startswith(token.rstrip())
     assert more.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
     assert more.text.startswith(made.text) and len(more.logprobs.tokens) == len(ids) + 3
     assert complete(client, "What is white?", max_tokens=0).choices[0].text == ""
@@ -385,6 +395,23 @@ def test_other_adapters_over_a_causal_host(tmp_path: Path, adapter: Any) -> None
     with serving(pipe) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         assert [one.text for one in complete(client, ["Who?", "What is red?"], max_tokens=11).choices] == wanted
         assert server.until(server.is_idle)
+
+
+def test_an_engine_that_has_stopped_says_try_again(pipe: Any) -> None:
+    with serving(pipe) as server:
+        server.engine.manager.stop(block=True)
+        body = {"model": "tiny", "prompt": "Who?"}
+        made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        assert made.status_code == 503 and made.headers["retry-after"] == "1"
+        assert made.json()["error"]["type"] == "server_error"
+        streamed = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=30).text
+        assert "has stopped" in streamed and "[DONE]" not in streamed
+        assert httpx.get(f"{server.url}/health").status_code == 503 and not server.engine.running
+
+
+def test_a_memory_has_a_row_for_each_text(pipe: Any) -> None:
+    with pytest.raises(ShapeError, match="2 texts have a memory of 3 rows"):
+        pipe(["Who?", "Where?"], torch.zeros(3, 4, WIDTH))
 
 
 def test_generation_settings_that_a_server_has_no_place_for(pipe: Any) -> None:

@@ -293,7 +293,7 @@ def test_pictures(tmp_path: Path) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match=said):
                 caption(url)
-        with pytest.raises(openai.BadRequestError, match="describes one picture, and 0 were given"):
+        with pytest.raises(openai.BadRequestError, match="describes a picture, and the request has none"):
             client.completions.create(model="tiny", prompt="a flower")
         with pytest.raises(openai.BadRequestError, match="reads no documents"):
             client.completions.create(model="tiny", prompt="", extra_body={"documents": FACTS})

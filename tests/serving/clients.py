@@ -69,7 +69,7 @@ class Client:
         """A body that is none, or vectors that are no numbers."""
         bad = self.chance.choice([b"{", b"[]", b'{"model": "tiny", "prompt": "a", "memory": [[NaN]]}'])
         made = self.http.post(f"{self.url}/v1/completions", content=bad, headers={"content-type": "application/json"})
-        self.found["refused" if made.status_code == 400 else "wrong"] += 1
+        self.found[{400: "refused", 429: "busy"}.get(made.status_code, "wrong")] += 1
 
     def _completion(self, one: Asked, stream: bool) -> Any:
         more = {} if one.documents is None else {"documents": one.documents}

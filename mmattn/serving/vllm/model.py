@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.config import CacheConfig, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import CrossAttention as PagedCrossAttention
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import init_vllm_registered_model
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -66,11 +67,13 @@ class PagedAttention(nn.Module):
     def write(self, memories: Sequence[Tensor]) -> None:
         """Write keys and values of new memories (n, e), in the order of the batch, into their pages."""
         metadata = get_forward_context().attn_metadata[self.prefix]
-        rows = [self.attention.kv_proj.project(memory[None]) for memory in memories]
-        keys, values = (
-            F.pad(torch.cat([getattr(row, name)[0].transpose(0, 1) for row in rows]), (0, self.padding)).contiguous()
-            for name in ("keys", "values")
-        )
+        projected = self.attention.kv_proj.project(torch.cat([*memories])[None])
+        keys, values = (F.pad(one[0].transpose(0, 1), (0, self.padding)) for one in (projected.keys, projected.values))
+        if projected.null:  # each memory begins with it
+            numbers = torch.arange(1, len(keys), device=keys.device).split([len(one) for one in memories])
+            places = torch.cat([F.pad(one, (1, 0)) for one in numbers])
+            keys, values = keys[places], values[places]
+        keys, values = keys.contiguous(), values.contiguous()
         if len(keys) != len(metadata.slot_mapping):
             raise RuntimeError(f"{len(keys)} keys of memories for {len(metadata.slot_mapping)} slots of vLLM's cache")
         paged = self.paged
@@ -120,6 +123,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         self.attentions: list[PagedAttention] = []
         for site in sites:
             block = self.adapter.block(site.layer)
+            _use_linears_of_vllm(block)
             name = f"adapter.blocks.{site.layer}.attn"
             self.attentions.append(PagedAttention(block.attention, name, vllm_config.cache_config))
             block.register_module("attention", self.attentions[-1])
@@ -143,7 +147,10 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         **kwargs: Any,
     ) -> Any:
         """Write the memories that are new, note which tokens have one, and run the host."""
-        metadata = get_forward_context().attn_metadata
+        context = get_forward_context()
+        metadata = context.attn_metadata
+        # Memories are written before the compiled graph, which is the same with and without new ones.
+        context.skip_compiled = False
         self.seen.zero_()
         if metadata is not None:
             of_first = metadata[self.attentions[0].prefix]
@@ -171,6 +178,24 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         """Load the host; the adapter has its weights."""
         adapted = {name for name, _ in self.named_parameters() if ".block." in name or name.startswith("adapter.")}
         return {f"host.{name}" for name in self.host.load_weights(weights)} | adapted
+
+
+def _use_linears_of_vllm(block: GatedBlock) -> None:
+    """Put vLLM's linear layers, with its kernels, in the place of those that run at every step."""
+    for name, linear in list(block.named_modules()):
+        if not isinstance(linear, nn.Linear) or "kv_proj" in name:
+            continue
+        layer = ReplicatedLinear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=linear.weight.dtype,
+            return_bias=False,
+        )
+        with torch.no_grad():
+            for mine, saved in zip(layer.parameters(), linear.parameters(), strict=True):
+                mine.copy_(saved)
+        block.set_submodule(name, layer.to(linear.weight.device))
 
 
 def _padded(width: int) -> int:

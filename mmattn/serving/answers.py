@@ -182,7 +182,7 @@ class Answering:
             with contextlib.suppress(BaseException):
                 await writing
         choices = [
-            form.whole(number, replace(answers[number], text=answers[number].text.rstrip()))
+            form.choice(number, replace(answers[number], text=answers[number].text.rstrip()))
             for number in sorted(answers)
         ]
         return JSONResponse(form.response(choices, tokens=sum(one.tokens for one in answers.values())))
@@ -194,7 +194,7 @@ class Answering:
         try:
             async for number, piece in self._pieces(jobs, deadline):
                 counts[number] = piece.tokens
-                yield as_event(form.response([form.part(number, piece)], is_chunk=True))
+                yield as_event(form.response([form.choice(number, piece, is_chunk=True)], is_chunk=True))
             if with_usage:
                 yield as_event(form.response([], is_chunk=True, tokens=sum(counts.values())))
             yield "data: [DONE]\n\n"

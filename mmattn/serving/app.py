@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException as StarletteError
 
@@ -19,7 +19,7 @@ from mmattn.serving.answers import Answering
 from mmattn.serving.engine import Engine
 from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics, as_error
 from mmattn.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from mmattn.serving.schema import REFUSED, STREAM, errors, served_schema
+from mmattn.serving.schema import errors, served_schema
 
 _BEARER = HTTPBearer(auto_error=False)
 
@@ -53,7 +53,8 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
             raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
     guarded: Any = {"dependencies": [] if api_key is None else [Depends(authorise)]}
-    answers: Any = guarded | {"responses": errors(400, 401, 404, 413, 429, 500, 503, 504) | STREAM}
+    stream = {200: {"content": {"text/event-stream": {}}}}
+    answers: Any = guarded | {"responses": errors(400, 401, 404, 413, 429, 500, 503, 504) | stream}
     model = {"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}
 
     @app.get("/health", responses={503: {"description": "The server has stopped."}})
@@ -61,7 +62,7 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         ok = engine.healthy()
         return JSONResponse({"status": "ok" if ok else "stopped", "running": engine.running}, 200 if ok else 503)
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=REFUSED, **guarded)
+    @app.get("/metrics", responses=errors(401) | {200: {"content": {"text/plain": {}}}}, **guarded)
     async def figures() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -99,11 +100,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: StarletteError) -> JSONResponse:
         detail: Any = error.detail
         if not isinstance(detail, dict):
-            detail = {
-                "message": detail
-                if error.status_code not in (404, 405)
-                else f"{detail}: {request.method} {request.url.path}"
-            }
+            detail = {"message": f"{detail}: {request.method} {request.url.path}"}
         return as_error(error.status_code, headers=error.headers, **detail)
 
     @app.exception_handler(RequestValidationError)

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -68,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """One answer that is to be written.
+    """A prompt with its memory, and how its answer is written.
 
     Args:
         ids: of the prompt.
@@ -76,7 +75,7 @@ class Job:
         max_tokens: new tokens, at most.
         sampling: how they are chosen.
         stops: texts that end it.
-        echoes: it is told behind its prompt, so that its first blank counts.
+        echoes: the answer stands behind its prompt, so that its first blank counts.
     """
 
     ids: list[int]
@@ -103,7 +102,7 @@ class Writer:
     def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], device: torch.device) -> None:
         self.job, self.tokenizer, self.ends = job, tokenizer, ends
         self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
-        self._sent, self._told = 0, 0  # characters, log-probabilities
+        self._sent, self._scored = 0, 0  # characters, log-probabilities
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
@@ -127,21 +126,19 @@ class Writer:
         return text
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
-        """Return those not told yet, of the tokens that begin before the end."""
+        """Return those that no piece had, of the tokens that begin before the end."""
         if self.sampler is None or self.sampler.settings.logprobs is None:
             return []
-        begin = self._told
-        told = [n for n in range(begin, len(tokens)) if end is None or len(self._text(tokens[:n])) < end]
-        self._told += len(told)
-        return [self.sampler.logprobs[n] for n in told]
+        begin = self._scored
+        numbers = [n for n in range(begin, len(tokens)) if end is None or len(self._text(tokens[:n])) < end]
+        self._scored += len(numbers)
+        return [self.sampler.logprobs[n] for n in numbers]
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
     """Return how many characters at the end of a text may begin a stop text."""
-    lengths = (
-        size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
-    )
-    return max(lengths, default=0)
+    begins = (stop[:size] for stop in stops for size in range(1, len(stop)))
+    return max((len(begin) for begin in begins if text.endswith(begin)), default=0)
 
 
 class Engine:
@@ -253,7 +250,9 @@ class Engine:
         try:
             for number, writer in enumerate(writers):
                 names[number] = f"request-{next(self._numbers)}"
-                self.manager.register_result_handler(names[number], partial(_put, results, number))
+                self.manager.register_result_handler(
+                    names[number], lambda result, number=number: results.put_nowait((number, result))
+                )
                 await self._add(names[number], writer)
             while names:
                 number, result = await results.get()
@@ -296,7 +295,3 @@ class Engine:
         if not is_finished:
             self.manager.cancel_request(name)
         self.manager.output_router.result_handlers.pop(name, None)
-
-
-def _put(results: asyncio.Queue[Any], number: int, result: GenerationOutput) -> None:
-    results.put_nowait((number, result))

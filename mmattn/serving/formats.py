@@ -53,14 +53,6 @@ class Format:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
-    def whole(self, number: int, piece: Piece) -> Content:
-        """Return the choice of a whole answer."""
-        return self._choice(number, piece, "message")
-
-    def part(self, number: int, piece: Piece) -> Content:
-        """Return the choice of a part of an answer."""
-        return self._choice(number, piece, "delta")
-
     def response(self, choices: Sequence[Content], is_chunk: bool = False, tokens: int | None = None) -> Content:
         """Return a response, or an event of a stream; with the usage after so many new tokens."""
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.chat else "text_completion"
@@ -72,7 +64,8 @@ class Format:
             }  # fmt: skip
         return content
 
-    def _choice(self, number: int, piece: Piece, name: str) -> Content:
+    def choice(self, number: int, piece: Piece, is_chunk: bool = False) -> Content:
+        """Return a choice of a response, or of an event."""
         is_first = number not in self._begun
         self._begun.add(number)
         choice: Content = {"index": number, "finish_reason": piece.finish_reason, "logprobs": None}
@@ -85,7 +78,7 @@ class Format:
             content = [self._token(one.token, one.logprob) | {"top_logprobs": self._top(one)} for one in piece.logprobs]
             choice["logprobs"] = {"content": content, "refusal": None}
         message = {"role": "assistant", "content": piece.text} if is_first else {"content": piece.text}
-        return choice | {name: message | ({"refusal": None} if name == "message" else {})}
+        return choice | ({"delta": message} if is_chunk else {"message": message | {"refusal": None}})
 
     def _top(self, one: TokenLogprob) -> list[Content]:
         return [self._token(token, logprob) for token, logprob in one.top]

@@ -67,8 +67,8 @@ def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None
     """Return the prompt with a question, and the memory of the request, or of the hits of the question."""
     if memory is None and isinstance(pipe, QuestionAnsweringPipeline):
         question = prompt if isinstance(prompt, str) else pipe.tokenizer.decode(prompt, skip_special_tokens=True)
-        made, hits = pipe.inputs(question, index)
-        return (made if isinstance(prompt, str) else prompt), hits
+        whole, hits = pipe.inputs(question, index)
+        return (whole if isinstance(prompt, str) else prompt), hits
     if memory is None and isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
         raise ImageError("this model describes a picture, and the request has none")
     return (pipe.make_prompt(prompt) if isinstance(prompt, str) else prompt), memory

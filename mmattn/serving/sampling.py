@@ -19,7 +19,7 @@ KEY = "sampler"
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the tokens of a request are chosen, in the words of OpenAI; the defaults are greedy."""
+    """Sampling settings of a request, in the words of OpenAI; the defaults are greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -16,7 +16,7 @@ from mmattn.serving.inputs import memory_width
 
 
 class ErrorDetail(BaseModel):
-    """What was wrong."""
+    """The content of an error."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -63,14 +63,6 @@ def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
                 fields[field]["anyOf"][0]["maximum"] = most[field]
         app.openapi_schema = schema
     return app.openapi_schema
-
-
-#: Of a path whose answers are no JSON.
-REFUSED: dict[int | str, dict[str, Any]] = {
-    401: {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-}
-#: Of a path that answers with a stream, too.
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

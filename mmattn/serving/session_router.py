@@ -1,4 +1,4 @@
-"""How Ray Serve chooses the replica of a request; Ray imports this by its name."""
+"""The replica of a request in Ray Serve, which imports this by its name."""
 
 from __future__ import annotations
 

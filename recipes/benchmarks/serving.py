@@ -42,7 +42,7 @@ QUESTIONS = [f"Tell me a {kind} story about {theme}." for kind in ("short", "tru
 
 @dataclass
 class Load:
-    """What the clients of one run saw."""
+    """Times and counts of the clients of one run."""
 
     first: list[float] = field(default_factory=list)  # seconds
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""What only a GPU can show: torch's four kernels, every layout of a memory, layers recomputed in its thread."""
+"""Cases for a GPU: torch's four kernels, every layout of a memory, layers recomputed in its thread."""
 
 from __future__ import annotations
 

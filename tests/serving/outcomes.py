@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -41,6 +42,13 @@ class Outcomes:
         for thread in self.threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in self.threads), "a request was not answered"
+
+    def wait_for(self, answers: int, seconds: float = 120.0) -> None:
+        """Wait until so many more answers were right."""
+        end, enough = time.monotonic() + seconds, self.counts["right"] + answers
+        while self.counts["right"] < enough:
+            assert time.monotonic() < end, f"{self.counts}, and {enough} right answers do not come"
+            time.sleep(0.05)
 
     def _run(self, number: int) -> None:
         with httpx.Client(timeout=60) as client:

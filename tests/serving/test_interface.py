@@ -1,12 +1,8 @@
-"""The interface of OpenAI, by its own client: how tokens are chosen, conversations, embeddings and errors."""
+"""The interface of OpenAI, by its own client: prompts, conversations, embeddings and errors."""
 
 from __future__ import annotations
 
 import base64
-import math
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,123 +14,10 @@ import torch
 import mmattn
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.serving import Engine, Limits
+from tests.serving.choosing import VECTORS, WIDTH, by_definition, complete, ids_of, text_of
 from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, serving, talking_pipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
-WIDTH = 13
-VECTORS = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(3)).tolist()
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return talking_pipe(tmp_path_factory.mktemp("talking"))
-
-
-@pytest.fixture(scope="module")
-def server(pipe: Any) -> Iterator[Server]:
-    with serving(pipe, max_requests=37, max_tokens=40) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as asks:
-        yield asks
-    assert server.until(server.is_idle), "a request or its memory is left behind"
-
-
-def complete(client: Any, prompt: Any, memory: Any = VECTORS, **options: Any) -> Any:
-    extra = {"memory": memory} | {name: options.pop(name) for name in ("top_k",) if name in options}
-    return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **{"max_tokens": 7} | options)
-
-
-def ids_of(pipe: Any, question: str) -> list[int]:
-    return list(pipe.make_prompt(question))
-
-
-@torch.no_grad()
-def by_definition(pipe: Any, ids: list[int], tokens: int, **settings: Any) -> tuple[list[int], list[torch.Tensor]]:
-    """Tokens chosen one by one from logits without a cache, as OpenAI describes its fields; and the logits."""
-    generator = torch.Generator().manual_seed(settings.get("seed", 0))
-    written: list[int] = []
-    rows = []
-    for _ in range(tokens):
-        text = torch.tensor([[*ids, *written]])
-        logits = pipe.model(text, memory=torch.tensor([VECTORS])).logits[0, -1]
-        rows.append(logits)
-        scores = logits.clone()
-        for token, count in Counter(written).items():
-            scores[token] -= settings.get("presence_penalty", 0) + count * settings.get("frequency_penalty", 0)
-        if not settings.get("temperature"):
-            token = int(scores.argmax())
-        else:
-            probability = (scores / settings["temperature"]).softmax(-1)
-            order = probability.argsort(descending=True).tolist()
-            kept, total = order[: settings.get("top_k") or len(order)], 0.0
-            allowed = set()
-            mass = sum(float(probability[one]) for one in kept)
-            for one in kept:
-                if total / mass < settings.get("top_p", 1):
-                    allowed.add(one)
-                total += float(probability[one])
-            probability[[one for one in order if one not in allowed]] = 0
-            token = int(torch.multinomial(probability / probability.sum(), 1, generator=generator))
-        written.append(token)
-        if token == pipe.tokenizer.eos_token_id:
-            break
-    return written, rows
-
-
-def text_of(pipe: Any, tokens: list[int]) -> str:
-    return str(pipe.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.0, "top_p": 0.5, "seed": 5},
-        {"temperature": 0.9, "seed": 11},
-        {"temperature": 1.3, "top_k": 5, "seed": 12},
-        {"temperature": 1.1, "top_p": 0.6, "seed": 13},
-        {"temperature": 1.5, "top_k": 23, "top_p": 0.9, "seed": 14},
-        {"frequency_penalty": 1.7, "temperature": 0.0},
-        {"presence_penalty": 1.9, "temperature": 0.0},
-        {"presence_penalty": -0.7, "frequency_penalty": 0.9, "temperature": 0.8, "seed": 15},
-    ],
-    ids=lambda settings: "-".join(settings) or "greedy",
-)
-def test_tokens_are_chosen_as_the_fields_say(client: Any, pipe: Any, settings: dict[str, Any]) -> None:
-    """The same alone and among others, which are chosen otherwise."""
-    ids = ids_of(pipe, "What is white?")
-    wanted = text_of(pipe, by_definition(pipe, ids, 13, **settings)[0])
-    assert complete(client, ids, max_tokens=13, **settings).choices[0].text.strip() == wanted
-    others = [{"temperature": 1.0, "seed": number} for number in range(7)]
-    with ThreadPoolExecutor(9) as pool:
-        asked = [settings, *others, settings]
-        made = list(pool.map(lambda one: complete(client, ids, max_tokens=13, **one).choices[0].text.strip(), asked))
-    assert made[0] == made[-1] == wanted and len(set(made[1:-1])) > 3
-
-
-def test_without_a_temperature_another_field_asks_to_sample(client: Any, pipe: Any) -> None:
-    ids = ids_of(pipe, "What is white?")
-    wanted = text_of(pipe, by_definition(pipe, ids, 7, temperature=1.0, seed=29)[0])
-    assert complete(client, ids, seed=29).choices[0].text.strip() == wanted
-    assert len({one.text for one in complete(client, ids, n=11).choices}) > 1
-
-
-def test_several_answers_have_seeds_one_after_the_other(client: Any, pipe: Any) -> None:
-    ids = ids_of(pipe, "What is white?")
-    wanted = [text_of(pipe, by_definition(pipe, ids, 7, temperature=1.0, seed=seed)[0]) for seed in (31, 32, 33)]
-    made = complete(client, ids, n=3, seed=31, temperature=1.0)
-    assert [one.text.strip() for one in made.choices] == wanted and [one.index for one in made.choices] == [0, 1, 2]
-    assert made.usage.prompt_tokens == len(ids)
-    streamed: dict[int, str] = {}
-    for chunk in complete(client, ids, n=3, seed=31, temperature=1.0, stream=True):
-        (choice,) = chunk.choices
-        streamed[choice.index] = streamed.get(choice.index, "") + choice.text
-    assert [streamed[number].strip() for number in range(3)] == wanted
 
 
 def test_many_prompts_as_texts_and_as_ids(client: Any, pipe: Any) -> None:
@@ -152,76 +35,6 @@ def test_many_prompts_as_texts_and_as_ids(client: Any, pipe: Any) -> None:
         complete(client, [2**70])
     with pytest.raises(openai.BadRequestError, match="38 answers to one request are more than 37"):
         complete(client, ["a", "b"], n=19)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_texts_end_an_answer(client: Any, pipe: Any, stream: bool) -> None:
-    whole = complete(client, "What is white?", max_tokens=23).choices[0].text
-    words = whole.split()
-    assert len(words) > 4
-    stop = f"{words[2]} {words[3][0]}"  # from within one token into another
-    for stops in (stop, ["nothing of the kind", stop]):
-        made = complete(client, "What is white?", max_tokens=23, stop=stops, stream=stream)
-        chunks = list(made) if stream else [made]
-        text = "".join(one.choices[0].text for one in chunks)
-        assert text.rstrip() == whole[: whole.index(stop)].rstrip()
-        assert chunks[-1].choices[0].finish_reason == "stop"
-    cut = complete(client, "What is white?", max_tokens=23, stop=stop, logprobs=0, stream=stream)
-    told = [token for one in (cut if stream else [cut]) for token in one.choices[0].logprobs.tokens]
-    before = whole[: whole.index(stop)].strip()
-    assert "".join(told).strip().startswith(before), "tokens before the stop text are told"
-    assert before.startswith("".join(told[:-1]).strip()), "but for the one in which it begins, no others are"
-    made = complete(client, "What is white?", max_tokens=23, stop=[f"{whole[-3:]}x"], stream=stream)
-    text = "".join(one.choices[0].text for one in (made if stream else [made]))
-    assert text.strip() == whole, "what was held back comes with the end"
-
-
-def test_log_probabilities(client: Any, pipe: Any) -> None:
-    """Of the model, before temperature and penalties."""
-    ids = ids_of(pipe, "What is white?")
-    options = {"temperature": 1.2, "seed": 17, "frequency_penalty": 0.3}
-    tokens, logits = by_definition(pipe, ids, 7, **options)
-    made = complete(client, ids, logprobs=3, **options).choices[0]
-    told = made.logprobs
-    assert told.tokens == [pipe.tokenizer.decode([token]) for token in tokens]
-    for token, row, logprob, top, offset in zip(
-        tokens, logits, told.token_logprobs, told.top_logprobs, told.text_offset, strict=True
-    ):
-        logs = row.log_softmax(-1)
-        assert math.isclose(logprob, float(logs[token]), abs_tol=1e-3)
-        best = logs.topk(3)
-        assert sorted(top) == sorted(pipe.tokenizer.decode([int(one)]) for one in best.indices)
-        assert torch.allclose(torch.tensor(sorted(top.values())), best.values.sort().values, atol=1e-3)
-        assert offset == len("".join(told.tokens)[:offset])
-    chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "What is white?"}], logprobs=True, top_logprobs=2,
-        extra_body={"memory": VECTORS}, max_tokens=7, **options,
-    )  # fmt: skip
-    content = chat.choices[0].logprobs.content
-    assert [one.logprob for one in content] == pytest.approx(told.token_logprobs, abs=1e-3)
-    assert [bytes(one.bytes).decode() for one in content] == told.tokens
-    assert all(len(one.top_logprobs) == 2 for one in content)
-    streamed = complete(client, ids, logprobs=3, stream=True, **options)
-    assert [token for chunk in streamed for token in chunk.choices[0].logprobs.tokens] == told.tokens
-
-
-def test_a_prompt_is_scored(client: Any, pipe: Any) -> None:
-    """As evaluation harnesses ask: no new token, the prompt and its log-probabilities."""
-    ids = ids_of(pipe, "What is white?")
-    with torch.no_grad():
-        logs = pipe.model(torch.tensor([ids]), memory=torch.tensor([VECTORS])).logits[0].log_softmax(-1)
-    wanted = [float(row[token]) for row, token in zip(logs, ids[1:], strict=False)]
-    made = complete(client, ids, max_tokens=0, echo=True, logprobs=1).choices[0]
-    assert made.logprobs.token_logprobs[0] is None
-    assert made.logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
-    assert made.text == pipe.tokenizer.decode(ids) and made.finish_reason == "length"
-    more = complete(client, ids, max_tokens=3, echo=True, logprobs=1).choices[0]
-    assert more.text == "".join(more.logprobs.tokens).rstrip(), "blanks between prompt and answer stay"
-    for token, offset in zip(more.logprobs.tokens, more.logprobs.text_offset, strict=True):
-        assert f"{more.text} "[offset:].startswith(token.rstrip())
-    assert more.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
-    assert more.text.startswith(made.text) and len(more.logprobs.tokens) == len(ids) + 3
-    assert complete(client, "What is white?", max_tokens=0).choices[0].text == ""
 
 
 def talk(client: Any, messages: list[Any], **options: Any) -> Any:

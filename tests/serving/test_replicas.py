@@ -107,13 +107,13 @@ def test_a_replica_is_killed_under_load(served: tuple[Any, str], answers: dict[s
     process, url = served
     first, killed = answering(url), replicas_of(process)[0]
     with Outcomes(url, answers, CLIENTS) as load:
-        time.sleep(4)
+        load.wait_for(CLIENTS)
         os.kill(killed, signal.SIGKILL)
         begin = time.monotonic()
         while len(now := answering(url)) != 2 or now == first:
             assert time.monotonic() < begin + 60, "not whole again"
         seconds = time.monotonic() - begin
-        time.sleep(3)
+        load.wait_for(CLIENTS)
     assert killed not in replicas_of(process) and len(replicas_of(process)) == 2
     print(f"{CLIENTS} clients: whole after {seconds:.1f} s; {dict(load.counts)}")
     assert load.counts.keys() <= {"right", "told to retry", "answer cut"}
@@ -125,8 +125,7 @@ def test_a_stop_finishes_what_runs_and_leaves_nothing(served: tuple[Any, str], a
     children = psutil.Process(process.pid).children(recursive=True)
     (folder,) = {path for one in children for path in re.findall(r"=(/\S*/mmattn-\w+)", " ".join(one.cmdline()))}
     with Outcomes(url, answers, CLIENTS) as load:
-        while not load.counts["right"]:
-            time.sleep(0.1)
+        load.wait_for(1)
         load.stop.set()  # each has one request under way
         process.send_signal(signal.SIGTERM)
     assert load.counts.keys() <= {"right", "told to retry"} and load.counts["right"] >= CLIENTS // 2

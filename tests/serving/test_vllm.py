@@ -305,8 +305,10 @@ def test_a_wrong_memory_fails_its_own_request(tmp_path: Path) -> None:
         ):
             with pytest.raises(Exception, match=message):
                 answers(llm, [(ids, memory)])
-        memory = torch.randn(13, WIDTH)
-        check_alike(answers(llm, [(ids, memory)]), [expected(model, ids, memory)])
+        # One prompt, long enough for a whole page, with memories of its own and without.
+        ids = torch.randint(3, 250, (150,)).tolist()
+        asked = [(ids, torch.randn(13, WIDTH)), (ids, torch.randn(13, WIDTH)), (ids, None)] * 2
+        check_alike(answers(llm, asked), [expected(model, *one) for one in asked])
 
 
 @pytest.mark.parametrize(

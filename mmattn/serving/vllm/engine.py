@@ -94,11 +94,11 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
 def served_settings(saved: Config) -> GatedAdapter:
     """Return the settings of a saved adapter that vLLM can run; AttachError of others."""
     if saved["kind"] != GatedAdapter.kind:
-        raise AttachError(f"vLLM serves gated adapters, and this one is {saved['kind']!r}: use mmattn serve")
+        raise AttachError(f"vLLM serves gated adapters, and this one is {saved['kind']!r}: use model.generate")
     settings = cast(GatedAdapter, parse_config(saved, adapter_kinds()))
     other = [name for name, value in _REFUSED.items() if getattr(settings, name) != value]
     other += ["feed_forward_all"] if settings.layout.feed_forward_all else []
     other += ["a block before layer 0"] if settings.position == "before" and saved["layers"][0] == 0 else []
     if other:
-        raise AttachError(f"vLLM has no place for {', '.join(other)} of this adapter: use mmattn serve")
+        raise AttachError(f"vLLM has no place for {', '.join(other)} of this adapter: use model.generate")
     return settings

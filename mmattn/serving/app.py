@@ -53,7 +53,7 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
             raise HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
 
     guarded: Any = {"dependencies": [] if api_key is None else [Depends(authorise)]}
-    stream = {200: {"content": {"text/event-stream": {}}}}
+    stream: Any = {200: {"content": {"text/event-stream": {}}}}
     answers: Any = guarded | {"responses": errors(400, 401, 404, 413, 429, 500, 503, 504) | stream}
     model = {"id": name, "object": "model", "created": 0, "owned_by": "mmattn"}
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
-from tests.serving.servers import Server, serving, talking_pipe
+if TYPE_CHECKING:
+    from tests.serving.servers import Server
 
 
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.serving.servers import talking_pipe  # the environment of vLLM has not all that this needs
+
     return talking_pipe(tmp_path_factory.mktemp("talking"))
 
 
 @pytest.fixture(scope="module")
 def server(pipe: Any) -> Iterator[Server]:
+    from tests.serving.servers import serving
+
     with serving(pipe, max_requests=37, max_tokens=40) as server:
         yield server
 

@@ -34,19 +34,61 @@ def attach_check(
 
 
 def doctor(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="An adapter's folder.")],
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="An adapter's folder.")] = None,
     host: Annotated[str | None, typer.Option(help="The model it was trained on, to be examined with it.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Ask this model: a folder, ORG/NAME, or an adapter's folder.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Ask this endpoint, such as http://127.0.0.1:8000/v1.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Rows with prompt, text, and image or passages.", show_default="plain colours")
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Ask so many of them.", show_default="64; 40 of an endpoint")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 8,
+    out: Annotated[list[Path] | None, typer.Option("--out", "-o", help="Also write a .json or an .html file.")] = None,
 ) -> None:
     """Examine an adapter folder, and with --host the adapter at work on a random batch.
 
-    One verdict per line, and exit code 1 if one of them is bad.
+    With --model or --url, ask questions with right, other, blank and no evidence, and tell whether the answers come
+    from looking. One verdict per line, and exit code 1 if one of them is bad.
     """
-    from mmattn.inspect.diagnosis import diagnose
+    import json
 
-    report = diagnose(folder, host)
+    from mmattn.errors import ConfigError
+    from mmattn.inspect.diagnosis import diagnose, doctor as examine
+    from mmattn.inspect.evidence import plain_pictures
+    from mmattn.inspect.report import LookingReport, Report
+
+    if sum(one is not None for one in (folder, model, url)) != 1:
+        raise ConfigError("doctor examines one thing: an adapter's folder, --model or --url")
+    if folder is not None:
+        report: Report = diagnose(folder, host)
+    else:
+        subject, processor = _subject(model) if model is not None else (url, None)
+        rows = plain_pictures() if data is None else data
+        questions = questions or (64 if url is None else 40)
+        report = examine(subject, rows, processor=processor, batch_size=batch_size, max_questions=questions)
     typer.echo(str(report))
+    for path in out or ():
+        if not isinstance(report, LookingReport):
+            raise ConfigError("--out goes with --model or --url")
+        text = json.dumps(report.as_dict(), indent=1) if path.suffix == ".json" else report.to_html()
+        path.write_text(text, encoding="utf-8")
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _subject(name: str) -> tuple[object, object]:
+    """Load the pipeline of an adapter's folder, or a model with its processor."""
+    from mmattn.models.loading import load_with_processor
+    from mmattn.pipelines import default_device, pipeline
+
+    if name.startswith("assets/") or (Path(name) / "pipeline_config.json").is_file():
+        return pipeline(name), None
+    processor, model = load_with_processor(name)
+    return model.to(default_device()), processor
 
 
 def explore(

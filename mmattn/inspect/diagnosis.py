@@ -6,7 +6,6 @@ import os
 import platform
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from os import PathLike
 
 import torch
@@ -20,65 +19,60 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFini
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Call, Keywords
+from mmattn.inspect.answering import make_answer
 from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
 from mmattn.inspect.environment import version
+from mmattn.inspect.evidence import read_items
+from mmattn.inspect.looking import examine
+from mmattn.inspect.report import Report
 from mmattn.inspect.trial import RowMemory, Trial, evaluating
 from mmattn.memory import Memory
 
-_WORDS = {True: "ok", False: "FAIL", None: "note"}
 
+def doctor(
+    model: object,
+    data: object,
+    *,
+    processor: object = None,
+    batched: bool = False,
+    batch_size: int = 8,
+    max_questions: int = 64,
+) -> Report:
+    """Check whether a model looks at its evidence, or an adapted model on a batch.
 
-@dataclass
-class Report:
-    """Verdicts of checks, in their order; a figure without a verdict is a note.
+    A model that answers questions from pictures or texts is asked the same questions with right, other, blank, moved
+    and no evidence, alone, again and in batches. The verdict FAIL comes from exact tests with an error level of 1 % for
+    all of them together; it takes some 30 questions to tell anything. A counterfactual is another row that asks the
+    same and has another answer. An answer is right if it has the text of its row as words of its own.
 
-    Args:
-        lines: verdict (None for a note), name of the check and answer.
-
-    >>> report = Report()
-    >>> report.add(True, "rows", "each depends on its own memory only")
-    >>> report.add(None, "null slot", "there is none")
-    >>> print(report)
-    ok    rows       each depends on its own memory only
-    note  null slot  there is none
-    >>> assert report.ok, report
-    """
-
-    lines: list[tuple[bool | None, str, str]] = field(default_factory=list)
-
-    def add(self, ok: bool | None, check: str, answer: str) -> None:
-        """Append a line."""
-        self.lines.append((ok, check, answer))
-
-    @property
-    def ok(self) -> bool:
-        """True if no check failed."""
-        return not self.failed
-
-    @property
-    def failed(self) -> list[str]:
-        """Names of the checks that failed."""
-        return [check for ok, check, _ in self.lines if ok is False]
-
-    def __str__(self) -> str:
-        width = max((len(check) for _, check, _ in self.lines), default=0)
-        return "\n".join(f"{_WORDS[ok]:<4}  {check:<{width}}  {answer}" for ok, check, answer in self.lines)
-
-
-def doctor(model: AdaptedModel, batch: Keywords) -> Report:
-    """Check each active adapter of a model on a batch: whether memory arrives, and only where it may.
-
-    The model is called some twenty times without gradients; hooks, modes and random states are restored. Of what has
-    rows and no slots (prefixes, passages, what another model has read) those checks are left out that are about slots.
+    An adapted model is checked on a batch: whether memory arrives, and only where it may, in each active adapter. It is
+    called some twenty times without gradients; hooks, modes and random states are restored. Of what has rows and no
+    slots (prefixes, passages, what another model has read) those checks are left out that are about slots.
 
     Args:
-        model: the adapted model.
-        batch: what it is called with, by name, `memory` included.
+        model: a function `(question, evidence) -> answer`, whose evidence is a list of images of Pillow and texts; a
+            model or pipeline of transformers that takes pictures or texts; a pipeline of ours that takes pictures; the
+            address of an endpoint of the OpenAI shape ("http://…/v1"); or an adapted model.
+        data: rows with a prompt (the question), a text (its answer), and images or passages, or their file or folder,
+            see `mmattn.training.read_rows`; for an adapted model what it is called with, by name, `memory` included.
+        processor: of a model of transformers; a tokenizer if it reads texts only.
+        batched: the function takes lists of questions and of their evidence, and returns a list.
+        batch_size: questions in a batch; for an endpoint requests at once.
+        max_questions: questions are drawn from the data, at most so many.
+
+    Returns:
+        The verdicts; on questions a `LookingReport`, with figures and every answer.
 
     Raises:
-        ConfigError: no batch with a memory that may be attended to.
+        ConfigError: rows without questions or evidence, a model that cannot be asked, or no batch with a memory that
+            may be attended to.
         ConditionError: no adapter is active, or the batch has a cache.
     """
+    if not isinstance(model, AdaptedModel):
+        items = read_items(data, max_questions)
+        return examine(make_answer(model, processor, batch_size, batched), items, batch_size)
+    _check_batch(data)
+    batch: Keywords = data  # type: ignore[assignment]
     report = Report()
     with evaluating(model):
         memories = memories_of(model, batch)
@@ -155,7 +149,6 @@ ROWS = 3
 
 def memories_of(model: AdaptedModel, batch: Keywords) -> dict[str, RowMemory]:
     """Return the memory of each active adapter in a batch, by name."""
-    _check_batch(batch)
     bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
     if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
@@ -175,7 +168,7 @@ def memories_of(model: AdaptedModel, batch: Keywords) -> dict[str, RowMemory]:
     return memories
 
 
-def _check_batch(batch: Keywords) -> None:
+def _check_batch(batch: object) -> None:
     if not isinstance(batch, Mapping) or batch.get("memory") is None:
         kind = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(

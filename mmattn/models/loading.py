@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -46,6 +46,15 @@ def load_pretrained(
     with _loading(name, what):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **revision)
     return tokenizer, load_model(kind, name, what, unused, **options)
+
+
+def load_with_processor(name: str) -> tuple[Any, PreTrainedModel]:
+    """Load a model that answers about pictures, and its processor, in float32."""
+    import transformers
+
+    with _loading(name, "processor of pictures and texts"):
+        processor = transformers.AutoProcessor.from_pretrained(resolve(name), trust_remote_code=False)
+    return processor, load_model("AutoModelForImageTextToText", name, "model of pictures and texts", dtype="float32")
 
 
 def load_feature_extractor(name: str | os.PathLike[str]) -> FeatureExtractionMixin:

@@ -60,22 +60,22 @@ def doctor(
     from mmattn.inspect.diagnosis import diagnose, doctor as examine
     from mmattn.inspect.evidence import plain_pictures
     from mmattn.inspect.report import LookingReport, Report
+    from mmattn.storage.files import write_text
 
     if sum(one is not None for one in (folder, model, url)) != 1:
         raise ConfigError("doctor examines one thing: an adapter's folder, --model or --url")
+    if folder is not None and out:
+        raise ConfigError("--out is for --model and --url; the report on a folder is only printed")
     if folder is not None:
         report: Report = diagnose(folder, host)
     else:
-        subject, processor = _subject(model) if model is not None else (url, None)
-        rows = plain_pictures() if data is None else data
-        questions = questions or (64 if url is None else 40)
-        report = examine(subject, rows, processor=processor, batch_size=batch_size, max_questions=questions)
+        subject, processor = (url, None) if model is None else _subject(model)
+        count, rows = questions or (64 if url is None else 40), plain_pictures() if data is None else data
+        report = examine(subject, rows, processor=processor, batch_size=batch_size, max_questions=count)
     typer.echo(str(report))
     for path in out or ():
-        if not isinstance(report, LookingReport):
-            raise ConfigError("--out goes with --model or --url")
-        text = json.dumps(report.as_dict(), indent=1) if path.suffix == ".json" else report.to_html()
-        path.write_text(text, encoding="utf-8")
+        assert isinstance(report, LookingReport)
+        write_text(path, json.dumps(report.as_dict(), indent=1) if path.suffix == ".json" else report.to_html())
     if not report.ok:
         raise typer.Exit(1)
 

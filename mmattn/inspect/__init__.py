@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_mask
     from mmattn.inspect.record_attention import AdapterMetrics, record
+    from mmattn.inspect.report import LookingReport
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 __all__ = [
     "AdapterMetrics",
+    "LookingReport",
     "Trace",
     "attribute",
     "doctor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from random import Random
@@ -64,18 +65,24 @@ def read_items(data: object, count: int) -> list[Item]:
             f"{len(bad)} of {len(rows)} rows lack a question or evidence, such as {bad[:3]}: give each a prompt, its "
             "answer as text, and image, images, passage or passages"
         )
+    by_question: dict[str, list[int]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        by_question[row.prompt].append(number)
     random, items = Random(0), []
     for number in random.sample(range(len(rows)), min(count, len(rows))):
         row, keys = rows[number], [content_key(*part) for part in parts[number]]
-        others = [one for one, other in enumerate(rows) if not is_right(other.text, row.text)]
-        random.shuffle(others)
-        others.sort(key=lambda one, row=row: rows[one].prompt != row.prompt)  # type: ignore[misc]
+        others = [one for some in (by_question[row.prompt], range(len(rows))) for one in _few(random, some)]
+        others = [one for one in others if not is_right(rows[one].text, row.text)]
         other = next((one for one in others if [content_key(*part) for part in parts[one]] != keys), None)
         if other is None:
             raise ConfigError(f"no row has another answer and other evidence than row {number}: give more rows")
         text = rows[other].text if rows[other].prompt == row.prompt else None
         items.append(Item(number, row.prompt, row.text, parts[number], parts[other], text))
     return items
+
+
+def _few(random: Random, numbers: Sequence[int]) -> list[int]:
+    return random.sample(numbers, min(len(numbers), 1000))
 
 
 def _rows(data: object) -> Sequence[Row]:

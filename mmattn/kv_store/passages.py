@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from mmattn import __version__
-from mmattn.adapters.adapter_config import check_tensors
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import AdapterFileError, ConditionError, ConfigError, ShapeError, check_int
+from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.peft import active_lora
-from mmattn.kv_store.passage_selection import Passage, PassageSelection, capture
+from mmattn.kv_store.passage_files import read_passages, write_passages
+from mmattn.kv_store.passage_folder import PassageFolder
+from mmattn.kv_store.passage_selection import Ids, Passage, PassageSelection, capture
+from mmattn.kv_store.passage_store import PassageStore
 from mmattn.progress import counted
 from mmattn.storage.fingerprints import fingerprint
-from mmattn.storage.json_files import making_sense, validated
-from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PASSAGES = "mmattn-passages"
 #: Tokens of passages that the host reads at once.
 TOKENS = 2048
 
@@ -51,10 +49,16 @@ class PassageCache:
         adapter: name of the passage adapter, where the model has several.
         prefix: ids before all passages, such as the begin of a chat template: every passage is read after them, and
             `select` puts them before each row, once.
+        max_bytes: of keys and values in memory, beside those of running calls; None for no limit. What does not fit is
+            loaded from the folder, or read by the host again.
+        folder: where each passage is written to a file when it is read; other processes, and later ones with the same
+            host and prefix, find it there.
+        max_file_bytes: of all files in the folder; None for no limit.
 
     Raises:
         ConditionError: the model has no passage adapter.
         ShapeError: ids beyond the host's vocabulary.
+        ConfigError: `max_file_bytes` without a folder.
 
     >>> import mmattn
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,32 +80,45 @@ class PassageCache:
         adapter: str | None = None,
         *,
         prefix: Sequence[int] | Tensor = (),
+        max_bytes: int | None = None,
+        folder: str | PathLike[str] | None = None,
+        max_file_bytes: int | None = None,
     ) -> None:
+        for name, size in (("max_bytes", max_bytes), ("max_file_bytes", max_file_bytes)):
+            if size is not None:
+                check_int(name, size, at_least=0)
+        if max_file_bytes is not None and folder is None:
+            raise ConfigError("max_file_bytes is the size of a folder, and there is none: PassageCache(folder=…)")
         self.model, self.tokenizer = model, tokenizer
         self.name = passage_adapter(model, adapter)
         self.prefix = self._tokens(prefix) if len(prefix) else ()
         self._prefix: Passage | None = None
-        self._passages: list[Passage] = []
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._folder, self._max_file_bytes = folder, max_file_bytes
+        heads = [site.sizes for site in self._adapter().sites]
+        weights = sum(weight.numel() for weight in model.host.parameters())
+        self._sizes = weights, sum(2 * one.num_heads * one.head_dim for one in heads)
+        self._store = PassageStore(max_bytes, self._cost)
+        self._ids: list[Ids] = []
+        self._numbers: dict[Ids, int] = {}
         self._version: TensorVersion | None = None
         self._active: object = None
 
     def __len__(self) -> int:
         """Number of passages."""
-        return len(self._passages)
+        return len(self._ids)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each passage."""
-        return [len(passage.ids) for passage in self._passages]
+        return list(map(len, self._ids))
 
     def ids(self, number: int) -> list[int]:
         """Return the ids of a passage; IndexError if there is none of this number."""
-        return list(self._passage(number).ids)
+        return list(self._passage(number))
 
     def nbytes(self) -> int:
-        """Bytes of keys and values, those included that were left in a file."""
-        return sum(passage.nbytes() for passage in self._passages)
+        """Bytes of keys and values in memory, those included that `load` left in its file."""
+        return self._store.nbytes
 
     def add(self, passages: Iterable[str | Sequence[int] | Tensor], *, progress: bool = True) -> list[int]:
         """Have the host read passages; one that it has read is not read again.
@@ -121,23 +138,15 @@ class PassageCache:
         """
         tokens = [self._tokens(one) for one in passages]
         self.check_current()
-        new = sorted({ids for ids in tokens if ids not in self._numbers}, key=lambda ids: (len(ids), ids))
-        if self._version is None:
-            self._remember()
-        read: dict[tuple[int, ...], Passage] = {}
+        self._remember()
+        new = {ids for ids in tokens if ids not in self._numbers and ids not in self._store}
         with counted(max(len(new), 1), "reading passages", progress and bool(new)) as advance:
-            while len(read) < len(new):
-                rest = new[len(read) :]
-                count = max(1, min(len(rest), TOKENS // (len(self.prefix) + len(rest[0]))))
-                while count > 1 and count * (len(self.prefix) + len(rest[count - 1])) > TOKENS:
-                    count -= 1
-                for passage in read_with_host(self.model, self.name, rest[:count], self.prefix):
-                    read[passage.ids] = passage
-                advance(count)
+            for read in self._read(new):
+                advance(len(read))
         for ids in tokens:
             if ids not in self._numbers:
-                self._numbers[ids] = len(self._passages)
-                self._passages.append(read[ids])
+                self._numbers[ids] = len(self._ids)
+                self._ids.append(ids)
         return [self._numbers[ids] for ids in tokens]
 
     def select(self, rows: Sequence[Sequence[int]], recomputed_tokens: int = 0) -> PassageSelection:
@@ -159,9 +168,9 @@ class PassageCache:
         check_int("recomputed_tokens", recomputed_tokens, at_least=0)
         if not rows:
             raise ShapeError("passages are selected for each row of text, and there are no rows: select([[0, 2], [1]])")
-        prefix = self._read_prefix()
-        chosen = [[*prefix, *(self._passage(number) for number in row)] for row in rows]
-        return PassageSelection(self._check, partial(capture, self.model, self.name), chosen, recomputed_tokens)
+        chosen = [[self._passage(number) for number in row] for row in rows]
+        self._store.prefetch(ids for row in chosen for ids in row)
+        return PassageSelection(self, chosen, recomputed_tokens)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all passages to one file, with a fingerprint of the host.
@@ -173,7 +182,9 @@ class PassageCache:
             ConditionError: the host's weights have changed since it read them.
         """
         self.check_current()
-        write_passages(path, self._passages, self._fingerprint(), self._read_prefix())
+        (passages,) = self.passages([self._ids])
+        count = len(passages) - len(self._ids)
+        write_passages(path, passages[count:], self._fingerprint(), passages[:count])
 
     @classmethod
     def load(
@@ -197,13 +208,13 @@ class PassageCache:
             AdapterFileError: the file is torn, changed or something else, or another host has read them.
         """
         cache = cls(model, tokenizer)
-        adapter = model.adapter(cache.name)
-        assert isinstance(adapter, PassageLayers)
-        prefix, cache._passages = read_passages(path, cache._fingerprint(), adapter, mapped, cache._vocab_size())
+        prefix, passages = read_passages(path, cache._fingerprint(), cache._adapter(), mapped, cache._vocab_size())
         if prefix is not None:
             cache.prefix, cache._prefix = prefix.ids, prefix
-        cache._numbers = {passage.ids: number for number, passage in enumerate(cache._passages)}
         cache._remember()
+        cache._store.put(passages)
+        cache._ids = [passage.ids for passage in passages]
+        cache._numbers = {ids: number for number, ids in enumerate(cache._ids)}
         return cache
 
     def check_current(self) -> None:
@@ -216,7 +227,7 @@ class PassageCache:
                 "passages, or other LoRA adapters are active: make a new PassageCache(model) and add them again"
             )
 
-    def _check(self, adapter: PassageLayers) -> None:
+    def check(self, adapter: PassageLayers) -> None:
         """Raise ConditionError for passages that another host, or this host with other weights, has read."""
         if self.model.adapters[self.name] is not adapter:
             raise ConditionError(
@@ -225,18 +236,59 @@ class PassageCache:
             )
         self.check_current()
 
+    def passages(self, rows: Sequence[Sequence[Ids]]) -> list[list[Passage]]:
+        """Return the passages of each row, behind the prefix: from memory, from their files, or read again."""
+        found: dict[Ids, Passage | None] = {ids: None for row in rows for ids in row}
+        for ids in found:
+            self._store.use(ids)
+            found[ids] = self._store.find(ids)
+        for read in self._read(ids for ids, passage in found.items() if passage is None):
+            found.update(read)
+        prefix = self._read_prefix()
+        return [[*prefix, *(passage for ids in row if (passage := found[ids]) is not None)] for row in rows]
+
+    def _read(self, wanted: Iterable[Ids]) -> Iterator[dict[Ids, Passage]]:
+        """Have the host read passages in batches, each passage in one process at a time."""
+        rest = sorted(wanted, key=lambda ids: (len(ids), ids))
+        while rest:
+            count = max(1, min(len(rest), TOKENS // (len(self.prefix) + len(rest[0]))))
+            while count > 1 and count * (len(self.prefix) + len(rest[count - 1])) > TOKENS:
+                count -= 1
+            batch, rest = rest[:count], rest[count:]
+            with self._store.writing(batch):
+                read = {ids: passage for ids in batch if (passage := self._store.find(ids)) is not None}
+                if new := [ids for ids in batch if ids not in read]:
+                    passages = read_with_host(self.model, self.name, new, self.prefix)
+                    self._store.put(passages)
+                    read |= {passage.ids: passage for passage in passages}
+            yield read
+
     def _remember(self) -> None:
+        """Remember the weights of the host, once, and open the folder for them."""
+        if self._version is not None:
+            return
         self._version = TensorVersion(self.model.host.parameters())
         self._active = active_lora(self.model.host)
+        if self._folder is not None:
+            host = f"{self._fingerprint()} {self._active} {self.prefix}"
+            folder, start = os.fspath(self._folder), len(self.prefix)
+            self._store.folder = PassageFolder(folder, self._max_file_bytes, host, self._adapter(), start, self._cost)
+
+    def _cost(self, tokens: int) -> float:
+        """Return the products that a passage takes (arXiv 2001.08361, section 2.1): with weights, and in attention."""
+        weights, widths = self._sizes
+        return tokens * (weights + widths * (len(self.prefix) + tokens / 2))
 
     def _read_prefix(self) -> list[Passage]:
         """Return the prefix as a passage, read once; an empty list without one."""
         if self.prefix and self._prefix is None:
             self.check_current()
-            if self._version is None:
-                self._remember()
+            self._remember()
             (self._prefix,) = read_with_host(self.model, self.name, [self.prefix])
         return [] if self._prefix is None else [self._prefix]
+
+    def _adapter(self) -> PassageLayers:
+        return cast(PassageLayers, self.model.adapter(self.name))
 
     def _fingerprint(self) -> str:
         return fingerprint(self.model.host.state_dict())
@@ -244,12 +296,12 @@ class PassageCache:
     def _vocab_size(self) -> int | None:
         return getattr(text_config(self.model.host), "vocab_size", None)
 
-    def _passage(self, number: int) -> Passage:
-        if not 0 <= number < len(self._passages):
+    def _passage(self, number: int) -> Ids:
+        if not 0 <= number < len(self._ids):
             raise IndexError(f"there is no passage {number}: this cache has {len(self)}, counted from 0")
-        return self._passages[number]
+        return self._ids[number]
 
-    def _tokens(self, passage: str | Sequence[int] | Tensor) -> tuple[int, ...]:
+    def _tokens(self, passage: str | Sequence[int] | Tensor) -> Ids:
         if isinstance(passage, str):
             if self.tokenizer is None:
                 raise ConfigError("a passage was given as a text: PassageCache(model, tokenizer), or give its ids")
@@ -278,9 +330,7 @@ def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:
     return names[0]
 
 
-def read_with_host(
-    model: AdaptedModel, name: str, passages: Sequence[tuple[int, ...]], prefix: tuple[int, ...] = ()
-) -> list[Passage]:
+def read_with_host(model: AdaptedModel, name: str, passages: Sequence[Ids], prefix: Ids = ()) -> list[Passage]:
     """Return keys and values of passages, each read alone after the prefix; the host reads them in one batch."""
     start, longest = len(prefix), len(prefix) + max(map(len, passages))
     padded = torch.tensor([[*prefix, *one, *[one[-1]] * (longest - start - len(one))] for one in passages])
@@ -289,94 +339,14 @@ def read_with_host(
     has_windows = any(window is not None for window in captured.windows.values())
 
     def of_row(row: int, slots: dict[int, Tensor]) -> dict[int, Tensor]:
-        end = start + len(passages[row])
-        return {layer: one[row, :, start:end].transpose(0, 1).contiguous() for layer, one in slots.items()}
+        tokens = slice(start, start + len(passages[row]))
+        # Copied, as a view would hold the whole batch.
+        return {
+            layer: one[row, :, tokens].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            for layer, one in slots.items()
+        }
 
     return [
         Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows, start)
         for row, ids in enumerate(passages)
     ]
-
-
-def write_passages(
-    path: str | PathLike[str], passages: Sequence[Passage], host: str, prefix: Sequence[Passage] = ()
-) -> None:
-    """Write the prefix and the passages to one file, with the fingerprint of their host."""
-    if not passages:
-        raise AdapterFileError(f"there are no passages to write to {str(path)!r}: add some first")
-    passages = [*prefix, *passages]
-    tables = {
-        "ids": torch.tensor([token for passage in passages for token in passage.ids]),
-        "lengths": torch.tensor([len(passage.ids) for passage in passages]),
-    }
-    for layer in passages[0].keys:
-        tables[f"keys.{layer}"] = torch.cat([passage.keys[layer].cpu() for passage in passages])
-        tables[f"values.{layer}"] = torch.cat([passage.values[layer].cpu() for passage in passages])
-    about: dict[str, object] = {"host": host, "has_windows": any(passage.has_windows for passage in passages)}
-    if prefix:
-        about["has_prefix"] = True
-    write_tensors(path, tables, {"format": PASSAGES, "mmattn_version": __version__, **about})
-
-
-def read_passages(
-    path: str | PathLike[str], host: str, adapter: PassageLayers, mapped: bool, vocab_size: int | None = None
-) -> tuple[Passage | None, list[Passage]]:
-    """Read the prefix and the passages that `write_passages` wrote for the host with this fingerprint.
-
-    Raises AdapterFileError if the file is torn, changed or something else, another host has read the passages, or the
-    file holds what no host can have read.
-    """
-    with making_sense(path, "passages"):
-        tables, metadata = read_tensors(path, PASSAGES, mapped=mapped)
-        if metadata.get("host") != host:
-            raise AdapterFileError(
-                f"the passages in {str(path)!r} were read by a host with other weights: take the host that read them, "
-                "or read them again, PassageCache(model).add(…)"
-            )
-        has_windows = validated(f"has_windows in {str(path)!r}", bool, metadata.get("has_windows"))
-        has_prefix = validated(f"has_prefix in {str(path)!r}", bool, metadata.get("has_prefix", False))
-        _check_passages(path, tables, adapter, vocab_size)
-        lengths = tables["lengths"].tolist()
-        parts = {name: table.split(lengths) for name, table in tables.items() if name != "lengths"}
-        passages = [
-            Passage(
-                tuple(parts["ids"][number].tolist()),
-                {layer: parts[f"keys.{layer}"][number] for layer in adapter.layers},
-                {layer: parts[f"values.{layer}"][number] for layer in adapter.layers},
-                has_windows,
-                lengths[0] if has_prefix and number else 0,
-            )
-            for number in range(len(lengths))
-        ]
-        prefix = passages.pop(0) if has_prefix else None
-        if len({passage.ids for passage in passages}) != len(passages):
-            raise AdapterFileError(f"{str(path)!r} holds a passage twice, and each is read once")
-    return prefix, passages
-
-
-def _check_passages(
-    path: str | PathLike[str], tables: Mapping[str, Tensor], adapter: PassageLayers, vocab_size: int | None
-) -> None:
-    """Refuse tables of passages that this host cannot have read."""
-    total = len(tables["ids"])
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "ids": ((total,), torch.int64),
-        "lengths": ((tables["lengths"].numel(),), torch.int64),
-    }
-    for site in adapter.sites:
-        kind = tables[f"keys.{site.layer}"].dtype
-        assert site.heads is not None
-        widths = {"keys": site.heads.head_dim, "values": site.heads.value_dim or site.heads.head_dim}
-        for part, width in widths.items():
-            expected[f"{part}.{site.layer}"] = ((total, site.heads.num_kv_heads, width), kind)
-        if not kind.is_floating_point or kind.itemsize == 1:
-            raise AdapterFileError(f"the keys in {str(path)!r} are {kind}, in which no host computes them")
-    check_tensors(expected, tables)
-    lengths, ids = tables["lengths"], tables["ids"]
-    if not len(lengths) or int(lengths.min()) < 1 or int(lengths.max()) > total or int(lengths.sum()) != total:
-        raise AdapterFileError(f"the passages in {str(path)!r} are not as long as it says, of {total} tokens in all")
-    if int(ids.min()) < 0 or (vocab_size is not None and int(ids.max()) >= vocab_size):
-        raise AdapterFileError(
-            f"{str(path)!r} has ids from {int(ids.min())} to {int(ids.max())}, and the vocabulary of this host has "
-            f"{vocab_size}"
-        )

@@ -38,8 +38,7 @@ class _PassageHits(PassageSelection):
     """Selected passages with the sources of each row, their weights still 0."""
 
     def __init__(self, passages: PassageCache, numbers: list[list[int]], sources: list[list[Source]]) -> None:
-        chosen = passages.select(numbers)
-        super().__init__(chosen.check, chosen.capture, chosen.rows)
+        super().__init__(passages, passages.select(numbers).rows)
         self.sources = sources
 
 
@@ -153,9 +152,8 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
 
     def _sources(self, memory: _PassageHits, row: int, weights: Sequence[float]) -> tuple[Source, ...]:
         begin, sources = len(self.passages.prefix), []
-        passages = memory.rows[row][bool(begin) :]
-        for source, passage in zip(memory.sources[row], passages, strict=True):
-            end = begin + len(passage.ids)
+        for source, ids in zip(memory.sources[row], memory.rows[row], strict=True):
+            end = begin + len(ids)
             sources.append(replace(source, weight=sum(weights[begin:end])))
             begin = end
         return tuple(sorted(sources, key=lambda source: -source.weight))

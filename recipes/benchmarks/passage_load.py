@@ -1,0 +1,227 @@
+"""Passages under load: time to the first token of SmolLM2 over thousands of requests, and its answers.
+
+    python -m recipes.benchmarks.passage_load [--queries 10000] [--passages 2000] [--top-k 6] [--folder DIR]
+    python -m recipes.benchmarks.passage_load --answers 400
+
+Passages of 64 to 256 tokens, facts about territories, are read beforehand; memory holds a quarter of their keys and
+values, a folder all of them. Each request asks for passages drawn by Zipf's law, always in a new combination, and a
+question follows them. First tokens are computed in windows; of requests between them the passages are fetched, which is
+all that the cache sees of a request. Files are dropped from the operating system's cache after their
+use, so that each is read from the disk again. Some requests of each window are answered from the prompt, too, right
+after: the speed without a cache, and the median of the ratios.
+
+Beside ours stands the curve that was published of CacheBlend under novel requests (LMCache issue 4663, two sizes of its
+cache; its batches are taken as 30 requests): the speed over no cache, which falls to 1 within 60 to 90 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+
+import mmattn
+from mmattn import pipelines
+from recipes.benchmarks.timing import megabytes
+from recipes.rag.territories import Fact, load_facts
+from recipes.rag.topics import is_right
+
+#: LMCache issue 4663: speed of prefilling over no cache, by batches of novel requests, with 100 GB and with 20 GB.
+PUBLISHED = {"100 GB": (4.48, 2.33, 1.32, 1.07), "20 GB": (1.49, 1.08, 1.07, 1.07, 1.12, 1.06)}
+BATCH = 30
+LENGTHS = 64, 256
+AGAIN = 0.15
+#: Requests of a window that are answered from the prompt, too.
+FROM_PROMPT = 10
+
+
+def make_passages(tokenizer: Any, count: int, seed: int) -> list[list[Fact]]:
+    """Return facts for each passage, of a length drawn from LENGTHS."""
+    random = Random(seed)
+    facts = [fact for part in load_facts() for fact in part]
+    random.shuffle(facts)
+    passages: list[list[Fact]] = []
+    while len(passages) < count:
+        length, some = random.randint(*LENGTHS), [facts[len(passages) % len(facts)]]
+        while len(tokenizer(text_of([*some, fact := random.choice(facts)]))["input_ids"]) <= length:
+            some.append(fact)
+        passages.append(some)
+    return passages
+
+
+def text_of(facts: Sequence[Fact]) -> str:
+    """Return a passage."""
+    return " ".join(fact.sentence for fact in facts) + "\n\n"
+
+
+class Load:
+    """SmolLM2 with passages in memory for a share, and in files; requests drawn by Zipf's law."""
+
+    def __init__(self, options: argparse.Namespace, folder: str) -> None:
+        self.pipe = mmattn.pipeline(host="smollm2", dtype=torch.bfloat16)
+        self.model, tokenizer, prefix = self.pipe.model, self.pipe.tokenizer, self.pipe.passages.prefix
+        self.facts = make_passages(tokenizer, options.passages, options.seed)
+        texts = [text_of(facts) for facts in self.facts]
+        one = mmattn.hosts.PassageCache(self.model, tokenizer, prefix=prefix)
+        one.add(texts[:1], progress=False)
+        tokens = sum(map(len, tokenizer(texts)["input_ids"]))
+        size = tokens * one.nbytes() // one.lengths[0]
+        self.folder = Path(folder)
+        self.cache = mmattn.hosts.PassageCache(
+            self.model, tokenizer, prefix=prefix, max_bytes=int(size * options.memory), folder=folder
+        )
+        start = time.perf_counter()
+        self.numbers = self.cache.add(texts, progress=False)
+        seconds, held = time.perf_counter() - start, self.cache.nbytes() / 1e9
+        about = f"{len(self.cache)} passages, {tokens:,} tokens, {size / 1e9:.2f} GB, of which {held:.2f} in memory"
+        print(f"{about}; read in {seconds:.0f} s", flush=True)
+        self.random = np.random.default_rng(options.seed)
+        self.popularity = 1 / np.arange(1, options.passages + 1) ** options.exponent
+        self.popularity /= self.popularity.sum()
+        self.ranks = self.random.permutation(options.passages)
+        self.top_k, self.swept = options.top_k, 0.0
+
+    def draw(self) -> tuple[list[int], Fact]:
+        """Return the passages of a request, and the fact of one of them that it asks for."""
+        rows = self.ranks[self.random.choice(len(self.ranks), self.top_k, replace=False, p=self.popularity)]
+        facts = self.facts[self.random.choice(rows)]
+        return [self.numbers[row] for row in rows], facts[self.random.integers(len(facts))]
+
+    def question(self, fact: Fact) -> torch.Tensor:
+        """Return the ids of a question (1, l), behind the passages in the chat template."""
+        return torch.tensor([self.pipe.make_prompt(fact.question)])
+
+    def in_prompt(self, row: Sequence[int], question: torch.Tensor) -> torch.Tensor:
+        """Return the ids of a prompt (1, l) that has the passages."""
+        passages = [token for number in row for token in self.cache.ids(number)]
+        return torch.cat([torch.tensor([[*self.cache.prefix, *passages]]), question], 1)
+
+    def drop_files(self) -> None:
+        """Drop files that were used since the last time from the cache of the operating system."""
+        last, self.swept = self.swept, time.time()
+        for shard in os.scandir(self.folder):
+            for entry in os.scandir(shard):
+                if entry.stat().st_mtime >= last:
+                    with open(entry.path, "rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(model: Any, ids: torch.Tensor, **memory: Any) -> float:
+    """Return the seconds of one call, to the logits of the first token."""
+    start = time.perf_counter()
+    model(ids, use_cache=True, logits_to_keep=1, **memory)
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def first_tokens(load: Load, options: argparse.Namespace) -> None:
+    """Print the time to the first token by windows of requests, beside the published curve."""
+    os.sync()
+    load.drop_files()
+    ends = [end for end in (1000, 5000, 10_000) if end <= options.queries]
+    windows = [(begin, begin + BATCH) for begin in range(0, 5 * BATCH, BATCH)] + [(50, 150)]
+    windows += [(end - 100, end) for end in ends]
+    ours: dict[int, float] = {}
+    beside: dict[int, tuple[float, float]] = {}  # seconds from the prompt, and with tokens read again
+    queue: list[Any] = []
+    for number in range(options.queries):
+        while len(queue) <= options.ahead:
+            row, fact = load.draw()
+            queue.append((row, load.question(fact), load.cache.select([row]) if options.ahead else None))
+        row, question, memory = queue.pop(0)
+        sizes = [end - begin for begin, end in windows if begin <= number < end]
+        if sizes:
+            start = time.perf_counter()
+            memory = memory or load.cache.select([row])
+            ours[number] = time.perf_counter() - start + timed(load.model, question, memory=memory)
+            if number % max(min(sizes) // FROM_PROMPT, 1) == 0:
+                more = load.cache.select([row], recomputed_tokens=again(load))
+                seconds = timed(load.model.host, load.in_prompt(row, question))
+                beside[number] = seconds, timed(load.model, question, memory=more)
+        else:
+            load.cache.passages((memory or load.cache.select([row])).rows)
+        if number % 5 == 4:
+            load.drop_files()
+        if number % 500 == 499:
+            print(f"{number + 1} requests, {megabytes('RssAnon'):,.0f} MB without files", flush=True)
+    columns = ["requests", "ms", "of the prompt's", "15 % read again", "times as fast"]
+    columns += [f"published, {size}" for size in PUBLISHED]
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    figures: dict[tuple[int, int], tuple[float, float]] = {}
+    for begin, end in windows:
+        mean = statistics.mean(ours[number] for number in range(begin, end))
+        inside = [(ours[number], *one) for number, one in beside.items() if begin <= number < end]
+        share, more = (statistics.median(one[place] / one[1] for one in inside) for place in (0, 2))
+        figures[begin, end] = mean, share
+        place, is_batch = begin // BATCH, end - begin == BATCH
+        cells = [f"{mean * 1e3:.0f}", f"{share:.3f}", f"{more:.3f}", f"{1 / share:.1f}"]
+        cells += [f"{curve[place]:.2f}" if is_batch and place < len(curve) else "" for curve in PUBLISHED.values()]
+        print(f"| {begin}–{end} | {' | '.join(cells)} |")
+    (early, early_share), (late, late_share) = figures[50, 150], figures[windows[-1]]
+    print(f"\nlast window over 50–150: {late / early:.2f} in ms, {late_share / early_share:.2f} of the prompt's")
+
+
+def again(load: Load) -> int:
+    """Return the tokens of each passage that are read again."""
+    return round(AGAIN * statistics.mean(load.cache.lengths))
+
+
+def answers(load: Load, count: int) -> None:
+    """Print how many questions are answered right in each way."""
+    asked = [load.draw() for _ in range(count)]
+    rows, facts = [row for row, _ in asked], [fact for _, fact in asked]
+    shares: dict[str, list[bool]] = {}
+    ways: dict[str, tuple[list[list[int]], int | None]] = {
+        "passages in the prompt": (rows, None),
+        "passages read beforehand": (rows, 0),
+        f"{AGAIN:.0%} of their tokens read again": (rows, again(load)),
+        "passages of another question": ([*rows[1:], rows[0]], 0),
+        "no passages": ([[] for _ in rows], 0),
+    }
+    for name, (chosen, recomputed) in ways.items():
+        shares[name] = []
+        for begin in range(0, count, 20):
+            part, some = chosen[begin : begin + 20], facts[begin : begin + 20]
+            questions, memory = [load.question(fact) for fact in some], None
+            if recomputed is None:
+                questions = [load.in_prompt(row, one) for row, one in zip(part, questions, strict=True)]
+            else:
+                memory = load.cache.select(part, recomputed_tokens=recomputed)
+            prompts, options = [one[0].tolist() for one in questions], {"max_new_tokens": 16}
+            replies = pipelines.generate_texts(load.model, load.pipe.tokenizer, prompts, memory, options=options)
+            shares[name] += [is_right(fact.value, reply) for fact, reply in zip(some, replies, strict=True)]
+        same = statistics.mean(a == b for a, b in zip(shares[name], shares["passages in the prompt"], strict=True))
+        print(f"| {name} | {statistics.mean(shares[name]):.1%} right | {same:.1%} as from the prompt |", flush=True)
+
+
+def main() -> None:
+    """Parse the command line, read the passages, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, default=10_000, help="requests, 180 or more")
+    parser.add_argument("--passages", type=int, default=2000)
+    parser.add_argument("--top-k", type=int, default=6, help="passages of a request")
+    parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law")
+    parser.add_argument("--memory", type=float, default=0.25, help="share of keys and values that memory holds")
+    parser.add_argument("--ahead", type=int, default=1, help="requests that wait while one is answered")
+    parser.add_argument("--folder", help="of the files, kept; a temporary one by default")
+    parser.add_argument("--answers", type=int, help="questions to answer, instead of timing first tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        load = Load(options, options.folder or temporary)
+        first_tokens(load, options) if options.answers is None else answers(load, options.answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mmattn.encoders.hybrid import HybridEncoder
     from mmattn.encoders.images import ImageProcessor, load_image
     from mmattn.encoders.multi_vector import MultiVectorEncoder
+    from mmattn.encoders.names import NameEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.series import SeriesEncoder
     from mmattn.encoders.style import StyleEncoder, StyleNetwork
@@ -31,6 +32,7 @@ __all__ = [
     "ImageProcessor",
     "LogMelEncoder",
     "MultiVectorEncoder",
+    "NameEncoder",
     "SeriesEncoder",
     "StyleEncoder",
     "StyleNetwork",

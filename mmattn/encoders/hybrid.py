@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from mmattn.storage.safetensors import read_tensors, write_tensors
 if TYPE_CHECKING:
     from sklearn.feature_extraction.text import HashingVectorizer
 
-_FORMAT = "mmattn-hybrid-encoder"
 #: Lengths of the n-grams.
 _NGRAMS = (2, 4)
 
@@ -58,6 +57,7 @@ class HybridEncoder(TextEncoderBase):
     (True, 640)
     """
 
+    file_format: ClassVar[str] = "mmattn-hybrid-encoder"
     model: TextEncoder
     query_projection: tuple[Tensor, Tensor] | None
 
@@ -103,6 +103,18 @@ class HybridEncoder(TextEncoderBase):
         down, up = (part.to(vectors) for part in self.query_projection)
         return nn.functional.normalize(vectors + vectors @ down @ up, dim=-1)
 
+    def fit(self, queries: Sequence[str], entries: Sequence[str]) -> None:
+        """Learn the map from the texts of queries to those of the entries that answer them.
+
+        Args:
+            queries: texts of queries.
+            entries: the entry that each should find.
+
+        Raises:
+            ShapeError: another number of entries than of queries, or none.
+        """
+        self.fit_queries(self.encode(queries).tokens[:, 0], self.encode(entries).tokens[:, 0])
+
     @torch.no_grad()
     def fit_queries(self, queries: Tensor, entries: Tensor, *, ridge: float = 1e-3, rank: int = 64) -> None:
         """Learn a linear map from queries to the entries that answer them, by ridge regression.
@@ -141,10 +153,9 @@ class HybridEncoder(TextEncoderBase):
             OSError: the disk is full, or the folder is not writable.
         """
         if self.query_projection is None:
-            raise ConfigError("there is no map of queries to save: call fit_queries first")
+            raise ConfigError("there is no map of queries to save: call fit first")
         name = os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
-        metadata = {"format": _FORMAT, "name": name, "ngrams": self.ngrams}
-        write_tensors(Path(path), self._weights(), metadata)
+        write_tensors(Path(path), self._weights(), {"format": self.file_format, "name": name, **self._metadata()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> HybridEncoder:
@@ -157,19 +168,23 @@ class HybridEncoder(TextEncoderBase):
         Raises:
             AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
         """
-        state, metadata = read_tensors(Path(path), _FORMAT)
+        state, metadata = read_tensors(Path(path), cls.file_format)
         with making_sense(path, "HybridEncoder"):
             name = validated("name", str, metadata["name"])
             ngrams = check_int("ngrams", metadata["ngrams"], at_most=1 << 24)
             down, up = state["down"].float(), state["up"].float()
         encoder = cls(name, ngrams=ngrams, device=device)
-        if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == encoder.dim and down.shape[1] == len(up)):
-            raise AdapterFileError(
-                f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, but {name!r} with "
-                f"{ngrams} n-grams gives vectors of width {encoder.dim}: the text encoder has changed"
-            )
-        encoder.query_projection = (down.to(encoder.device), up.to(encoder.device))
+        encoder._set_projection(path, down, up)
         return encoder
+
+    def _set_projection(self, path: str | os.PathLike[str], down: Tensor, up: Tensor) -> None:
+        """Take the map of a file, or refuse one of another width."""
+        if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == self.dim and down.shape[1] == len(up)):
+            raise AdapterFileError(
+                f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, but {self.name!r} "
+                f"with {self.ngrams} n-grams gives vectors of width {self.dim}: the text encoder has changed"
+            )
+        self.query_projection = (down.to(self.device), up.to(self.device))
 
     @property
     def fingerprint(self) -> str:
@@ -179,13 +194,16 @@ class HybridEncoder(TextEncoderBase):
 
     @cached_property
     def _hashing(self) -> HashingVectorizer:
-        text = import_extra("sklearn.feature_extraction.text", "data")
-        return text.HashingVectorizer(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams, dtype="float32")
+        return hashing(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams)
 
     def _spelling(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.ngrams)
         return torch.from_numpy(self._hashing.transform(texts).toarray())
+
+    def _metadata(self) -> dict[str, object]:
+        """Return the settings that a file needs beside the name of the text encoder."""
+        return {"ngrams": self.ngrams}
 
     def _described(self) -> dict[str, object]:
         return {**self.settings, "dense": self.model.fingerprint}
@@ -195,3 +213,8 @@ class HybridEncoder(TextEncoderBase):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, ngrams={self.ngrams}, query_projection={self.query_projection is not None}"
+
+
+def hashing(**settings: Any) -> HashingVectorizer:
+    """Return scikit-learn's counts of features at hashed places."""
+    return import_extra("sklearn.feature_extraction.text", "data").HashingVectorizer(dtype="float32", **settings)

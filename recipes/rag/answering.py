@@ -109,8 +109,11 @@ def most_attended(
         texts = [begin + text for text in prompts[start : start + batch]]
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device_of(model))
         memory = memory_on(model, memory_of(list(range(start, start + len(texts)))))
+        # The weights of all entries are recorded: of the last token alone.
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        before = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], memory=memory, use_cache=True)
         with inspect.record(model) as weights:
-            model(**inputs, memory=memory)
+            model(input_ids=ids[:, -1:], attention_mask=mask, memory=memory, cache=before.cache)
         places = weights.mean()[0][:, -1].argmax(1).tolist()
         sources = getattr(memory, "sources", None)
         entries += places if sources is None else [sources[row][place]["id"] for row, place in enumerate(places)]

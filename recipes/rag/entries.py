@@ -38,7 +38,7 @@ def embed(encoder: HybridEncoder, texts: Sequence[str], cache: Path, progress: b
 
 @dataclass
 class Entries:
-    """Facts, the vectors (n, e) of their titles and values, those (q, e) of the first q questions, and the encoder."""
+    """Facts, vectors of their titles (n, e), distinct values and first q questions (q, e), and the encoder."""
 
     facts: list[Fact]
     titles: Tensor
@@ -50,25 +50,25 @@ class Entries:
         self.by_key: dict[str, list[int]] = {}  # the rows of each key
         for row, fact in enumerate(self.facts):
             self.by_key.setdefault(fact.key, []).append(row)
+        place = {value: row for row, value in enumerate(distinct_values(self.facts))}
+        self.value_rows = torch.tensor([place[fact.value] for fact in self.facts])
 
     @classmethod
     def of(
         cls, facts: list[Fact], questions: int, encoder: HybridEncoder, cache: Path, progress: bool = False
     ) -> Entries:
         """Embed each text once; the first `questions` facts have questions."""
-        values = sorted({fact.value for fact in facts})
-        place = {value: row for row, value in enumerate(values)}
         return cls(
             facts,
             embed(encoder, [fact.title for fact in facts], cache, progress),
-            embed(encoder, values, cache)[[place[fact.value] for fact in facts]],
+            embed(encoder, distinct_values(facts), cache),
             embed(encoder, [fact.question for fact in facts[:questions]], cache, progress),
             encoder,
         )
 
     def slots(self, rows: Sequence[int] | Tensor) -> Tensor:
         """Return the slots (…, 2e) of some facts: the title's vector and the value's."""
-        return torch.cat([self.titles[rows], self.values[rows]], -1)
+        return torch.cat([self.titles[rows], self.values[self.value_rows[rows]]], -1)
 
     def queries(self, rows: Sequence[int]) -> Tensor:
         """Return queries (n, 2e) that compare questions with the titles of slots, and with nothing of their values."""
@@ -92,6 +92,11 @@ class Entries:
         places = torch.stack([choice[one.indices] for one in best])
         sources = [[{"id": row} for row in line] for line in places.tolist()]
         return mmattn.Memory(self.slots(places), scores=torch.stack([one.values for one in best]), sources=sources)
+
+
+def distinct_values(facts: Sequence[Fact]) -> list[str]:
+    """Return the values of facts, each once."""
+    return sorted({fact.value for fact in facts})
 
 
 @dataclass

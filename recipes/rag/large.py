@@ -4,13 +4,15 @@
         [--query-scale 0.8]
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
-`Measure` with the mean and half the range over the adapters, and the seconds that one question took.
+`Measure` with the mean and half the range over the adapters, and the seconds that one question took. For "index" also
+the recall of attention's own search, and the time of a token of a GPT-2 small that searches the same index.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,18 @@ import yaml
 
 import mmattn
 from mmattn import training
+from recipes.benchmarks.hosts import from_cache, make_host, open_gates
+from recipes.benchmarks.timing import interleaved, ratio
 
 from .answering import load_lm
 from .measure import Measure, shares
 from .settings import Config
+from .territories import prompt
 from .train import FACTS, load_entries
 
 #: Besides the hits of attention in so many lists, the entries with the best scores are always in view.
-SETTINGS: dict[str, dict[str, Any]] = {"ivf": {"visited": 16}}
+SETTINGS: dict[str, dict[str, Any]] = dict.fromkeys(("ivf", "ivfpq"), {"lists": 2000, "visited": 8})
+RECALLED = 10  # questions whose searches are compared with all entries
 FURTHER = {"seconds": ("seconds a question", 1, ".2f", "")}
 
 
@@ -52,11 +58,18 @@ def main() -> None:
     index = None
     if "index" in args.ways:
         index = entries.index_of_slots(one.rows, args.store, **SETTINGS.get(args.store, {}))
+        queries = entries.queries(one.questions[:RECALLED])
+        print(f"a token: {token_time(index, queries):.2f} of the host alone", flush=True)
     runs: list[list[dict[str, Any]]] = []
     for run in args.runs:
         model = mmattn.load(lm, run / "adapter")
         scale_queries(model, args.query_scale)
         runs.append([])
+        if index is not None:
+            prompts = [prompt(entries.facts[row]) for row in one.questions[:RECALLED]]
+            print(
+                f"recall@{config.data.per_query}: {recall(model, tokenizer, prompts, index, queries):.3f}", flush=True
+            )
         for way in args.ways:
             start = time.perf_counter()
             answers = measure.answers(model, one, way, index)
@@ -77,6 +90,54 @@ def scale_queries(model: Any, factor: float) -> None:
     """
     for attention in model.attentions().values():
         attention.q_proj.weight.mul_(factor)
+
+
+@torch.no_grad()
+def token_time(index: mmattn.Index, queries: torch.Tensor, seconds: float = 12.0) -> float:
+    """Return the time of a token of a GPT-2 small with three adapters that search the index, over the host's alone."""
+    torch.manual_seed(0)
+    adapter = mmattn.GatedAdapter(index.dim, every=4, num_heads=8, head_dim=64, score_bias=True)
+    model = mmattn.attach(make_host(torch.float32), adapter)
+    open_gates(model, torch.float32)
+    memory, ids = index.as_memory(queries=queries[:1]), torch.randint(5, 50_000, (1, 32))
+    memories = {"alone": None, "searching": memory}
+    caches = {name: model(ids, memory=one, use_cache=True).past_key_values for name, one in memories.items()}
+
+    def token(name: str) -> None:
+        model(ids[:, :1], memory=memories[name], **from_cache(model.host, caches[name]))
+        caches[name].crop(-1)
+
+    times = interleaved({name: partial(token, name) for name in memories}, seconds=seconds)
+    return ratio(times, "searching", "alone")
+
+
+@torch.no_grad()
+def recall(model: Any, tokenizer: Any, prompts: list[str], index: mmattn.Index, queries: torch.Tensor) -> float:
+    """Return the share of the best entries of every token, layer and head that the search of the index finds."""
+    shares: list[torch.Tensor] = []
+    for number, text in enumerate(prompts):
+        memory = index.as_memory(queries=queries[number : number + 1])
+        memory.entries = partial(compared, shares, memory.entries)  # type: ignore[method-assign]
+        model(**tokenizer([text], return_tensors="pt"), memory=memory)
+    return float(torch.stack(shares).mean())
+
+
+def compared(shares: list[torch.Tensor], entries: Any, *args: Any) -> Any:
+    """Return the entries of a call, whose searches note the share of the best entries that they find."""
+    current = entries(*args)
+
+    class Compared(type(current)):  # type: ignore[misc]
+        def search(self, queries: torch.Tensor, count: int, score_weight: float | None = None) -> torch.Tensor:
+            rows = super().search(queries, count, score_weight)
+            vectors = self.version.entries.vectors
+            if score_weight is not None:
+                weighed = (self.queries * score_weight)[:, None].expand(-1, queries.shape[1], -1)
+                queries = torch.cat([queries, weighed], 2)
+            exact = (queries.flatten(0, 1) @ vectors.T).topk(count).indices
+            shares.extend(torch.isin(*pair).float().mean() for pair in zip(exact, rows.flatten(0, 1), strict=True))
+            return rows
+
+    return Compared(**vars(current))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,7 @@ class Measure:
             batch = 1 if way == "all" else 32
             texts = write_answers(model, self.tokenizer, prompts, memory_of, batch)
             if memory_of is not None and way in RECORDED:
-                # The weights of all entries are recorded, for each token and head.
-                batch = max(1, min(batch, 200_000 // len(one.rows)))
+                batch = max(1, min(batch, 8_000_000 // len(one.rows)))  # the weights of all entries are recorded
                 attended = most_attended(model, self.tokenizer, prompts, memory_of, batch)
                 if way != "hits":
                     attended = [one.rows[place] for place in attended]

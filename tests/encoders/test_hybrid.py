@@ -91,7 +91,7 @@ def test_the_map_is_ridge_regression_towards_no_change(encoder: HybridEncoder) -
 
 
 def test_a_file_gives_the_same_encoder(encoder: HybridEncoder, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="call fit_queries first"):
+    with pytest.raises(ConfigError, match="call fit first"):
         encoder.save(tmp_path / "encoder.safetensors")
     encoder.fit_queries(*(encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES)), rank=5)
     encoder.save(tmp_path / "encoder.safetensors")

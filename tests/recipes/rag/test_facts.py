@@ -16,7 +16,7 @@ import torch
 import mmattn
 from mmattn import inspect
 from mmattn.cli.app import main
-from mmattn.encoders import HybridEncoder
+from mmattn.encoders import NameEncoder
 from tests import tiny
 from tests.recipes.comparing import check_compared
 from tests.recipes.rag.small import small
@@ -206,7 +206,7 @@ def test_ask_shows_the_entries_attended_to(
     recipe: SimpleNamespace, run: Path, lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = ["The currency of Allemagne is Euro.", "The language of Allemagne is German.", "Schweden is called Sweden."]
-    encoder = HybridEncoder.load(run / "adapter" / "encoder.safetensors")
+    encoder = NameEncoder.load(run / "adapter" / "encoder.safetensors")
     read = torch.cat([encoder.encode(facts).tokens, encoder.encode(["Euro", "German", "Sweden"]).tokens], -1)
     mmattn.Index.build(facts, encoder=encoder, tokens=mmattn.Memory(read)).save(tmp_path / "index")
     given = ["--index", str(tmp_path / "index"), "--adapter", str(run / "adapter")]

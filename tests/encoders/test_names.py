@@ -1,0 +1,98 @@
+"""NameEncoder: near misses apart, common words by their meaning, its file, and what is no such file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmattn.encoders import HybridEncoder, NameEncoder
+from mmattn.encoders.base import load_text_encoder
+from mmattn.errors import AdapterFileError, ConfigError, ShapeError
+from mmattn.storage.safetensors import read_tensors, write_tensors
+from tests.tiny_texts import save_encoder
+
+CITIES = ["Lima", "Quito", "La Paz", "Bogotá", "Asunción", "Caracas", "Brasília", "Montevideo", "Santiago"]
+TITLES = [f"currency of {name}" for name in CITIES]
+QUESTIONS = [f"What pays {name}?" for name in CITIES]
+WIDTH = 29
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(11)
+    return save_encoder(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def encoder(folder: Path) -> NameEncoder:
+    encoder = NameEncoder(folder, width=WIDTH, common=0.3)
+    encoder.fit(QUESTIONS, TITLES)
+    return encoder
+
+
+def test_names_that_differ_by_a_letter_an_accent_or_a_blank_are_apart(encoder: NameEncoder) -> None:
+    names = ["Nova Armeńska", "Nova Armenska", "Nova ArmeńskA", "NovaArmeńska", "Nova Armeńsk", "Armeńska Nova"]
+    vectors = encoder.encode([f"currency of {name}" for name in names]).tokens[:, 0]
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(names)))
+    query = encoder.encode_query(f"What pays {names[0]}?").tokens[0, 0]
+    scores = vectors @ query
+    assert scores.isfinite().all() and scores[0] > 0.9 and scores[1:].max() < scores[0] - 0.03
+
+
+def test_the_meaning_is_that_of_common_words_and_each_sequence_of_them_is_encoded_once(
+    encoder: NameEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert encoder.common_words == {"currency", "of", "What", "pays"}
+    read: list[list[str]] = []
+    whole = encoder.model.encode
+    monkeypatch.setattr(encoder.model, "encode", lambda texts, **rest: read.append(texts) or whole(texts, **rest))
+    vectors = encoder.encode([*TITLES, "Lima", "pays of Lima"]).tokens[:, 0]
+    assert read == [["currency of", "pays of"]]
+    meaning = torch.nn.functional.normalize(vectors[:, :WIDTH], dim=1)
+    torch.testing.assert_close(meaning[0], meaning[8])
+    assert not meaning[9].any() and not torch.allclose(meaning[10], meaning[0])
+    assert encoder.encode([]).tokens.shape == (0, 1, 3 * WIDTH)
+
+
+def test_rare_words_weigh_more_than_common_ones(folder: Path) -> None:
+    encoder = NameEncoder(folder, width=997)
+    texts = ["of Lima", "of Quito", "of Lima now"]
+
+    def similarity(one: str, other: str) -> float:
+        first, second = encoder.encode([one, other]).tokens[:, 0, 997:1994]
+        return float(torch.nn.functional.cosine_similarity(first, second, dim=0))
+
+    assert similarity("of Oslo", "of Bern") == pytest.approx(0.5, abs=0.1)
+    encoder.fit(texts, texts)
+    assert similarity("of Oslo", "of Bern") == pytest.approx(0, abs=0.1), "a word of every text says nothing"
+
+
+def test_a_file_gives_the_same_encoder(encoder: NameEncoder, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    with pytest.raises(ConfigError, match="call fit first"):
+        NameEncoder(folder).save(path)
+    encoder.save(path)
+    read = load_text_encoder(str(path))
+    assert isinstance(read, NameEncoder) and read.fingerprint == encoder.fingerprint
+    assert torch.equal(read.encode_query(QUESTIONS).tokens, encoder.encode_query(QUESTIONS).tokens)
+    before = encoder.fingerprint
+    encoder.fit(QUESTIONS[:7], TITLES[:7])
+    assert encoder.fingerprint != before, "other weights of words are another encoder"
+
+
+def test_other_files_and_texts_are_refused(encoder: NameEncoder, tmp_path: Path) -> None:
+    encoder.save(tmp_path / "encoder.safetensors")
+    with pytest.raises(AdapterFileError, match="encoder.safetensors"):
+        HybridEncoder.load(tmp_path / "encoder.safetensors")
+    tensors, metadata = read_tensors(tmp_path / "encoder.safetensors", "mmattn-name-encoder")
+    write_tensors(tmp_path / "short.safetensors", tensors | {"weights": torch.ones(2, 31)}, metadata)
+    write_tensors(tmp_path / "narrow.safetensors", tensors, metadata | {"width": 7})
+    for name, message in (("short", "holds no sound NameEncoder"), ("narrow", "width 21")):
+        with pytest.raises(AdapterFileError, match=message):
+            NameEncoder.load(tmp_path / f"{name}.safetensors")
+    with pytest.raises(ShapeError, match="each query needs its entry"):
+        encoder.fit(QUESTIONS, TITLES[1:])
+    with pytest.raises(ConfigError, match="common"):
+        NameEncoder(common=2.0)

@@ -5,7 +5,7 @@
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
 `Measure` with the mean and half the range over the adapters, and the seconds that one question took. For "index" also
-the recall of attention's own search, and the time of a token of a GPT-2 small that searches the same index.
+the recall of attention's own search, and with --time a token of a GPT-2 small that searches the same index.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import yaml
 
 import mmattn
 from mmattn import training
-from recipes.benchmarks.hosts import from_cache, make_host, open_gates
-from recipes.benchmarks.timing import interleaved, ratio
 
 from .answering import load_lm
+from .entries import Entries, EntrySet, embed
 from .measure import Measure, shares
 from .settings import Config
-from .territories import prompt
+from .territories import made_up, prompt
 from .train import FACTS, load_entries
 
 #: Besides the hits of attention in so many lists, the entries with the best scores are always in view.
@@ -44,6 +43,8 @@ def main() -> None:
     parser.add_argument("--store", default="ivf", help="of the index that attention searches")
     parser.add_argument("--ways", nargs="+", default=["index", "hits"], help="see Measure")
     parser.add_argument("--ask", type=int, default=300, help="questions")
+    parser.add_argument("--near-misses", type=int, default=0, help="further entries for each question; see there")
+    parser.add_argument("--time", action="store_true", help="of a token, too (with the benchmarks of the repository)")
     parser.add_argument("--query-scale", type=float, default=1.0, help="of attention's queries; see scale_queries")
     args = parser.parse_args()
     if args.size < 5 * args.ask:
@@ -55,11 +56,14 @@ def main() -> None:
     _, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
     (one,) = measure.sets[args.size]
+    if args.near_misses:
+        add_near_misses(entries, one, args.near_misses, Path(data.cache))
     index = None
     if "index" in args.ways:
         index = entries.index_of_slots(one.rows, args.store, **SETTINGS.get(args.store, {}))
         queries = entries.queries(one.questions[:RECALLED])
-        print(f"a token: {token_time(index, queries):.2f} of the host alone", flush=True)
+        if args.time:
+            print(f"a token: {token_time(index, queries):.2f} of the host alone", flush=True)
     runs: list[list[dict[str, Any]]] = []
     for run in args.runs:
         model = mmattn.load(lm, run / "adapter")
@@ -73,12 +77,23 @@ def main() -> None:
         for way in args.ways:
             start = time.perf_counter()
             answers = measure.answers(model, one, way, index)
-            row: dict[str, Any] = {"name": f"{way}, {args.size:,} entries", **shares(answers)}
+            row: dict[str, Any] = {"name": f"{way}, {len(one.rows):,} entries", **shares(answers)}
             row["seconds"] = (time.perf_counter() - start) / len(answers)
             runs[-1].append(row)
             print(run, row, flush=True)
         model.unload()
     print(training.spread_table("", FACTS | FURTHER, runs))
+
+
+def add_near_misses(entries: Entries, one: EntrySet, count: int, cache: Path) -> None:
+    """Add so many near misses of each fact that is asked for; among a million made-up entries it has 54."""
+    facts = made_up([entries.facts[row] for row in one.questions], count * len(one.questions), seed=1)
+    assert entries.encoder is not None
+    one.rows += range(len(entries.facts), len(entries.facts) + len(facts))
+    entries.titles = torch.cat([entries.titles, embed(entries.encoder, [fact.title for fact in facts], cache)])
+    row_of = {fact.value: row for fact, row in zip(entries.facts, entries.value_rows.tolist(), strict=True)}
+    entries.value_rows = torch.cat([entries.value_rows, torch.tensor([row_of[fact.value] for fact in facts])])
+    entries.facts += facts
 
 
 @torch.no_grad()
@@ -95,6 +110,9 @@ def scale_queries(model: Any, factor: float) -> None:
 @torch.no_grad()
 def token_time(index: mmattn.Index, queries: torch.Tensor, seconds: float = 12.0) -> float:
     """Return the time of a token of a GPT-2 small with three adapters that search the index, over the host's alone."""
+    from recipes.benchmarks.hosts import from_cache, make_host, open_gates
+    from recipes.benchmarks.timing import interleaved, ratio
+
     torch.manual_seed(0)
     adapter = mmattn.GatedAdapter(index.dim, every=4, num_heads=8, head_dim=64, score_bias=True)
     model = mmattn.attach(make_host(torch.float32), adapter)

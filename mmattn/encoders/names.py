@@ -48,7 +48,6 @@ class NameEncoder(HybridEncoder):
 
     Attributes:
         dim: width 3w of the memory.
-        query_projection: as of `HybridEncoder`.
 
     Raises:
         ConfigError: a setting outside what is allowed.
@@ -126,8 +125,7 @@ class NameEncoder(HybridEncoder):
         """The projections (d, w) of the three parts."""
         import numpy
 
-        # The stream of RandomState is the same in every version.
-        random = numpy.random.RandomState(0)
+        random = numpy.random.RandomState(0)  # whose stream is the same in every version
         sizes = (self.model.dim, _PLACES, _PLACES)
         return [(random.randn(size, self.width) / self.width**0.5).astype("float32") for size in sizes]
 

@@ -18,6 +18,7 @@ from mmattn.kv_store.passage_selection import Ids, Passage
 from mmattn.storage.files import lock_folder, remove_leftovers
 
 SUFFIX = ".safetensors"
+Cost = Callable[[int], float]
 
 
 class PassageFolder:
@@ -36,13 +37,7 @@ class PassageFolder:
     """
 
     def __init__(
-        self,
-        path: str,
-        max_bytes: int | None,
-        host: str,
-        adapter: PassageLayers,
-        start: int,
-        cost: Callable[[int], float],
+        self, path: str, max_bytes: int | None, host: str, adapter: PassageLayers, start: int, cost: Cost
     ) -> None:
         self.path, self._host, self._adapter, self._start, self._cost = path, host, adapter, start, cost
         self._budget = GreedyDual[str](max_bytes) if max_bytes is not None else None
@@ -72,18 +67,20 @@ class PassageFolder:
     def read(self, ids: Ids) -> Passage | None:
         """Map the file of a passage; None if there is none, or it is damaged, and then it is removed."""
         path = self._file(ids)
-        try:
+        if not os.path.exists(path):
+            return None
+        with contextlib.suppress(OSError):  # another user's file
             os.utime(path)
             self._times[path] = os.stat(path).st_mtime_ns
+        try:
             _, passages = read_passages(path, self._digest(ids), self._adapter, mapped=True)
-        except FileNotFoundError:
-            return None
         except AdapterFileError:
             passages = []
-        if [passage.ids for passage in passages] != [ids]:
-            Path(path).unlink(missing_ok=True)
-            return None
-        return replace(passages[0], start=self._start)
+        if [passage.ids for passage in passages] == [ids]:
+            return replace(passages[0], start=self._start)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return None
 
     def write(self, passage: Passage) -> None:
         """Write a passage, if it is worth more than those that go for it; a full disk is a warning."""

@@ -19,9 +19,7 @@ AHEAD = 64
 class PassageStore:
     """Passages that a host has read; safe in several threads.
 
-    Args:
-        max_bytes: of keys and values in memory; None for no limit.
-        cost: of reading a passage of so many tokens with the host.
+    `max_bytes` of keys and values are in memory; `cost` is that of reading so many tokens with the host.
     """
 
     def __init__(self, max_bytes: int | None, cost: Callable[[int], float]) -> None:

@@ -94,9 +94,8 @@ class PassageCache:
         self.prefix = self._tokens(prefix) if len(prefix) else ()
         self._prefix: Passage | None = None
         self._folder, self._max_file_bytes = folder, max_file_bytes
-        heads = [site.sizes for site in self._adapter().sites]
-        weights = sum(weight.numel() for weight in model.host.parameters())
-        self._sizes = weights, sum(2 * one.num_heads * one.head_dim for one in heads)
+        widths = sum(2 * site.sizes.num_heads * site.sizes.head_dim for site in self._adapter().sites)
+        self._sizes = sum(weight.numel() for weight in model.host.parameters()), widths
         self._store = PassageStore(max_bytes, self._cost)
         self._ids: list[Ids] = []
         self._numbers: dict[Ids, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import mmattn
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
+from mmattn.inspect.evidence import plain_pictures
 from tests.inspect import servers, tiny_readers
 from tests.inspect.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
 
@@ -72,6 +74,27 @@ def test_one_false_alarm_in_fifty_at_most() -> None:
             alarms += [faults(report)] * (not report.ok)
     print(f"{len(alarms)} false alarms in 50 readers and 50 chains")
     assert len(alarms) <= 2, alarms
+
+
+@pytest.mark.slow
+def test_how_rare_a_mix_up_is_found_in_200_requests() -> None:
+    rows = plain_pictures()
+    names = {row["image"].getpixel((0, 0)): row["text"] for row in rows}
+
+    def mixing(share: float, seed: int) -> Any:
+        random = Random(seed)
+
+        def answer(questions: list[str], evidence: list[list[Any]]) -> list[str]:
+            right = [names.get(one[0].getpixel((0, 0)), "grey") if one else "none" for one in evidence]
+            return [right[place - (random.random() < share)] for place in range(len(right))]
+
+        return answer
+
+    for share, least in ((0.1, 0), (0.2, 15)):
+        reports = [mmattn.doctor(mixing(share, seed), rows, batched=True, max_questions=40) for seed in range(20)]
+        found = sum("batches" in report.failed for report in reports)
+        print(f"{share:.0%} of the requests get another's picture: found by {found} of 20 reports")
+        assert found >= least
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

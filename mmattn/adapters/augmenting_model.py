@@ -22,12 +22,13 @@ from mmattn.adapters.language_models import (
     width_of,
 )
 from mmattn.adapters.text_state import TextState
+from mmattn.adapters.token_spans import retokenize
 from mmattn.core.kv_cache import KeyValue
-from mmattn.errors import AttachError, ConditionError, ShapeError
+from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache
+    from transformers import DynamicCache, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class AugmentedPrompt:
     def repeated(self, times: int) -> AugmentedPrompt:
         """Return each row several times, for the beams of a text."""
         return self if times == 1 else self._map(lambda one: one.repeat_interleave(times, 0))
+
+    def states_of(self, layers: Sequence[int], numbers: Tensor) -> Tensor:
+        """Return the states of some layers one after the other (b, m, …) of tokens by number (b, m); −1 is like 0."""
+        index = numbers.clamp(min=0)[..., None]
+        parts = [self.states[layer].to(numbers.device) for layer in layers]
+        return torch.cat([one.gather(1, index.expand(-1, -1, one.shape[2])) for one in parts], 2)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> AugmentedPrompt:
         ids = None if self.ids is None else change(self.ids)
@@ -161,9 +168,12 @@ class AugmentingModel:
 
     Args:
         lm: a causal language model of transformers in eval mode, whose tokenizer is the host's.
+        tokenizers: for a `FusedCacheAdapter`, the fast tokenizers of the host and of `lm` where they differ: a token of
+            the host has the mean of what `lm` caches of its characters.
 
     Raises:
         AttachError: not a language model, or one whose tokens see later ones.
+        ConfigError: a tokenizer that is not fast.
         ConditionError: it is in training mode.
 
     >>> import mmattn
@@ -176,11 +186,19 @@ class AugmentingModel:
     torch.Size([1, 7])
     """
 
-    def __init__(self, lm: nn.Module) -> None:
+    def __init__(
+        self,
+        lm: nn.Module,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+    ) -> None:
         if not isinstance(lm, nn.Module):
             raise AttachError(f"an augmenting model is a language model of transformers, got {type(lm).__name__}")
         self.dim, self.depth = width_of(lm), depth_of(lm) or 0
-        self.lm = lm
+        self.lm, self.tokenizers = lm, tokenizers
+        if not all(getattr(one, "is_fast", False) for one in tokenizers or ()):
+            raise ConfigError(
+                "spans of characters come from two fast tokenizers (is_fast), the host's and that of the lm"
+            )
         # The head is not needed.
         self._body: nn.Module = getattr(lm, "base_model", lm)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
@@ -198,19 +216,21 @@ class AugmentingModel:
     @cached_property
     def cache_dim(self) -> int:
         """Width e of what it caches of a token in a layer: keys and values of all heads."""
-        text = torch.ones(1, 1, dtype=torch.long)
-        return self.prefill(text).states[0].shape[2]
+        text = torch.ones(1, 1, dtype=torch.long, device=device_of(embeddings_of(self.lm)))
+        keys, values = self._cached(text, text.bool(), torch.zeros_like(text))[0]
+        return keys.shape[1] * (keys.shape[3] + values.shape[3])
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> AugmentedPrompt:
         """Read prompts once: keys and values of every layer, as the memory of a `FusedCacheAdapter`.
 
         Args:
-            input_ids: (b, p), of the prompts with which the texts of calls will begin.
+            input_ids: (b, p), of the prompts with which the texts of calls will begin, in tokens of the host.
             attention_mask: (b, p), 1 = a real token; all by default.
 
         Raises:
             ShapeError: no ids (b, p), or a mask of another shape.
-            ConditionError: the model is in training mode, or has no keys and values of a token.
+            ConditionError: the model is in training mode, or has no keys and values of a token; or the host's tokenizer
+                has other ids for the text.
             NonFiniteError: keys or values that are not finite.
         """
         if input_ids.dim() != 2 or input_ids.is_floating_point():
@@ -222,7 +242,10 @@ class AugmentingModel:
             )
         self._check_eval()
         device = device_of(embeddings_of(self.lm))
-        ids, real = input_ids.to(device), real.to(device).bool()
+        host_ids, host_real = input_ids.to(device), real.to(device).bool()
+        ids, real, shares = host_ids, host_real, None
+        if self.tokenizers is not None:
+            ids, real, shares = (one.to(device) for one in retokenize(host_ids, host_real, *self.tokenizers))
         places, layers = token_places(real), []
         for number, (keys, values) in enumerate(self._cached(ids, real, places)):
             rotation = None if self._rotations is None else self._rotations[number]
@@ -230,7 +253,9 @@ class AugmentingModel:
             turned = keys if rotation is None else rotation(keys, -places[:, None])
             layers.append(torch.cat([one.transpose(1, 2).flatten(2) for one in (turned, values)], 2))
             Memory(layers[-1], real, check_finite=False).check_finite()
-        return AugmentedPrompt(tuple(layers), real, ids.clone())
+        if shares is not None:
+            layers = [shares.to(one) @ one.masked_fill(~real[..., None], 0) for one in layers]
+        return AugmentedPrompt(tuple(layers), host_real, host_ids.clone())
 
     @cached_property
     def _rotations(self) -> Rotations:
@@ -299,7 +324,7 @@ class AugmentingModel:
                 f"{self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
             )
         here, there = (getattr(text_config(lm), "vocab_size", None) for lm in (host, self.lm))
-        if here != there:
+        if here != there or self.tokenizers is not None:
             raise ShapeError(
                 f"the augmenting model reads the ids of the host, whose vocabulary has {here} entries, got a {kind} "
                 f"with {there}: the two must have one tokenizer"

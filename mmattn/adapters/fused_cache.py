@@ -17,29 +17,40 @@ the tokens of the prompt see each other's fused keys and values, too, from one l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn, cast
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, NoReturn, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.augmenting_model import AugmentedPrompt, token_places
+from mmattn.adapters.augmenting_model import AugmentedPrompt, AugmentingModel, token_places
 from mmattn.adapters.base import AdapterLayers, AttachedHost
-from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.cache_blocks import CacheFuser, CacheMap
+from mmattn.adapters.cache_fit import batches, fit_maps, read_tokens
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.joined_slots import TextHost
 from mmattn.adapters.key_rotation import Rotations
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Scale, Site, View
-from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, register_adapter, settle_augmenting_layers
+from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
+from mmattn.adapters.settings import (
+    LayeredAdapter,
+    augmenting_layers_of,
+    register_adapter,
+    settle,
+    settle_augmenting_layers,
+)
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 
 GATES = ("scalar", "head")
+FUSERS = ("network", "ridge")
+#: Width of a network, and layers of the augmenting model that the map of a host layer reads, by default.
+HIDDEN_DIM, MAPPED_LAYERS = 256, 2
+#: Mean cosine of attention outputs below which `fit` refuses a pair of models.
+MIN_COSINE = 0.8
 
 
 @register_adapter
@@ -55,17 +66,20 @@ class FusedCacheAdapter(LayeredAdapter):
         every: fused at every n-th host layer (layers n-1, 2n-1, …); at all where `layers` is not given either.
         layers: or the explicit list of host layers, counted from 0.
         augmenting_layers: for each of these layers, in the order given, the layer of the augmenting model that is fused
-            into it, counted from 0; those of the same numbers by default.
-        hidden_dim: width of the network between.
+            into it, counted from 0; by default those of the same numbers, or with "ridge" the two that `fit` chooses.
+        hidden_dim: width of the network between, 256 by default.
         gate: "scalar" or "head": how many numbers the gates of a layer have, for keys and for values.
+        fuser: "network", which is trained and adds to the host's keys and values; or "ridge", a map that replaces them
+            and that `model.adapter(name).fit` computes in closed form.
 
     >>> FusedCacheAdapter(memory_dim=64, layers=[3, 1], augmenting_layers=[5, 2]).augmenting_layers
     (2, 5)
     """
 
     augmenting_layers: tuple[int, ...] | None = None
-    hidden_dim: int = 256
+    hidden_dim: int | None = None
     gate: str = "scalar"
+    fuser: str = "network"
 
     kind: ClassVar[str] = "fused_cache"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
@@ -75,8 +89,14 @@ class FusedCacheAdapter(LayeredAdapter):
     def __post_init__(self) -> None:
         settle_augmenting_layers(self, self.layers, self.augmenting_layers)
         super().__post_init__()
-        check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
         check_choice("gate", self.gate, GATES)
+        check_choice("fuser", self.fuser, FUSERS)
+        if self.fuser == "ridge":
+            if self.hidden_dim is not None or self.gate != "scalar":
+                raise ConfigError("hidden_dim and gate belong to fuser='network': leave them out with fuser='ridge'")
+            return
+        settle(self, hidden_dim=HIDDEN_DIM if self.hidden_dim is None else self.hidden_dim)
+        check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
 
     def build(self, sites: Sequence[Site]) -> FusedCacheLayers:
         """Return the trainable part for these sites."""
@@ -90,29 +110,6 @@ class FusedCacheAdapter(LayeredAdapter):
         )
 
 
-class CacheFuser(nn.Module):
-    """The network that changes keys and values of one host layer."""
-
-    def __init__(self, config: FusedCacheAdapter, size: HeadSizes) -> None:
-        super().__init__()
-        self.key_dim, value_dim = size.head_dim, size.value_dim or size.head_dim
-        self.num_kv_heads = size.num_kv_heads
-        width = size.num_kv_heads * (size.head_dim + value_dim)
-        self.host_norm, self.memory_norm = nn.LayerNorm(width), nn.LayerNorm(config.memory_dim)
-        self.in_proj = nn.Linear(width + config.memory_dim, config.hidden_dim)
-        self.out_proj = nn.Linear(config.hidden_dim, width)
-        self.gate = Gate(2, size.num_kv_heads if config.gate == "head" else 1)
-
-    def forward(self, key: Tensor, value: Tensor, states: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the changes of keys and values, before the gates."""
-        weight, hidden = self.in_proj.weight, ~visible[..., None]
-        host = torch.cat([key, value], -1).transpose(1, 2).flatten(2).to(weight.dtype).masked_fill(hidden, 0)
-        states = states.to(weight.device, weight.dtype).masked_fill(hidden, 0)
-        inner = F.gelu(self.in_proj(torch.cat([self.host_norm(host), self.memory_norm(states)], -1)))
-        change = self.out_proj(inner).masked_fill(hidden, 0).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
-        return change[..., : self.key_dim], change[..., self.key_dim :]
-
-
 class FusedCacheLayers(AdapterLayers):
     """The trainable part of one adapter that fuses caches, on one host."""
 
@@ -120,16 +117,124 @@ class FusedCacheLayers(AdapterLayers):
     counts_slots = True
     reads_whole_text = True
 
+    config: FusedCacheAdapter
+
     def __init__(self, config: FusedCacheAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
-        self.augmenting_layers = augmenting_layers_of(config.augmenting_layers, self.layers)
-        self.blocks = nn.ModuleDict({str(site.layer): CacheFuser(config, site.sizes) for site in self.sites})
+        named, self.is_map, self.blocks = config.augmenting_layers, config.fuser == "ridge", nn.ModuleDict()
+        for site in self.sites:
+            self.blocks[str(site.layer)] = (
+                CacheMap(config.memory_dim, MAPPED_LAYERS if named is None else 1, site.sizes)
+                if self.is_map
+                else CacheFuser(config.memory_dim, config.hidden_dim or HIDDEN_DIM, config.gate, site.sizes)
+            )
+        #: The layer of the augmenting model for each host layer; None if `fit` chooses.
+        self.augmenting_layers = None if self.is_map and named is None else augmenting_layers_of(named, self.layers)
         #: How each layer of the host turns its keys; None if positions enter otherwise. Set by `attach_to`.
         self.rotations: Rotations = None
+        self._at_all_layers = False
+        #: Inside `fit`, cosines of attention outputs by layer.
+        self.cosines: dict[int, list[Tensor]] | None = None
 
-    def fuser(self, layer: int) -> CacheFuser:
+    def fuser(self, layer: int) -> CacheFuser | CacheMap:
         """Return the block at a host layer."""
-        return cast(CacheFuser, self.block(layer))
+        return cast("CacheFuser | CacheMap", self.block(layer))
+
+    @property
+    def maps(self) -> dict[int, CacheMap]:
+        """The blocks by host layer, of an adapter that is fitted."""
+        return {layer: cast(CacheMap, self.block(layer)) for layer in self.layers}
+
+    def sources(self, layer: int) -> list[int]:
+        """Return the layers of the augmenting model that are read for a host layer; 0 before `fit`."""
+        if self.augmenting_layers is not None:
+            return [self.augmenting_layers[layer]]
+        chosen: list[int] = self.maps[layer].augmenting_layers.clamp(min=0).tolist()
+        return chosen
+
+    @property
+    def replaces_all(self) -> bool:
+        """Return True if keys and values are replaced in every layer of the host, as after `fit`."""
+        fitted = self.is_map and all(bool(block.gate().all()) for block in self.maps.values())
+        return fitted and self._at_all_layers and self.cosines is None
+
+    @torch.no_grad()
+    def fit(
+        self,
+        model: nn.Module,
+        augmenting_model: AugmentingModel,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        min_cosine: float = MIN_COSINE,
+    ) -> float:
+        """Compute the map from the cache of another model to that of the host, in closed form (arXiv 2608.03893).
+
+        Both models read the prompts. Every eighth is held out: there attention with the mapped keys and values is
+        compared with the host's own.
+
+        Args:
+            model: the adapted model with this adapter.
+            augmenting_model: whose caches are mapped.
+            input_ids: (n, p), of some hundred prompts such as those to come, in tokens of the host.
+            attention_mask: (n, p), 1 = a real token; all by default.
+            min_cosine: least mean cosine of the outputs of attention with which the map is kept.
+
+        Returns:
+            the mean cosine over the tokens and layers.
+
+        Raises:
+            ConfigError: the fuser is a network, or the model has not this adapter.
+            ConditionError: the cosine is below `min_cosine`, and the adapter as before; or a model is in training mode.
+            ShapeError: the cache of the augmenting model has another width, or there are fewer than eight prompts.
+        """
+        adapted = cast(Any, model)
+        if not self.is_map or self not in adapted.adapters.values():
+            raise ConfigError(
+                f"fit is for FusedCacheAdapter(fuser='ridge') on the model it is attached to, got "
+                f"fuser={self.config.fuser!r} on a {type(model).__name__}"
+            )
+        real = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool()
+        held = torch.arange(len(input_ids)) % 8 == 7
+        if not bool(held.any()):
+            raise ShapeError(f"fit measures on every eighth prompt, got {len(input_ids)}: give some hundred")
+        before = {name: one.clone() for name, one in self.state_dict().items()}
+        host = AugmentingModel(adapted.host)
+        try:
+            sources, targets = read_tokens((augmenting_model, host), input_ids[~held], real[~held])
+            self._check_fits([one.shape[1] for one in sources])
+            fit_maps(self.maps, self.augmenting_layers, sources, targets)
+            self.cosines = {layer: [] for layer in self.layers}
+            for some, mask in batches(input_ids[held], real[held]):
+                memory = {self.name: augmenting_model.prefill(some, mask)}
+                adapted.base_model(input_ids=some, attention_mask=mask.long(), memory=memory, use_cache=False)
+            cosine = float(torch.stack([torch.cat(one).mean() for one in self.cosines.values()]).mean())
+            if not cosine >= min_cosine:
+                raise ConditionError(
+                    f"attention with the mapped cache has cosine {cosine:.2f} with the host's own, below min_cosine="
+                    f"{min_cosine}: take another augmenting model or more prompts, or train fuser='network'"
+                )
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        finally:
+            self.cosines = None
+        return cosine
+
+    def _check_fits(self, widths: Sequence[int]) -> None:
+        """Check the width of what another model caches in each layer."""
+        layers = {number for layer in self.layers for number in self.sources(layer)}
+        if max(layers) >= len(widths):
+            raise ShapeError(
+                f"adapter {self.name!r} reads layer {max(layers)} of the augmenting model, got one with layers 0 to "
+                f"{len(widths) - 1}: use the one it was trained with, or name other augmenting_layers"
+            )
+        actual = {widths[number] for number in layers}
+        if actual != {self.config.memory_dim}:
+            raise ShapeError(
+                f"adapter {self.name!r} was made for memory_dim={self.config.memory_dim}, got keys and values of "
+                f"{sorted(actual)} numbers for a token: use the augmenting model it was trained with"
+            )
 
     def read(self, memory: Memory) -> Memory:
         raise ShapeError(_NO_CACHE.format(name=self.name, memory="a Memory"))
@@ -137,18 +242,7 @@ class FusedCacheLayers(AdapterLayers):
     def bind_memory(self, memory: object, host: nn.Module) -> FusedMemory:
         if not isinstance(memory, AugmentedPrompt):
             raise ShapeError(_NO_CACHE.format(name=self.name, memory=type(memory).__name__))
-        deepest = max(self.augmenting_layers.values())
-        if deepest >= len(memory.states):
-            raise ShapeError(
-                f"adapter {self.name!r} reads layer {deepest} of the augmenting model, got one with layers 0 to "
-                f"{len(memory.states) - 1}: use the one it was trained with, or name other augmenting_layers"
-            )
-        widths = {memory.states[layer].shape[2] for layer in self.augmenting_layers.values()}
-        if widths != {self.config.memory_dim}:
-            raise ShapeError(
-                f"adapter {self.name!r} was made for memory_dim={self.config.memory_dim}, got keys and values of "
-                f"{sorted(widths)} numbers for a token: use the augmenting model it was trained with"
-            )
+        self._check_fits([one.shape[2] for one in memory.states])
         return FusedMemory(memory, self)
 
     def attach_to(self, host: AttachedHost) -> None:
@@ -156,6 +250,7 @@ class FusedCacheLayers(AdapterLayers):
         host.check_adapter(self)
         assert isinstance(host, TextHost)
         self.rotations = host.probe_rotations()
+        self._at_all_layers = len(self.layers) == len(host.sites("joined"))
 
 
 #: Changes of keys (b, g, end, k) and values (b, g, end, v) by layer.
@@ -171,6 +266,8 @@ class FusedMemory(BoundMemory):
         self.shared, self.prompt, self.adapter = prompt, prompt.left_aligned(), adapter
         self.name, self.rows = adapter.name, prompt.batch
         self._cache = KeyValueCache(tuple)
+        #: Caches of the host that hold the mapped keys and values of the whole prompts.
+        self._filled: WeakSet[Any] = WeakSet()
 
     def step(self, text: TextState) -> FusedView:
         if text.packed is not None:
@@ -179,6 +276,15 @@ class FusedMemory(BoundMemory):
                 "texts: give each document a row of its own (pad instead of packing)"
             )
         self.check_rows(text)
+        if text.cache is not None and text.cache in self._filled:
+            nothing = torch.zeros(text.rows, 0)
+            return FusedView(self.adapter, self.prompt, nothing, nothing, 0, None)
+        prompt, numbers, is_whole = self._find(text)
+        changes = self._changes(text, numbers, is_whole)
+        return FusedView(self.adapter, prompt, numbers, text.whole[0], cast(int, text.past), changes)
+
+    def _find(self, text: TextState) -> tuple[AugmentedPrompt, Tensor, bool]:
+        """Return prompts by row of a text, the number in them of tokens to change (b, end), and if all are there."""
         real, ids = text.whole
         if text.past is None:
             raise ConditionError(
@@ -190,11 +296,32 @@ class FusedMemory(BoundMemory):
         visible = real & (places < counts[:, None])
         if ids is not None:
             prompt.check_begins(ids, places, visible, self.name)
+        if self.adapter.is_map:
+            # The last token of a prompt is read by the host, for the logits of the next.
+            counts = (counts - 1).clamp(min=0)
+            visible &= places < counts[:, None]
         read = visible.any(0).nonzero()
         end = int(read[-1]) + 1 if len(read) else 0
-        numbers = places.masked_fill(~visible, -1)[:, :end]
-        is_whole = bool((visible.sum(1) == counts).all())
-        return FusedView(self.adapter, prompt, numbers, real, text.past, self._changes(text, numbers, is_whole))
+        return prompt, places.masked_fill(~visible, -1)[:, :end], bool((visible.sum(1) == counts).all())
+
+    def first_keys(self, text: TextState, positions: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+        if not self.adapter.replaces_all:
+            return None
+        prompt, numbers, is_whole = self._find(text)
+        unread = text.whole[0][:, : numbers.shape[1]] & (numbers < 0)
+        first = torch.cat([unread.any(0), torch.ones_like(unread[0, :1])]) if len(unread) else unread
+        end = min(int(first.to(torch.uint8).argmax()), text.length - 1) if numbers.shape[1] else 0
+        if not end:
+            return None
+        if is_whole and end == numbers.shape[1]:
+            self._filled.add(text.cache)
+        keys = {}
+        for layer, block in self.adapter.maps.items():
+            key, value = block.map(prompt.states_of(self.adapter.sources(layer), numbers[:, :end]))
+            rotation = None if self.adapter.rotations is None else self.adapter.rotations[layer]
+            places = positions[:, None, :end].to(key.device)
+            keys[layer] = key if rotation is None else rotation(key, places), value
+        return keys
 
     def _changes(self, text: TextState, numbers: Tensor, is_whole: bool) -> Changes | None:
         """Return the changes computed for a cache of the host, or room for them; None if nothing may be cached.
@@ -261,7 +388,13 @@ class FusedView(View):
         elif first:
             change = change[0][:, :, first:], change[1][:, :, first:]
         key_share, value_share = (adapter_scale * share[:, None, None] for share in self.adapter.fuser(layer).gate())
-        return x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
+        fused = x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
+        if self.adapter.cosines is None:
+            return fused
+        seen = self.real & (token_places(self.real) > 0)
+        own, mapped = (one.result()[0][seen.to(x.key.device)].float().flatten(1) for one in (x, fused))
+        self.adapter.cosines[layer].append(torch.cosine_similarity(own, mapped, -1))
+        return x
 
     def _change(self, x: HostAttention, block: nn.Module, layer: int, first: int) -> tuple[Tensor, Tensor]:
         """Compute the changes of keys and values from a token of the text on."""
@@ -271,10 +404,9 @@ class FusedView(View):
         rotation = None if adapter.rotations is None else adapter.rotations[layer]
         # Several adapters change what the host computed, each by itself.
         key, value = (one[:, :, : numbers.shape[1]] for one in x.computed or (x.key, x.value))
-        states = self.prompt.states[adapter.augmenting_layers[layer]].to(device)
-        index = numbers.clamp(min=0)[..., None].expand(-1, -1, states.shape[2])
+        states = self.prompt.states_of(adapter.sources(layer), numbers)
         key = key if rotation is None else rotation(key, -places)
-        change, value_change = block(key, value, states.gather(1, index), numbers >= 0)
+        change, value_change = block(key, value, states, numbers >= 0)
         return change if rotation is None else rotation(change, places), value_change
 
     def _positions_of_text(self) -> Tensor:

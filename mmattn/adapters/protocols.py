@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -149,6 +149,13 @@ class BoundMemory(ABC):
             ShapeError: the rows do not fit.
             ConditionError: something that must be known of the text is not.
         """
+
+    def first_keys(self, text: TextState, positions: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+        """Return keys (b, g, m, k) and values of the first m tokens, at their positions (b, l), by layer of the host.
+
+        The host does not read these tokens then; None if it reads all.
+        """
+        return None
 
     def as_memory(self, text: TextState) -> Memory:
         """Return everything that a whole text attends to as one `Memory`, for experiments with other contents."""

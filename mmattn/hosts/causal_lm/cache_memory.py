@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import PAGED_CACHE
-from mmattn.hosts.context import Call
+from mmattn.hosts.context import Arguments, Call, Keywords
+
+if TYPE_CHECKING:
+    from mmattn.hosts.base import AdaptedModel
 
 #: Attribute of a cache that was read with a memory (True), or that goes on with and without one (False).
 READ = "mmattn_read_with_memory"
@@ -29,6 +35,39 @@ def check_with_memory(host: nn.Module, call: Call, text: TextState) -> None:
             "many slots each token of this call sees"
         )
     setattr(cache, READ, True)
+
+
+def fill_cache(
+    model: AdaptedModel, call: Call, text: TextState, kwargs: Keywords
+) -> tuple[TextState, Arguments] | None:
+    """Fill the cache of a host with the keys and values that a memory has of the first tokens of a prompt.
+
+    Returns:
+        the text and the arguments of a forward of the other tokens; None if the host must read the whole prompt.
+    """
+    (name, source), *others = call.sources.items()
+    cache: Any = text.cache
+    ids, positions, wanted = (kwargs.get(key) for key in ("input_ids", "position_ids", "logits_to_keep"))
+    by_token = {key for key, one in kwargs.items() if isinstance(one, Tensor) and one.shape[-1:] == (text.length,)}
+    is_plain = ids is not None and by_token <= {"input_ids", "position_ids", "cache_position", "attention_mask"}
+    wants_all = not wanted or kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+    if others or name not in model.active or call.scales.get(name, 1.0) != 1.0 or not is_plain or wants_all:
+        return None
+    if type(cache).__name__ != "DynamicCache" or text.packed is not None or text.generation is None:
+        return None
+    if positions is None:
+        positions = torch.arange(text.length, device=text.whole[0].device)[None]
+    keys = source.first_keys(text, positions.expand(text.rows, -1)) if positions.dim() == 2 else None
+    if keys is None:
+        return None
+    dtype: Any = model.host.dtype
+    for layer, (key, value) in keys.items():
+        cache.update(key.to(dtype), value.to(dtype), layer)
+    setattr(cache, READ, True)
+    past = cache.get_seq_length()
+    rest = {key: kwargs[key][..., past:] for key in by_token - {"attention_mask"}}
+    text = replace(text, length=text.length - past, inputs=rest["input_ids"], past=past)
+    return text, {**kwargs, **rest}
 
 
 def check_without_memory(cache: object, explicit: bool) -> None:

@@ -29,7 +29,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.boundary import refuse_rows
-from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory, check_without_memory
+from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory, check_without_memory, fill_cache
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
     StartsBatching,
@@ -195,8 +195,12 @@ class AdaptedCausalLM(AdaptedModel):
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the actions of the adapters in one forward, and the inputs of the host."""
-        text = self.text_state(call, args, kwargs)
-        step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text)
+        text, inputs = self.text_state(call, args, kwargs), None
+        if call.prompt is not None and text.past == 0 and not disabled and call.sources:
+            rest = fill_cache(self, call, text, kwargs)
+            text, inputs = rest or (text, None)
+            kwargs = inputs or kwargs
+        step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text, inputs=inputs)
         if text.cache is not None and not hasattr(text.cache, READ):
             check_with_memory(self.host, call, text)
         for actions in step.actions.values():

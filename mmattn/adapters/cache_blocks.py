@@ -33,8 +33,8 @@ class CacheFuser(nn.Module):
         return change[..., : self.key_dim], change[..., self.key_dim :]
 
 
-#: Inputs of a regression: what the other model has cached, and random features of it as far as there is room.
-FEATURES = 1024
+#: Inputs of a regression where the cache of the other model is less than half as wide: the others are random features.
+FEATURES = 1536
 
 
 class CacheMap(nn.Module):
@@ -63,7 +63,8 @@ class CacheMap(nn.Module):
         self.head_widths = [width for width in widths for _ in range(self.heads)]
         inputs, outputs = num_layers * memory_dim, sum(self.head_widths)
         generator = torch.Generator().manual_seed(0)
-        some = torch.randn(inputs + 1, max(FEATURES - inputs, 0), generator=generator, device="cpu")
+        further = FEATURES - inputs if 2 * inputs < FEATURES else 0
+        some = torch.randn(inputs + 1, further, generator=generator, device="cpu")
         some[:-1] *= 1.5 / inputs**0.5
         self.register_buffer("center", torch.zeros(inputs))
         self.register_buffer("spread", torch.ones(inputs))

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmattn.adapters.augmenting_model import AugmentingModel
 from mmattn.adapters.cache_blocks import CacheMap
 
-PENALTIES = (1e-8, 1e-5, 1e-3, 1e-2, 1e-1)
+PENALTIES = (1e-8, 1e-5, 1e-3, 1e-2)
 #: Tokens of a regression, drawn from all prompts; padded tokens of a forward; tokens by which layers are chosen.
 MOST, AT_ONCE, CHOOSING = 8192, 4096, 2048
 
@@ -61,7 +61,7 @@ def fit_maps(
 
 
 def ridge(x: Tensor, y: Tensor, widths: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
-    """Return weight (i, o) and bias (o,) of the regression of heads (n, o) on x (n, i), on all or the `first` inputs."""
+    """Return weight (i, o) and bias (o,) of the regression of heads (n, o) on x (n, i), all or the `first` inputs."""
     x, y, held = x.double(), y.double(), max(len(x) // 10, 1)
     center, spread, mean = x.mean(0), x.std(0).clamp(min=1e-9), y.mean(0)
     x, y = (x - center) / spread, y - mean

@@ -33,13 +33,7 @@ from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.joined_slots import TextHost
 from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
-from mmattn.adapters.settings import (
-    LayeredAdapter,
-    augmenting_layers_of,
-    register_adapter,
-    settle,
-    settle_augmenting_layers,
-)
+from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
@@ -47,10 +41,10 @@ from mmattn.memory import Memory
 
 GATES = ("scalar", "head")
 FUSERS = ("network", "ridge")
-#: Width of a network, and layers of the augmenting model that the map of a host layer reads, by default.
-HIDDEN_DIM, MAPPED_LAYERS = 256, 2
+#: Layers of the augmenting model that `fit` chooses for a host layer.
+MAPPED_LAYERS = 2
 #: Mean cosine of attention outputs below which `fit` refuses a pair of models.
-MIN_COSINE = 0.8
+MIN_COSINE = 0.9
 
 
 @register_adapter
@@ -67,17 +61,17 @@ class FusedCacheAdapter(LayeredAdapter):
         layers: or the explicit list of host layers, counted from 0.
         augmenting_layers: for each of these layers, in the order given, the layer of the augmenting model that is fused
             into it, counted from 0; by default those of the same numbers, or with "ridge" the two that `fit` chooses.
-        hidden_dim: width of the network between, 256 by default.
-        gate: "scalar" or "head": how many numbers the gates of a layer have, for keys and for values.
-        fuser: "network", which is trained and adds to the host's keys and values; or "ridge", a map that replaces them
-            and that `model.adapter(name).fit` computes in closed form.
+        hidden_dim: width of the network between.
+        gate: "scalar" or "head": how many numbers the gates of its layer have, for keys and for values.
+        fuser: "network", which is trained and adds to the host's keys and values; or "ridge", a map without gates that
+            `model.adapter(name).fit` computes in closed form and that replaces them.
 
     >>> FusedCacheAdapter(memory_dim=64, layers=[3, 1], augmenting_layers=[5, 2]).augmenting_layers
     (2, 5)
     """
 
     augmenting_layers: tuple[int, ...] | None = None
-    hidden_dim: int | None = None
+    hidden_dim: int = 256
     gate: str = "scalar"
     fuser: str = "network"
 
@@ -91,12 +85,9 @@ class FusedCacheAdapter(LayeredAdapter):
         super().__post_init__()
         check_choice("gate", self.gate, GATES)
         check_choice("fuser", self.fuser, FUSERS)
-        if self.fuser == "ridge":
-            if self.hidden_dim is not None or self.gate != "scalar":
-                raise ConfigError("hidden_dim and gate belong to fuser='network': leave them out with fuser='ridge'")
-            return
-        settle(self, hidden_dim=HIDDEN_DIM if self.hidden_dim is None else self.hidden_dim)
         check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
+        if self.fuser == "ridge" and self.gate != "scalar":
+            raise ConfigError("gate belongs to fuser='network': leave it out with fuser='ridge'")
 
     def build(self, sites: Sequence[Site]) -> FusedCacheLayers:
         """Return the trainable part for these sites."""
@@ -126,7 +117,7 @@ class FusedCacheLayers(AdapterLayers):
             self.blocks[str(site.layer)] = (
                 CacheMap(config.memory_dim, MAPPED_LAYERS if named is None else 1, site.sizes)
                 if self.is_map
-                else CacheFuser(config.memory_dim, config.hidden_dim or HIDDEN_DIM, config.gate, site.sizes)
+                else CacheFuser(config.memory_dim, config.hidden_dim, config.gate, site.sizes)
             )
         #: The layer of the augmenting model for each host layer; None if `fit` chooses.
         self.augmenting_layers = None if self.is_map and named is None else augmenting_layers_of(named, self.layers)

@@ -1,7 +1,14 @@
-"""Caches carried over in closed form: six pairs of models, what is kept of the host's accuracy, and what it costs."""
+"""Caches carried over in closed form: six pairs of models, what is kept of the host's accuracy, and what it costs.
+
+    python -m recipes.benchmarks.carried_caches [--seeds 0 1 2] [--parts small smollm2 times]
+
+Five pairs of small Llamas are trained here to answer questions about facts ("kaBmiD…", "mi" is "D"); in the sixth SmolLM2
+reads the caches of a copy that was trained further.
+"""
 
 from __future__ import annotations
 
+import argparse
 import string
 import time
 from collections.abc import Callable
@@ -17,11 +24,13 @@ from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mmattn
-from mmattn.adapters import FusedCacheAdapter
-from recipes.benchmarks.timing import Rows
+from mmattn.models import resolve
+from recipes.benchmarks.__main__ import table
+from recipes.benchmarks.timing import Rows, interleaved, ratio
+from recipes.rag.documents import load_topics
 
 KEYS = [a + b for a in "bdfg" for b in "aei"]
 VALUES = list(string.ascii_uppercase[:8])
@@ -47,11 +56,7 @@ MODELS: dict[str, tuple[Any, bool, dict[str, int]]] = {
     "host": (BY_KEY, False, {}),
     "equal": (BY_KEY, False, {}),
     "fewer heads": (BY_KEY, False, {"num_key_value_heads": 1}),
-    "smaller": (
-        BY_KEY,
-        False,
-        {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
-    ),
+    "fewer layers": (BY_KEY, False, {"num_hidden_layers": 2, "num_key_value_heads": 2}),
     "another tokenizer": (BY_LETTER, False, {}),
     "another task": (BY_KEY, True, {}),
 }
@@ -77,8 +82,8 @@ def ids_of(tokenizer: Any, rows: list[str]) -> Tensor:
 def train(tokenizer: Any, seed: int, last: bool = False, steps: int = 3000, **sizes: int) -> LlamaForCausalLM:
     """Train a small Llama to answer questions about the facts before them.
 
-    A further loss has the states after the first layer tell the two tokens before, which questions are answered by: what
-    thousands of steps would find by themselves is there after some hundred.
+    A further loss has the states after the first layer tell the two tokens before, which thousands of steps would find
+    by themselves.
     """
     torch.manual_seed(seed)
     options = {"intermediate_size": 64, "initializer_range": 0.1, "max_position_embeddings": 2048}
@@ -151,7 +156,7 @@ def carried(
     host: Any, other: mmattn.AugmentingModel, prompts: Tensor, tests: Tensor, score: Callable[..., float]
 ) -> dict[str, float]:
     """Fit the map of one pair; return what is right with it, and with each control."""
-    model = mmattn.attach(host, FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
+    model = mmattn.attach(host, mmattn.adapters.FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
     adapter = model.adapter("default")
     begin = time.perf_counter()
     cosine = adapter.fit(model, other, prompts, min_cosine=-1.0)
@@ -189,3 +194,124 @@ def small_pairs(seed: int, folder: Path) -> Rows:
         rows[name]["no facts"] = accuracy(host, rows=tests, facts=False)
         rows[name]["the other's own"] = accuracy(lm, rows=tests, tokenizer=tokenizer)
     return rows
+
+
+# SmolLM2 and a copy of it that is trained further --------------------------------------------------------------------
+
+
+def windows(tokenizer: Any, text: str, rows: int, length: int, seed: int) -> Tensor:
+    """Return ids (rows, length) from random places of a text."""
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    begins = torch.randint(len(ids) - length, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return ids[begins + torch.arange(length)]
+
+
+def train_copy(tokenizer: Any, text: str, folder: Path, steps: int) -> Any:
+    """Return SmolLM2 after some steps of training, all of its weights, on Python's documentation."""
+    if not folder.exists():
+        lm = AutoModelForCausalLM.from_pretrained(resolve("smollm2")).train()
+        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-4)
+        for step in range(steps):
+            ids = windows(tokenizer, text, 2, 64, 100 + step)
+            loss = lm(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(step, f"{loss.item():.3f}", flush=True)
+        lm.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def agreement(model: Any, memory: Any = None, *, ids: Tensor, own: Tensor) -> float:
+    """Return the share of the last next tokens that are those of the host by itself."""
+    count, right = own.shape[1], 0.0
+    for row in range(len(ids)):
+        one = {} if memory is None else {"memory": memory[row]}
+        logits = model(ids[row : row + 1], logits_to_keep=count, **one).logits
+        right += (logits.argmax(-1)[0] == own[row]).float().mean().item()
+    return right / len(ids)
+
+
+def smollm2_pair(folder: Path) -> Rows:
+    """Return the row of SmolLM2, which reads the caches of its copy, and times of a prompt of 1,024 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2"))
+    texts_of = [" ".join(topics.values()) for topics in load_topics()]
+    copy = train_copy(tokenizer, texts_of[0], folder / "copy", 12)
+    host = AutoModelForCausalLM.from_pretrained(resolve("smollm2")).eval()
+    prompts = windows(tokenizer, texts_of[0], 500, 16, 1)
+    ids = windows(tokenizer, texts_of[1], 16, 128, 2)
+    with torch.no_grad():
+        own, copied = (
+            torch.cat([lm(one[None], logits_to_keep=32).logits.argmax(-1) for one in ids]) for lm in (host, copy)
+        )
+        alone = agreement(host, ids=ids[:, -32:], own=own)
+    other = mmattn.AugmentingModel(copy)
+    row = carried(host, other, prompts, ids[:, :96], partial(agreement, ids=ids, own=own))
+    row |= {"no prompt": alone, "the other's own": (copied == own).float().mean().item()}
+    return {"SmolLM2": row}
+
+
+def prefill_times(host: Any, lm: Any, length: int) -> dict[str, float]:
+    """Return how many times faster the first token of an answer comes than after the host's own prefill."""
+    other = mmattn.AugmentingModel(lm)
+    model = mmattn.attach(host, mmattn.adapters.FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
+    model.adapter("default").fit(model, other, torch.randint(9, 21, (64, 16)), min_cosine=-1.0)
+    ids = torch.randint(9, 21, (1, length))
+    memory = other.prefill(ids)
+    once: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    times = interleaved(
+        {
+            "own": lambda: model.generate(ids, **once),
+            "a cache that is there": lambda: model.generate(ids, memory=memory, **once),
+            "the other's prefill and the map": lambda: model.generate(ids, memory=other.prefill(ids), **once),
+        },
+        seconds=1.0,
+        least=3,
+    )
+    model.unload()
+    return {name: ratio(times, "own", name) for name in times}
+
+
+def mean_rows(tables: list[Rows]) -> Rows:
+    """Return the mean of the figures of several seeds."""
+    first = tables[0]
+    return {
+        name: {key: sum(one[name][key] for one in tables) / len(tables) for key in row} for name, row in first.items()
+    }
+
+
+def spearman(rows: Rows) -> float:
+    """Return the rank correlation of cosine and retention."""
+    ranks = torch.tensor([[row["cosine"], row["retention"]] for row in rows.values()]).argsort(0).argsort(0)
+    return torch.corrcoef(ranks.double().T)[0, 1].item()
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.carried_caches", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/carried_caches"), help="of the models, trained once")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--parts", nargs="*", default=["small", "smollm2", "times"])
+    options = parser.parse_args()
+    small, rows = [], {}
+    for seed in options.seeds if "small" in options.parts else ():
+        small.append(small_pairs(seed, options.folder))
+        rows |= {f"{name}, {seed}": row for name, row in small[-1].items()}
+        print(table(f"seed {seed}", small[-1]), f"\nSpearman {spearman(small[-1]):.2f}\n", flush=True)
+    if small:
+        print(table("mean", mean_rows(small)), flush=True)
+    if "smollm2" in options.parts:
+        rows |= smollm2_pair(options.folder)
+        print(table("SmolLM2", {"its copy": rows["SmolLM2"]}), flush=True)
+    print(f"\nSpearman of cosine and retention over {len(rows)} pairs: {spearman(rows):.2f}\n", flush=True)
+    if "times" in options.parts:
+        lm = AutoModelForCausalLM.from_pretrained(resolve("smollm2")).eval()
+        copy = AutoModelForCausalLM.from_pretrained(options.folder / "copy").eval()
+        print(
+            table("times as fast as the host's own prefill", {"SmolLM2, 1,024 tokens": prefill_times(lm, copy, 1024)})
+        )
+
+
+if __name__ == "__main__":
+    main()

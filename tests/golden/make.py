@@ -62,6 +62,7 @@ _ADAPTERS: dict[str, Any] = {
     "joined": mmattn.adapters.JoinedAdapter(E, layers=(0, 3)),
     "prefix": mmattn.adapters.PrefixAdapter(num_virtual_tokens=4, num_prefixes=2),
     "fused_cache": mmattn.adapters.FusedCacheAdapter(12, layers=(1, 3), augmenting_layers=(3, 0), hidden_dim=5),
+    "fused_cache-ridge": mmattn.adapters.FusedCacheAdapter(12, layers=(1,), augmenting_layers=(3,), fuser="ridge"),
     "inserted": mmattn.adapters.InsertedAdapter(E),
 }
 
@@ -127,7 +128,7 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
         given["passages"] = torch.randint(2, VOCAB, (2, SLOTS), generator=random)
     elif name == "prefix":
         given["prefixes"] = torch.tensor([1, 0, -1])
-    elif name == "fused_cache":
+    elif name.startswith("fused_cache"):
         given["read"] = (torch.arange(LENGTH) < torch.tensor([LENGTH, 4, 0])[:, None]).long()
     elif not name.startswith("composed"):
         given["tokens"] = torch.randn(ROWS, slots, E, generator=random)
@@ -155,6 +156,9 @@ def make(name: str, seed: int) -> None:
     own = ask(host, given, memory=False)
     model = mmattn.attach(host, _ADAPTERS[name])
     enlarge(model.adapters["default"], 0.5)
+    if name == "fused_cache-ridge":
+        prompts = torch.randint(2, VOCAB, (40, LENGTH), generator=torch.Generator().manual_seed(seed))
+        model.adapter("default").fit(model, mmattn.AugmentingModel(load_host("llama")), prompts, min_cosine=-1.0)
     model.save_adapter(place / name, encoder="OpenCLIP ViT-B-32:laion2b_s34b_b79k")
     if name == "decoupled-image-tokens":
         model.save_ip_adapter(place / f"{name}-ip-adapter.safetensors")

@@ -183,9 +183,8 @@ def test_what_is_refused() -> None:
     network = mmattn.attach(tiny.make("llama"), FusedCacheAdapter(other.cache_dim))
     with pytest.raises(ConfigError, match="ridge"):
         network.adapter("default").fit(network, other, ids)
-    for wrong in ({"hidden_dim": 7}, {"gate": "head"}):
-        with pytest.raises(ConfigError, match="network"):
-            FusedCacheAdapter(24, fuser="ridge", **wrong)
+    with pytest.raises(ConfigError, match="network"):
+        FusedCacheAdapter(24, fuser="ridge", gate="head")
 
 
 # Two tokenizers -------------------------------------------------------------------------------------------------------

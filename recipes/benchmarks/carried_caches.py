@@ -2,8 +2,8 @@
 
     python -m recipes.benchmarks.carried_caches [--seeds 0 1 2] [--parts small smollm2 times]
 
-Five pairs of small Llamas are trained here to answer questions about facts ("kaBmiD…", "mi" is "D"); in the sixth SmolLM2
-reads the caches of a copy that was trained further.
+Five pairs of small Llamas are trained here to answer questions about facts ("kaBmiD…", "mi" is "D"); in the sixth
+SmolLM2 reads the caches of a copy that was trained further.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def prefill_times(host: Any, lm: Any, length: int) -> dict[str, float]:
     """Return how many times faster the first token of an answer comes than after the host's own prefill."""
     other = mmattn.AugmentingModel(lm)
     model = mmattn.attach(host, mmattn.adapters.FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
-    model.adapter("default").fit(model, other, torch.randint(9, 21, (64, 16)), min_cosine=-1.0)
+    model.adapter("default").fit(model, other, torch.randint(9, 21, (32, 16)), min_cosine=-1.0)
     ids = torch.randint(9, 21, (1, length))
     memory = other.prefill(ids)
     once: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}

@@ -371,6 +371,11 @@ class FusedView(View):
         first = max(0, self.real.shape[1] - x.key.shape[2])
         if first >= self.numbers.shape[1]:
             return x
+        if self.adapter.is_map and x.computed is not None:
+            raise ConditionError(
+                f"adapter {self.adapter.name!r} replaces keys and values that another adapter has changed: activate "
+                "one of them, model.set_adapter(name)"
+            )
         change = None if self.changes is None else self.changes.get(layer)
         if change is None:
             change = self._change(x, block, layer, first)

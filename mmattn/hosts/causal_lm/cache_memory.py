@@ -45,6 +45,8 @@ def fill_cache(
     Returns:
         the text and the arguments of a forward of the other tokens; None if the host must read the whole prompt.
     """
+    from transformers import DynamicCache
+
     (name, source), *others = call.sources.items()
     cache: Any = text.cache
     ids, positions, wanted = (kwargs.get(key) for key in ("input_ids", "position_ids", "logits_to_keep"))
@@ -53,7 +55,7 @@ def fill_cache(
     wants_all = not wanted or kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     if others or name not in model.active or call.scales.get(name, 1.0) != 1.0 or not is_plain or wants_all:
         return None
-    if type(cache).__name__ != "DynamicCache" or text.packed is not None or text.generation is None:
+    if type(cache) is not DynamicCache or text.packed is not None or text.generation is None:
         return None
     if positions is None:
         positions = torch.arange(text.length, device=text.whole[0].device)[None]

@@ -185,6 +185,11 @@ def test_what_is_refused() -> None:
         network.adapter("default").fit(network, other, ids)
     with pytest.raises(ConfigError, match="network"):
         FusedCacheAdapter(24, fuser="ridge", gate="head")
+    model.add_adapter("second", FusedCacheAdapter(other.cache_dim, fuser="ridge"))
+    model.adapter("second").fit(model, other, ids, min_cosine=-1.0)
+    model.set_adapter(["default", "second"])
+    with pytest.raises(ConditionError, match="replaces"):
+        model(ids, memory=dict.fromkeys(("default", "second"), other.prefill(ids)))
 
 
 # Two tokenizers -------------------------------------------------------------------------------------------------------

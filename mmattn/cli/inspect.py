@@ -46,7 +46,7 @@ def doctor(
     questions: Annotated[
         int | None, typer.Option(min=1, help="Ask so many of them.", show_default="64; 40 of an endpoint")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Questions at once.")] = 8,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Questions at once.", show_default="8")] = None,
     out: Annotated[list[Path] | None, typer.Option("--out", "-o", help="Also write a .json or an .html file.")] = None,
 ) -> None:
     """Examine an adapter folder, and with --host the adapter at work on a random batch.
@@ -64,14 +64,16 @@ def doctor(
 
     if sum(one is not None for one in (folder, model, url)) != 1:
         raise ConfigError("doctor examines one thing: an adapter's folder, --model or --url")
-    if folder is not None and out:
-        raise ConfigError("--out is for --model and --url; the report on a folder is only printed")
+    if folder is not None and any((data, questions, batch_size, out)):
+        raise ConfigError("--data, --questions, --batch-size and --out are for --model and --url, not for a folder")
+    if folder is None and host is not None:
+        raise ConfigError("--host is for the folder of an adapter; --model and --url name what is asked")
     if folder is not None:
         report: Report = diagnose(folder, host)
     else:
         subject, processor = (url, None) if model is None else _subject(model)
         count, rows = questions or (64 if url is None else 40), plain_pictures() if data is None else data
-        report = examine(subject, rows, processor=processor, batch_size=batch_size, max_questions=count)
+        report = examine(subject, rows, processor=processor, batch_size=batch_size or 8, max_questions=count)
     typer.echo(str(report))
     for path in out or ():
         assert isinstance(report, LookingReport)

@@ -130,6 +130,10 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
         mmattn.doctor("localhost:8000", rows)
     code, _, err = run(capsys, "--url", "http://127.0.0.1:1/v1", "--model", "assets/vqa")
     assert code == 2 and "one thing" in err
+    code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
+    assert code == 2 and "not for a folder" in err
+    code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")
+    assert code == 2 and "--host" in err
 
 
 def test_few_questions_are_not_enough_to_fail() -> None:

@@ -151,7 +151,7 @@ def compared(shares: list[torch.Tensor], entries: Any, *args: Any) -> Any:
             if score_weight is not None:
                 weighed = (self.queries * score_weight)[:, None].expand(-1, queries.shape[1], -1)
                 queries = torch.cat([queries, weighed], 2)
-            exact = (queries.flatten(0, 1) @ vectors.T).topk(count).indices
+            exact = (queries.flatten(0, 1) @ vectors.T).topk(min(count, len(vectors))).indices
             shares.extend(torch.isin(*pair).float().mean() for pair in zip(exact, rows.flatten(0, 1), strict=True))
             return rows
 

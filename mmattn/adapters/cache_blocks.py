@@ -1,4 +1,4 @@
-"""What changes keys and values of one host layer by those of another model: a trained network, or a linear map."""
+"""Blocks that change keys and values of a host layer by those of another model: a trained network, or a map."""
 
 from __future__ import annotations
 

@@ -387,9 +387,9 @@ class FusedView(View):
         fused = x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
         if self.adapter.cosines is None:
             return fused
-        seen = self.real & (token_places(self.real) > 0)
-        own, mapped = (one.result()[0][seen.to(x.key.device)].float().flatten(1) for one in (x, fused))
-        self.adapter.cosines[layer].append(torch.cosine_similarity(own, mapped, -1))
+        later = (self.real & (token_places(self.real) > 0)).to(x.key.device)
+        host, mapped = (one.result()[0][later].float().flatten(1) for one in (x, fused))
+        self.adapter.cosines[layer].append(torch.cosine_similarity(host, mapped, -1))
         return x
 
     def _change(self, x: HostAttention, block: nn.Module, layer: int, first: int) -> tuple[Tensor, Tensor]:

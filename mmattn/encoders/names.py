@@ -91,8 +91,8 @@ class NameEncoder(HybridEncoder):
         counts = Counter(word for text in texts for word in set(_words(text)))
         self.common_words = frozenset(word for word, count in counts.items() if count >= self.common * len(texts))
         frequencies = [(self._features(part, texts) != 0).sum(0) for part in _PARTS]
-        seen = torch.tensor([frequency.tolist()[0] for frequency in frequencies])
-        self.weights = torch.log((1 + len(texts)) / (1 + seen)).float()
+        texts_with = torch.tensor([frequency.tolist()[0] for frequency in frequencies])
+        self.weights = torch.log((1 + len(texts)) / (1 + texts_with)).float()
         super().fit(queries, entries)
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:

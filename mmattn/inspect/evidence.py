@@ -137,6 +137,6 @@ def is_right(expected: str, answer: str) -> bool:
     >>> is_right("red", "It is Red."), is_right("red", "It is covered.")
     (True, False)
     """
-    wanted, text = (" ".join(one.lower().split()) for one in (expected, answer))
-    before, after = (r"(?<!\w)" if wanted[:1].isalnum() else "", r"(?!\w)" if wanted[-1:].isalnum() else "")
-    return re.search(before + re.escape(wanted) + after, text) is not None
+    phrase, text = (" ".join(one.lower().split()) for one in (expected, answer))
+    before, after = (r"(?<!\w)" if phrase[:1].isalnum() else "", r"(?!\w)" if phrase[-1:].isalnum() else "")
+    return re.search(before + re.escape(phrase) + after, text) is not None

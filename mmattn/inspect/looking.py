@@ -1,4 +1,4 @@
-"""Whether a model looks at its evidence: the same questions with right, other, blank, moved, altered and no evidence.
+"""Check that a model looks at its evidence: the same questions with right, other, blank, moved and no evidence.
 
 Verdicts are exact tests (binomial, McNemar, Fisher) at one error level for all of them together.
 """
@@ -109,13 +109,14 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
 
 def _alone(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Ask items one by one, twice with the right evidence and once with other, which is first at every second item."""
-    known, firsts = set[str](), (list[bool](), list[bool]())  # right answers to new questions, and after other evidence
+    # Right answers to new questions, and after other evidence.
+    questions, firsts = set[str](), (list[bool](), list[bool]())
     for turn, number in enumerate(numbers):
         for kind in (OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, OTHER):
             asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
-        if asker.items[number].question not in known:
+        if asker.items[number].question not in questions:
             firsts[turn % 2].append(asker.right(OWN, [number])[0])
-        known.add(asker.items[number].question)
+        questions.add(asker.items[number].question)
     differ = sum(asker.texts[OWN][one] != asker.texts[AGAIN][one] for one in numbers)
     late = mcnemar(asker.right(AGAIN, numbers), asker.right(OWN, numbers)) < LEVEL
     return {

@@ -57,5 +57,5 @@ def rejected(p_values: Mapping[str, float]) -> set[str]:
     {'a'}
     """
     order = sorted(p_values, key=p_values.__getitem__)
-    kept = [place for place, name in enumerate(order) if p_values[name] > LEVEL / (len(order) - place)]
-    return set(order[: kept[0]] if kept else order)
+    accepted = [place for place, name in enumerate(order) if p_values[name] > LEVEL / (len(order) - place)]
+    return set(order[: accepted[0]] if accepted else order)

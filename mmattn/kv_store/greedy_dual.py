@@ -1,4 +1,4 @@
-"""Which items are kept within a number of bytes: those of which a byte saves most."""
+"""A byte budget: the items stay of which a byte saves most."""
 
 from __future__ import annotations
 

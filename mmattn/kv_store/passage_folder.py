@@ -103,15 +103,15 @@ class PassageFolder:
 
     def _look(self, budget: GreedyDual[str]) -> None:
         """Bring the budget up to the files that are there; one that another process has used since is used."""
-        found: dict[str, tuple[int, float]] = {}
+        files: dict[str, tuple[int, float]] = {}
         for entry in (entry for shard in self._shards() for entry in os.scandir(shard)):
             with contextlib.suppress(FileNotFoundError, ValueError):  # not a passage
                 state, tokens = entry.stat(), int(entry.name.removesuffix(SUFFIX).partition("-")[2])
                 if self._times.get(entry.path) != state.st_mtime_ns:
                     self._times[entry.path] = state.st_mtime_ns
                     budget.use(entry.path)
-                found[entry.path] = max(state.st_size, 1), self._cost(tokens)
-        budget.set_items(found)
+                files[entry.path] = max(state.st_size, 1), self._cost(tokens)
+        budget.set_items(files)
 
     def _shards(self) -> list[str]:
         return [entry.path for entry in os.scandir(self.path) if entry.is_dir()]

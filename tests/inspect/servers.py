@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +26,7 @@ def name_of(url: str) -> str:
 @contextmanager
 def serving(mixed: bool) -> Iterator[str]:
     """The address of a server, whose requests share one place for the picture if they are mixed."""
-    shared: dict[str, str] = {}
+    shared, arrival = dict[str, str](), threading.Condition()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -48,7 +47,9 @@ def serving(mixed: bool) -> Iterator[str]:
             urls = [part["image_url"]["url"] for part in asked["messages"][0]["content"] if "image_url" in part]
             mine = shared if mixed else {}
             mine["picture"] = urls[0] if urls else ""
-            time.sleep(0.02)  # others come in between
+            with arrival:
+                arrival.notify_all()
+                arrival.wait(0.05 if mixed else 0)  # until the next request, if others come now
             text = name_of(mine["picture"]) if urls else "I see no picture."
             message = {"role": "assistant", "content": f"It is {text}."}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}

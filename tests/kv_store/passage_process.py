@@ -57,7 +57,7 @@ def kill(folder: Path, kills: int) -> None:
         if not child:
             _, passages, _ = open_cache(folder)
             with open(log, "w") as file:
-                for number in range(first, first + 400):
+                for number in range(first, first + 9000):  # more than it has time for
                     passages.add([passage(number)], progress=False)
                     print(number, file=file, flush=True)
             os._exit(1)  # not killed in time

@@ -98,7 +98,8 @@ def test_the_host_reads_no_prompt(family: str) -> None:
         assert torch.equal(logits[:, -1].argmax(-1), text[:, end])
     alone = model.generate(ids[1:, 4:], memory=other.prefill(ids[1:, 4:11]), **GREEDY)
     assert torch.equal(text[1:, 4:], alone)
-    assert not torch.equal(text, model.generate(ids, attention_mask=mask, **GREEDY))
+    bare, mapped = (answer(model, ids, attention_mask=mask, memory=one) for one in (None, memory))
+    assert distance(bare, mapped) > 1e-2
 
 
 @pytest.mark.parametrize("way", [way for way in tiny.WAYS if way not in ("greedy", "beams")])

@@ -144,8 +144,7 @@ def _check_values(what: str, value: object) -> None:
 def adapter_settings(adapter: AdapterConfig) -> Config:
     """Return the fields of an adapter's dataclass as plain JSON values, for `config["adapter"]`."""
     assert dataclasses.is_dataclass(adapter)
-    settings: Config = json.loads(json.dumps(dataclasses.asdict(adapter)))
-    return settings
+    return json.loads(json.dumps(dataclasses.asdict(adapter)))
 
 
 def parse_config(config: Config, kinds: Mapping[str, type]) -> AdapterConfig:
@@ -169,8 +168,7 @@ def parse_config(config: Config, kinds: Mapping[str, type]) -> AdapterConfig:
         read = validated(what, _settings_of(kinds[kind]), json.dumps({"adapter": config["adapter"]}).encode())
     except TypeError as error:
         raise AdapterFileError(f"{what}: {error}") from error
-    settings: AdapterConfig = read.adapter
-    return settings
+    return read.adapter
 
 
 @lru_cache(maxsize=64)

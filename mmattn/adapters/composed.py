@@ -167,7 +167,7 @@ class AugmentedView(View):
         mask = None if may_read(real) and bool(real.all()) else real
         rule = causal(length, total, total - length, device=x.device).tensor if length > 1 else None
         allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
-        out: Tensor = block(
+        return block(
             x,
             replace(self._project(layer, x.device), mask=mask, visible=None),
             attention_mask=rule,
@@ -175,7 +175,6 @@ class AugmentedView(View):
             seen=visible_rows(allowed, rows, total, device=x.device),
             adapter_scale=adapter_scale,
         )
-        return out
 
     def _project(self, layer: int, device: torch.device) -> KeyValue:
         """Return keys and values of the states for a host layer; cached if nothing is trained."""

@@ -118,7 +118,7 @@ class JoinedView(View):
             assert self.positions is not None and self.slots.positions is not None
             distance = self.positions[:, :, None] - self.slots.positions.to(self.positions.device)[:, None]
             visible, hides = visible.to(distance.device) & (distance < x.window), True
-        joined: HostAttention = block(
+        return block(
             x,
             self.slots.keys[layer].to(where),
             self.slots.values[layer].to(where),
@@ -126,7 +126,6 @@ class JoinedView(View):
             sees=None if self.sees is None else self.sees.to(where),
             adapter_scale=adapter_scale,
         )
-        return joined
 
 
 @runtime_checkable

@@ -222,8 +222,7 @@ class SearchedView(View):
             len(self.entries),
         )
         seen = None if len(self.entries) else torch.zeros(len(x), 1, 1, dtype=torch.bool, device=x.device)
-        out: Tensor = block(x, slots, seen=seen, adapter_scale=adapter_scale)
-        return out
+        return block(x, slots, seen=seen, adapter_scale=adapter_scale)
 
     def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
         norm, weight = self.adapter.slot_norm(), None

@@ -28,14 +28,13 @@ class ProjectedView(View):
         self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        out: Tensor = block(
+        return block(
             x,
             self.projected[layer],
             attention_mask=self.attention_mask,
             seen=self.seen,
             adapter_scale=adapter_scale,
         )
-        return out
 
     def key_values(self) -> dict[int, KeyValue]:
         """Return keys and values by layer of a memory in one piece."""

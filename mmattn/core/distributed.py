@@ -21,14 +21,12 @@ def sum_gradients(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return a tensor that is the same in each process, and sum its gradients over all of them."""
     if group is None:
         return tensor
-    result: Tensor = _SumGradients.apply(tensor, group)
-    return result
+    return _SumGradients.apply(tensor, group)
 
 
 def gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     """Return the tensor of each process, of one shape in all of them."""
-    result: tuple[Tensor, ...] = _Gather.apply(tensor, group)
-    return result
+    return _Gather.apply(tensor, group)
 
 
 def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -124,8 +124,7 @@ def cached(values: Values, key: Hashable, compute: Callable[[], T]) -> T:
         # A cached value must serve calls outside inference mode, too.
         with torch.inference_mode(False), torch.no_grad():
             values[key] = compute()
-    value: T = values[key]
-    return value
+    return values[key]
 
 
 class _Entry:
@@ -166,8 +165,7 @@ class TensorCache:
             # A cached value must serve calls outside inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
                 entry = self._entries[key] = (TensorVersion(sources), compute())
-        value: T = entry[1]
-        return value
+        return entry[1]
 
     def nbytes(self) -> int:
         """Return the bytes of cached keys and values."""

@@ -66,8 +66,7 @@ class EncodedRow(Row):
     def memory(self) -> Memory | None:
         """The memory (1, m, e), a segment or more for each content; None in a row without contents."""
         if "_memory" in vars(self):  # of a copy with another text, or of a row that was pickled
-            memory: Memory | None = vars(self)["_memory"]
-            return memory
+            return vars(self)["_memory"]
         memories = [one.memory() for one in self.vectors()]
         return None if not memories else memories[0] if len(memories) == 1 else Memory.cat(memories)
 
@@ -336,8 +335,7 @@ class EncodedDataset(Sequence[EncodedRow]):
 
     def _contents_of(self, row: int) -> list[int]:
         starts, contents = self._contents
-        numbers: list[int] = contents[starts[row] : starts[row + 1]].tolist()
-        return numbers
+        return contents[starts[row] : starts[row + 1]].tolist()
 
     def _rows(self, numbers: Numbers, read: Read) -> list[EncodedRow]:
         """Return rows of the table, whatever is selected."""

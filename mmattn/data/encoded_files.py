@@ -162,8 +162,7 @@ def read_description(folder: FileFolder, name: str, kind: type[Description]) -> 
         return None
     path, raw = folder.path(name), folder.read(name).numpy().tobytes()
     parse_json(repr(path), raw, _MAX_JSON)
-    described: Description = validated(f"{path!r}", kind, raw.removeprefix(codecs.BOM_UTF8))
-    return described
+    return validated(f"{path!r}", kind, raw.removeprefix(codecs.BOM_UTF8))
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------

@@ -170,8 +170,7 @@ class ImageEncoder(FrozenEncoder):
         Returns:
             (b, e, height, width) or (b, m, e), or (b, e) of a pooled network.
         """
-        features: Tensor = self.model(pixels)
-        return features
+        return self.model(pixels)
 
     def forward(
         self, images: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS

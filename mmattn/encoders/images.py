@@ -273,8 +273,7 @@ def _grey(array: ndarray, transparency: object) -> Image:
     levels = (values * (255 / scale)).round().astype(numpy.uint8)
     if isinstance(transparency, int):
         levels[values == transparency] = 255
-    grey: Image = pil.fromarray(levels).convert("RGB")
-    return grey
+    return pil.fromarray(levels).convert("RGB")
 
 
 def _levels(source: Tensor | ndarray, name: str) -> ndarray:

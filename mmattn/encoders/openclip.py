@@ -100,8 +100,7 @@ class OpenCLIPEncoder(ImageEncoder):
         visual = self.model.visual
         if self.pooled:
             embedding = visual(pixels)
-            pooled: Tensor = embedding[0] if isinstance(embedding, tuple) else embedding
-            return pooled
+            return embedding[0] if isinstance(embedding, tuple) else embedding
         # A tower that norms only its pooled output has no norm for patches.
         normed = getattr(visual, "attn_pool", None) is None and not getattr(visual, "final_ln_after_pool", False)
         try:
@@ -113,8 +112,7 @@ class OpenCLIPEncoder(ImageEncoder):
                 f"the picture tower {type(visual).__name__} of {self.name} gives no patch tokens ({error}); use "
                 "pooled=True, or a ViT, ResNet or timm tower"
             ) from error
-        patches: Tensor = outputs["image_intermediates"][-1]
-        return patches
+        return outputs["image_intermediates"][-1]
 
     @cached_property
     def tokenizer(self) -> ClipTokenizer:
@@ -122,8 +120,7 @@ class OpenCLIPEncoder(ImageEncoder):
         return _tokenizer(self.name)
 
     def _weights(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = self.model.visual.state_dict()
-        return weights
+        return self.model.visual.state_dict()
 
 
 @register_encoder("openclip-text")

@@ -48,13 +48,11 @@ class StyleNetwork(nn.Module):
         """Return patches (b, 64, 4, 4) of pictures (b, c, height, width) from -1 to 1."""
         if pictures.shape[-1] > LARGEST:
             pictures = F.adaptive_avg_pool2d(pictures, LARGEST)
-        patches: Tensor = self.body(pictures)
-        return patches
+        return self.body(pictures)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Predict measures (b, n) from the mean of the patches of pictures (b, c, height, width)."""
-        measures: Tensor = self.head(self.patches(pictures).mean((2, 3)))
-        return measures
+        return self.head(self.patches(pictures).mean((2, 3)))
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,7 @@ def own_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None
         plain = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
         if plain is not None:
             break
-    function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config.own._attn_implementation, plain
-    )
-    return function
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config.own._attn_implementation, plain)
 
 
 def check_function(config: PreTrainedConfig) -> None:

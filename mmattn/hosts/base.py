@@ -85,8 +85,7 @@ class AdaptedModel(HookedModel):
             raise ConditionError(
                 f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)"
             )
-        host: nn.Module = load_model(cls.auto_class, name, f"host of kind {cls.kind!r}")
-        return host
+        return load_model(cls.auto_class, name, f"host of kind {cls.kind!r}")
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
         """Return the settings and tensors of an adapter published as one file, for hosts that know such a layout."""

@@ -31,8 +31,7 @@ class GatheredMemory(PreparedMemory):
         projected = self._from_pages(adapter, adapter.layers[0])
         if projected is None:
             return super().read(adapter)
-        slots: Memory = self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
-        return slots
+        return self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
 
     def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue:
         """Return keys and values from the pages, or else as any prepared memory does."""
@@ -51,8 +50,7 @@ class GatheredMemory(PreparedMemory):
                 return None
             return self._pages(adapter, layer, self.memory.scores if adapter.score_bias else None)
 
-        projected: KeyValue | None = self.cache.get(adapter, ("pages", layer), gather)
-        return projected
+        return self.cache.get(adapter, ("pages", layer), gather)
 
     def _slots(self, projected: KeyValue) -> Memory:
         """Return the mask and segments of the slots of keys and values, with vectors of width 0."""

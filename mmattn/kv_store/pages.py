@@ -200,8 +200,7 @@ def gather_pages(adapter: AdapterLayers, layer: int, tables: Tables, rows: Tenso
 
     if lengths is not None and bias is not None:
         bias = pack(bias, mask, lengths, first=False)
-    joined: KeyValue = projection.join(part("keys"), part("values"), visible, bias, lengths)
-    return joined
+    return projection.join(part("keys"), part("values"), visible, bias, lengths)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

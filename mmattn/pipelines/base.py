@@ -74,8 +74,7 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return next(self.model.parameters()).device
 
     def push_to_hub(
         self,

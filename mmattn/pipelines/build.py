@@ -123,8 +123,7 @@ def quantization_config(kind: str) -> QuantizationConfigMixin:
 def saved_fingerprint(folder: Path) -> str | None:
     """Return the fingerprint of the encoder that an adapter was trained with, if its file has one."""
     path = folder / CONFIG
-    fingerprint: str | None = read_json(path).get("encoder") if path.is_file() else None
-    return fingerprint
+    return read_json(path).get("encoder") if path.is_file() else None
 
 
 def check_encoder(encoder: FrozenEncoder, name: str, folder: Path, fingerprint: str | None) -> None:

@@ -148,8 +148,7 @@ class _Continuation:
         options = {} if memory is None else {"memory": memory}
         rows = ids if memory is None else ids.expand(memory.batch, -1)
         logs = self.model(rows, **options).logits[:, self.begin - 1 : -1].log_softmax(-1)
-        probability: Tensor = logs.gather(2, rows[:, self.begin :, None])[..., 0].exp()
-        return probability
+        return logs.gather(2, rows[:, self.begin :, None])[..., 0].exp()
 
     def retrieve(self, chunks: Tensor) -> Memory:
         """Return slots of the passages nearest to chunks (c, s), each with the text that follows it."""

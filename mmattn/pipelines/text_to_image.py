@@ -93,8 +93,7 @@ class PromptEncoder(nn.Module):
 
     def tokens(self, prompt: str) -> list[str]:
         """Return the tokens of a prompt, one for each state."""
-        tokens: list[str] = self.tokenizer.convert_ids_to_tokens(self.tokenizer(prompt, truncation=True)["input_ids"])
-        return tokens
+        return self.tokenizer.convert_ids_to_tokens(self.tokenizer(prompt, truncation=True)["input_ids"])
 
 
 class DiffusionHost(nn.Module):
@@ -135,8 +134,7 @@ class DiffusionHost(nn.Module):
         pictures = pictures.to(self.unet.device)
         if self.vae is None:
             return pictures
-        latents: Tensor = self.vae.encode(pictures).latent_dist.mode() * self.vae.config.scaling_factor
-        return latents
+        return self.vae.encode(pictures).latent_dist.mode() * self.vae.config.scaling_factor
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

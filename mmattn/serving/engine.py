@@ -122,8 +122,7 @@ class Writer:
         return Piece(new, len(tokens), reason, self._logprobs(tokens, end))
 
     def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
         """Return those that no piece had, of the tokens that begin before the end."""

@@ -40,8 +40,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all figures in the format of Prometheus."""
-        text: bytes = self._prometheus.generate_latest(self.registry)
-        return text
+        return self._prometheus.generate_latest(self.registry)
 
 
 def as_error(

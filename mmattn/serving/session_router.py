@@ -14,6 +14,5 @@ class SessionRouter(ConsistentHashRouter):
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return candidates in order, those of equal rank in one list."""
         if pending_request is not None and pending_request.metadata.session_id:
-            ranked: list[list[Any]] = await super().choose_replicas(candidate_replicas, pending_request)
-            return ranked
+            return await super().choose_replicas(candidate_replicas, pending_request)
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]

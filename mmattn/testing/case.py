@@ -144,8 +144,7 @@ def stir(module: nn.Module, seed: int = 7) -> None:
 
 def answer_of(output: Any) -> Tensor:
     """Return the first thing that a host returns."""
-    answer: Tensor = output if isinstance(output, Tensor) else output[0]
-    return answer
+    return output if isinstance(output, Tensor) else output[0]
 
 
 @runtime_checkable
@@ -187,8 +186,7 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 def _changed(change: Callable[..., object], *batches: Batch) -> Batch:
     """Apply a function to the values of batches; a tuple or list is one value, such as the axes of positions."""
-    changed: Batch = tree_map(change, *map(dict, batches), is_leaf=lambda value: not isinstance(value, Mapping))
-    return changed
+    return tree_map(change, *map(dict, batches), is_leaf=lambda value: not isinstance(value, Mapping))
 
 
 def _has_rows(value: object, rows: int) -> bool:

@@ -110,8 +110,7 @@ class RequestBoundary:
             broken = self._note(_sizes(key_states) + _sizes(value_states))
             hidden = broken[None, None, :, None]
             key_states, value_states = key_states.masked_fill(hidden, 0), value_states.masked_fill(hidden, 0)
-        written: tuple[Tensor, Tensor] = self._own["update"](key_states, value_states, *args, **kwargs)
-        return written
+        return self._own["update"](key_states, value_states, *args, **kwargs)
 
     def keep(self, x: Tensor, adapted: Tensor) -> Tensor:
         """Return changed hidden states; tokens that are no longer finite keep their value from before.

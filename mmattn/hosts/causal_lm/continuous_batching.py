@@ -103,8 +103,7 @@ class RequestMemories:
             raise ConditionError(
                 f"the request {name!r} has not ended, and another was added under its name: choose another"
             )
-        added: str | None = self._add(input_ids, request_id, *args, **kwargs)
-        return added
+        return self._add(input_ids, request_id, *args, **kwargs)
 
     def _bind(self, memory: object) -> RequestMemory:
         by_adapter = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)

@@ -127,8 +127,7 @@ class ExpandsInputs:
                 "memory is theirs is not known: generate one row at a time"
             )
         method = inspect.getattr_static(type(self.host), "_expand_inputs_for_generation")
-        expanded: tuple[Tensor, Arguments] = method.__get__(self.host)(expand_size=expand_size, **kwargs)
-        return expanded
+        return method.__get__(self.host)(expand_size=expand_size, **kwargs)
 
 
 class TextNotes:
@@ -144,8 +143,7 @@ class TextNotes:
         if call is not None:
             mask = kwargs.get("attention_mask")
             NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
-        inputs: Arguments = type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
-        return inputs
+        return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
 
 
 def note_texts(model: AdaptedModel, host: nn.Module) -> None:

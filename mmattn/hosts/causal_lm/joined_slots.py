@@ -210,8 +210,7 @@ def _captured(host: nn.Module, modules: Mapping[int, nn.Module], ids: Tensor, po
 
 def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     mask = torch.ones_like(ids)
-    logits: Tensor = host(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    return logits
+    return host(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
 def _listeners(
@@ -296,8 +295,7 @@ class HostEmbeddingReader:
     @torch.no_grad()
     def _embed(self, ids: Tensor) -> Tensor:
         embeddings = embeddings_of(self.model.host)
-        embedded: Tensor = embeddings(ids.to(device_of(embeddings)))
-        return embedded
+        return embeddings(ids.to(device_of(embeddings)))
 
 
 def embedding_reader(model: AdaptedModel, sites: Sequence[Site]) -> HostEmbeddingReader:

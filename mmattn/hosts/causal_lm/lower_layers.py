@@ -114,8 +114,7 @@ class LowerLayers:
         try:
             self.reader(**kwargs)
         except _Computed as computed:
-            states: Tensor = computed.args[0]
-            return states
+            return computed.args[0]
         finally:
             _SKIPPED.reset(outer)
         raise ConditionError(f"layer {self.count - 1} of {type(self.model.host).__name__} was not run")
@@ -260,8 +259,7 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _states_of(returned: LayerOutput) -> Tensor:
-    states: Tensor = returned[0] if isinstance(returned, tuple) else returned
-    return states
+    return returned[0] if isinstance(returned, tuple) else returned
 
 
 def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:
@@ -273,8 +271,7 @@ def _texts(host: nn.Module, shift: int) -> tuple[Tensor, Tensor]:
 
 
 def _logits(host: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    logits: Tensor = host(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return logits
+    return host(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
 
 def _logits_from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) -> Tensor:

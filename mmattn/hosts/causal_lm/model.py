@@ -343,8 +343,7 @@ class AdaptedCausalLM(AdaptedModel):
         memories = check_memories(self, rows_of(memory, len(inputs)))
         with pending(memories):
             host: PreTrainedModel = self.host
-            outputs: Mapping[str, GenerationOutput] = host.generate_batch(inputs, **kwargs)
-            return outputs
+            return host.generate_batch(inputs, **kwargs)
 
     def set_options(
         self,

@@ -172,8 +172,7 @@ def last_hidden_states(model: nn.Module, kwargs: Mapping[str, object]) -> Tensor
     """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
     if not isinstance(model, AdaptedModel):
         host: PreTrainedModel = inner_host(model)
-        last: Tensor = host.base_model(**kwargs).last_hidden_state
-        return last
+        return host.base_model(**kwargs).last_hidden_state
     without = kwargs.get("memory") is None and not model.open_blocks.in_force().is_set
     with model.condition(None) if without else contextlib.nullcontext():
         states: Tensor = HeadlessHost(model)(**kwargs).last_hidden_state

@@ -129,8 +129,7 @@ class TextAttention(CoreProcessor):
         """Return cached K/V of the text, or the text itself where K/V cannot be cached."""
         norm = getattr(attn, "norm_cross", None)
         if call is None or not self.is_cacheable(text):
-            normed: Tensor = attn.norm_encoder_hidden_states(text) if norm else text
-            return normed
+            return attn.norm_encoder_hidden_states(text) if norm else text
         number = call.number_of_text(text, mask)
         text, mask = call.texts[number]
         sources = [text, *(norm.parameters() if norm else ()), *self.heads.projecting_parameters()]
@@ -139,8 +138,7 @@ class TextAttention(CoreProcessor):
         def project() -> KeyValue:
             return self.heads.project(attn.norm_encoder_hidden_states(text) if norm else text, mask=mask)
 
-        keys_and_values: KeyValue = call.text.get(key, [*sources, *(() if mask is None else (mask,))], project)
-        return keys_and_values
+        return call.text.get(key, [*sources, *(() if mask is None else (mask,))], project)
 
     def is_cacheable(self, text: Tensor) -> bool:
         """Return whether K/V of this text can be cached: without gradients, and with changes that can be seen."""

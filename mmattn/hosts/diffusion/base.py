@@ -157,8 +157,7 @@ class AdaptedDenoiser(TextThroughCore):
         time = torch.as_tensor(timestep, device=sample.device)
         time = time.expand(sample.shape[0], *time.shape[1:])
         kwargs = {self.picture_name: sample, "timestep": time, "encoder_hidden_states": text}
-        predicted: Tensor = self.host(**kwargs, **inputs).sample
-        return predicted
+        return self.host(**kwargs, **inputs).sample
 
     @contextlib.contextmanager
     def condition(  # type: ignore[override]

@@ -40,8 +40,7 @@ class HostCall:
     @property
     def sample(self) -> Tensor:
         """Return the sample (rows, …)."""
-        sample: Tensor = self.kwargs[self.picture]
-        return sample
+        return self.kwargs[self.picture]
 
     @property
     def named_text(self) -> object:

@@ -142,8 +142,7 @@ def projections(attn: nn.Module, x: Tensor) -> Tensor:
     projected = queries_of(attn)(x)
     if _named(attn, _QUERIES) is not None:
         projected = torch.cat([projected, *(one(x) for one in keys_and_values_of(attn) if one is not None)], 2)
-    heads: Tensor = projected.unflatten(2, (3 * heads_of(attn), -1)).transpose(1, 2)
-    return heads
+    return projected.unflatten(2, (3 * heads_of(attn), -1)).transpose(1, 2)
 
 
 def check_projections(attn: nn.Module, name: str, reads_text: bool) -> None:
@@ -179,13 +178,11 @@ def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
         out = part(out)
     if output.dim() == 4:
         out = out.transpose(1, 2).reshape(output.shape)
-    rescaled: Tensor = out / getattr(attn, "rescale_output_factor", 1.0)
-    return rescaled
+    return out / getattr(attn, "rescale_output_factor", 1.0)
 
 
 def _without_bias(projection: nn.Module, heads: Tensor) -> Tensor:
     if type(projection) is nn.Linear and not projection.weight.is_meta:
         return F.linear(heads, projection.weight)
     # LoRA may add biases of its own, and offloaded weights have values only inside the layer's forward.
-    out: Tensor = projection(heads) - projection(torch.zeros_like(heads[:1, :1]))
-    return out
+    return projection(heads) - projection(torch.zeros_like(heads[:1, :1]))

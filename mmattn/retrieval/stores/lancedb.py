@@ -129,8 +129,7 @@ class LanceStore(DatabaseStore):
 
     def _ids(self) -> list[str]:
         rows = self.table.search().select(["place", "id"]).to_arrow().sort_by("place")
-        names: list[str] = rows["id"].to_pylist()
-        return names
+        return rows["id"].to_pylist()
 
     def _delete(self, ids: list[str]) -> None:
         self.table.delete(f"id IN ({_quoted(ids)})")
@@ -138,8 +137,7 @@ class LanceStore(DatabaseStore):
 
     def _read_state(self) -> State:
         rows = self._about_table.search().to_arrow().to_pylist()
-        state: State = json.loads(rows[0]["about"]) if rows else {}
-        return state
+        return json.loads(rows[0]["about"]) if rows else {}
 
     def _write_state(self, state: State) -> None:
         self._about_table.add([{"about": json.dumps(state)}], mode="overwrite")

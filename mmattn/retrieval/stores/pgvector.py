@@ -134,8 +134,7 @@ class PgvectorStore(DatabaseStore):
 
     def _sql(self, statement: str) -> Composed:
         """Return a statement with the quoted names of {table} and {about}."""
-        composed: Composed = import_extra("psycopg.sql", "postgres").SQL(statement).format(**self._names)
-        return composed
+        return import_extra("psycopg.sql", "postgres").SQL(statement).format(**self._names)
 
     def _run(self, statement: str, values: Sequence[object] | dict[str, object] = ()) -> list[tuple[Any, ...]]:
         with self._lock:

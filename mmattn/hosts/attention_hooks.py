@@ -47,7 +47,10 @@ class AttentionHook:
     """A hook in the attention of one layer, until it is removed."""
 
     def __init__(self, module: nn.Module, listener: Callable[[HostAttention], HostAttention]) -> None:
-        _register()
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if NAME not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
         self.module = module
         self.before: PreTrainedConfig | HookedConfig = module.config
         if isinstance(self.before, HookedConfig):
@@ -137,17 +140,7 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
 @contextlib.contextmanager
 def attention_hooks(listeners: Mapping[nn.Module, Callable[[HostAttention], HostAttention]]) -> Iterator[None]:
     """Inside the block these attention layers are hooked."""
-    hooks = [AttentionHook(module, listener) for module, listener in listeners.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module, listener in listeners.items():
+            hooks.callback(AttentionHook(module, listener).remove)
         yield
-    finally:
-        for hook in reversed(hooks):
-            hook.remove()
-
-
-def _register() -> None:
-    """Make our function known to transformers, once."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

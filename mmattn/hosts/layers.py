@@ -87,21 +87,15 @@ def _order(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[tuple[st
 
         return hook
 
-    hooks = [
-        layer.register_forward_hook(listen(name, number))
-        for name, module in lists.items()
-        for number, layer in enumerate(module)
-    ]
-    try:
-        with in_eval_mode(host):
-            for inputs in host_inputs(host, _ROWS):
-                order.clear()
-                with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
-                    host(**inputs)
-                    break
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, in_eval_mode(host):
+        for name, module in lists.items():
+            for number, layer in enumerate(module):
+                hooks.enter_context(layer.register_forward_hook(listen(name, number)))
+        for inputs in host_inputs(host, _ROWS):
+            order.clear()
+            with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
+                host(**inputs)
+                break
     return order
 
 

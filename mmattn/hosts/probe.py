@@ -75,15 +75,10 @@ def unreached(host: nn.Module, sites: Sequence[Callable[[int], Handle]], output:
 
     In one forward row r is changed at the r-th site only; row 0 and the last nowhere.
     """
-    hooks: list[Handle] = []
-    rows = len(sites) + 2  # more than tokens, so that axes can be told apart by their sizes
-    try:
-        hooks += [hook(row) for row, hook in enumerate(sites, 1)]
-        with in_eval_mode(host):
-            changed = output(rows)
-    finally:
-        for handle in reversed(hooks):
-            handle.remove()
+    with contextlib.ExitStack() as hooks, in_eval_mode(host):
+        for row, hook in enumerate(sites, 1):
+            hooks.callback(hook(row).remove)
+        changed = output(len(sites) + 2)  # more rows than tokens, so that axes can be told apart by their sizes
     if isinstance(changed, FakeTensor):
         return []  # a host without values only shows shapes
     return [site for site in range(len(sites)) if torch.equal(changed[site + 1], changed[0])]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class RecordedWeights(dict[tuple[str, int], list[Tensor]]):
 _blocks: ContextVar[tuple[object, ...]] = ContextVar("mmattn_record", default=())
 
 
-@contextmanager
+@contextlib.contextmanager
 def record(model: Attends) -> Iterator[RecordedWeights]:
     """Record the attention weights of each call of a model inside the block; its outputs do not change by a bit.
 
@@ -59,16 +59,12 @@ def record(model: Attends) -> Iterator[RecordedWeights]:
     >>> {layer: [call.shape for call in calls] for layer, calls in weights.items()}
     {('default', 1): [torch.Size([1, 3, 3, 11])], ('default', 3): [torch.Size([1, 3, 3, 11])]}
     """
-    weights, hooks, block = RecordedWeights(), [], object()
-    for (name, layer), attention in model.attentions().items():
-        hooks.append(attention.register_forward_hook(_Recorder(weights, (name, layer), block), with_kwargs=True))
-    token = _blocks.set((*_blocks.get(), block))
-    try:
+    weights, block = RecordedWeights(), object()
+    with contextlib.ExitStack() as hooks:
+        for key, attention in model.attentions().items():
+            hooks.enter_context(attention.register_forward_hook(_Recorder(weights, key, block), with_kwargs=True))
+        hooks.callback(_blocks.reset, _blocks.set((*_blocks.get(), block)))
         yield weights
-    finally:
-        _blocks.reset(token)
-        for hook in hooks:
-            hook.remove()
 
 
 class _Recorder:

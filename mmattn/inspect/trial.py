@@ -191,15 +191,8 @@ def _tapped(
             outputs[index] = output if isinstance(output, Tensor) else output[part]
 
     # Prepended: an adapter that acts before its layer must read the fixed input.
-    hooks = [
-        layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        layer.register_forward_hook(after),
-    ]
-    try:
+    with layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True), layer.register_forward_hook(after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # Other memories -----------------------------------------------------------------------------------------------------

@@ -74,10 +74,6 @@ class HiddenStateCache:
         self.lower.skip(self._states(texts, ids))
         return args, kwargs | {"use_cache": False}
 
-    def after(self, reader: nn.Module, args: Positional, output: object) -> None:
-        """Run all layers again: a hook of the base model that is called after a failure, too."""
-        self.lower.run()
-
     def _texts(self, args: Positional, kwargs: Keywords) -> PackedText | None:
         """Return where the texts of a forward are, or None if it goes on with a cache, or packs without a memory."""
         step = step_of(self.lower.model)
@@ -225,14 +221,5 @@ def cached_hidden_states(
         raise ConfigError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     lower = lower_layers(model)
     cache = HiddenStateCache(lower, Path(folder), dtype, check_int("batch_size", batch_size))
-    hooks = [
-        lower.reader.register_forward_pre_hook(cache.before, with_kwargs=True),
-        lower.reader.register_forward_hook(cache.after, always_call=True),
-    ]
-    try:
-        with lower.installed():
-            yield cache
-    finally:
-        for hook in hooks:
-            hook.remove()
-        lower.run()
+    with lower.skipped_by(cache.before):
+        yield cache

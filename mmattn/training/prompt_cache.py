@@ -121,10 +121,6 @@ class PromptCache:
             raise ConditionError("weights of the host have changed or are trained: read the prompts after that")
         self.lower.skip(states)
 
-    def after(self, reader: nn.Module, args: Positional, output: object) -> None:
-        """Run all layers again: a hook of the base model that is called after a failure, too."""
-        self.lower.run()
-
     @torch.no_grad()
     def check(self) -> None:
         """Compare the logits of the first prompts, without a memory, with those of the whole text."""
@@ -181,14 +177,6 @@ def cached_prompts(
         raise ConditionError(f"{type(lower.model.host).__name__} is trained, which changes what it makes of prompts")
     with lower.installed():
         cache = PromptCache(lower, prompts, last, batch_size)
-        hooks = [
-            lower.reader.register_forward_pre_hook(cache.before, with_kwargs=True),
-            lower.reader.register_forward_hook(cache.after, always_call=True),
-        ]
-        try:
-            cache.check()
-            yield cache
-        finally:
-            for hook in hooks:
-                hook.remove()
-            lower.run()
+    with lower.skipped_by(cache.before):
+        cache.check()
+        yield cache

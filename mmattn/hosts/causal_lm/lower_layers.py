@@ -70,6 +70,18 @@ class LowerLayers:
                 if forward is not None:  # of accelerate, which loads offloaded weights
                     layer.__dict__["forward"] = forward
 
+    @contextlib.contextmanager
+    def skipped_by(self, before: Callable[..., object]) -> Iterator[None]:
+        """Let a pre-hook of the base model `skip` these layers in forwards inside the block."""
+        skips = self.reader.register_forward_pre_hook(before, with_kwargs=True)
+        # Called after a failure, too.
+        runs = self.reader.register_forward_hook(self.run, always_call=True)
+        try:
+            with self.installed(), skips, runs:
+                yield
+        finally:
+            self.run()
+
     def _forward(
         self, number: int, forward: Callable[..., LayerOutput], *args: object, **kwargs: object
     ) -> LayerOutput:
@@ -88,8 +100,8 @@ class LowerLayers:
         """Start forwards from hidden states (b, l, d) after these layers, until `run`."""
         _SKIPPED.set((self, states))
 
-    def run(self) -> None:
-        """Run all layers again, after `skip`."""
+    def run(self, *_: object) -> None:
+        """Run all layers again, after `skip`; also a hook of the base model."""
         if (skipped := _SKIPPED.get()) is not None and skipped[0] is self and skipped[1] is not None:
             _SKIPPED.set(None)
 
@@ -241,13 +253,10 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
         if len(called) == lower.count:
             last.append(_states_of(output))
 
-    hooks = [layer.register_forward_hook(note, prepend=True) for layer in lower.layers]
-    try:
-        with bare_forward(model.host, model.open_blocks), torch.no_grad():
-            whole = _logits(model.host, ids, mask)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, bare_forward(model.host, model.open_blocks), torch.no_grad():
+        for layer in lower.layers:
+            hooks.enter_context(layer.register_forward_hook(note, prepend=True))
+        whole = _logits(model.host, ids, mask)
     states = last[0] if called == lower.layers else None
     if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[:2] != ids.shape:
         raise ConditionError(

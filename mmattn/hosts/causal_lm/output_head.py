@@ -126,18 +126,14 @@ def output_head(model: nn.Module) -> OutputHead:
         raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
     checked, reason = _HEADS.get(host, (None, None))
     if checked is None or checked.linear is not head:
-        checked = _head_by_config(head, text_config(host))
+        config = text_config(host)
+        scale = (_first(config, _FACTORS) or 1.0) / (_first(config, _DIVISORS) or 1.0)
+        checked = OutputHead(head, scale, _first(config, _SOFTCAPS))
         reason = _check_head(model, host, checked)
         _HEADS[host] = checked, reason
     if reason is not None:
         raise _refused(reason)
     return checked
-
-
-def _head_by_config(head: nn.Linear, config: PreTrainedConfig) -> OutputHead:
-    softcap = _first(config, _SOFTCAPS)
-    scale = (_first(config, _FACTORS) or 1.0) / (_first(config, _DIVISORS) or 1.0)
-    return OutputHead(head, scale, softcap)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> float | None:
@@ -153,11 +149,8 @@ def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> st
     try:
         with bare_forward(host, getattr(model, "open_blocks", None)):
             pairs = [(head.logits(host.base_model(**kwargs).last_hidden_state), host(**kwargs).logits)]
-            hook = linear.register_forward_hook(lambda module, args, output: ramp.expand_as(output))
-            try:
+            with linear.register_forward_hook(lambda module, args, output: ramp.expand_as(output)):
                 bent = host(**kwargs).logits
-            finally:
-                hook.remove()
             pairs.append((head.scale_and_cap(ramp.float()).expand_as(bent), bent))
     except MmattnError:
         raise

@@ -116,12 +116,10 @@ def _calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, LayerCall]]:
 
         return hook
 
-    hooks = [module.register_forward_hook(record(name), with_kwargs=True) for name, module in modules.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(record(name), with_kwargs=True))
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _choose(

@@ -80,11 +80,8 @@ def gradients_throughout(model: nn.Module) -> Iterator[None]:
             f"the host is sharded and {type(model).__name__} has no input embeddings, so rows without a memory would "
             "block other processes: train an unsharded host"
         )
-    hook = embeddings.register_forward_hook(_ask_gradient)
-    try:
+    with embeddings.register_forward_hook(_ask_gradient):
         yield
-    finally:
-        hook.remove()
 
 
 def _ask_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> None:

@@ -60,24 +60,29 @@ def attach(
         ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier call,
             or memory would not reach a layer. Nothing is changed then.
     """
-    if isinstance(host, AdaptedModel):
-        host = host.host
-    model = adapted(host) if isinstance(host, nn.Module) else None
-    fresh = model is None
-    if model is None:
-        model = adapted_model(host, path, require_memory)
-    else:
-        check_same_options(model, path, require_memory)
+    model = adapted_model(host, path, require_memory)
     if adapter is not None or not model.attaches_bare:
         with stored(model.host):
             model.add_adapter(name, adapter)
-    if fresh:
+    if adapted(model.host) is None:
         model.join()
     return model
 
 
 def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> AdaptedModel:
-    """Return an adapted model of a host that has none yet; the host is not changed."""
+    """Return the adapted model of a host, or a new one, of which the host knows nothing until it joins."""
+    if isinstance(host, AdaptedModel):
+        host = host.host
+    model = adapted(host) if isinstance(host, nn.Module) else None
+    if model is not None:
+        decided = getattr(model, "path", None)
+        if path is not None and path != decided:
+            raise AttachError(f"path={path!r} was given, and the first attach decided path={decided!r}: unload() first")
+        if require_memory and not model.require_memory:
+            raise AttachError(
+                "require_memory=True was given, and the first attach decided False: set model.require_memory"
+            )
+        return model
     kind = host_kind(check_host(host))
     options: dict[str, Any] = {"require_memory": require_memory}
     if path is not None:
@@ -88,15 +93,6 @@ def adapted_model(host: nn.Module, path: str | None, require_memory: bool = Fals
             )
         options["path"] = path
     return kind(host, **options)
-
-
-def check_same_options(model: AdaptedModel, path: str | None, require_memory: bool) -> None:
-    """Refuse options that an earlier `attach` has decided otherwise."""
-    decided = getattr(model, "path", None)
-    if path is not None and path != decided:
-        raise AttachError(f"path={path!r} was given, and the first attach decided path={decided!r}: unload() first")
-    if require_memory and not model.require_memory:
-        raise AttachError("require_memory=True was given, and the first attach decided False: set model.require_memory")
 
 
 def register_host(host: Kind) -> Kind:

@@ -187,11 +187,9 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
     ) -> dict[tuple[int, str], list[Action]]:
         """Return the actions of the active adapters at each site of the decoder, or at one site."""
         actions = super().actions(call, disabled, text, site)
-        return (
-            actions
-            if site is not None
-            else {place: one for place, one in actions.items() if not self.is_apart(place[0])}
-        )
+        if site is not None:
+            return actions
+        return {place: one for place, one in actions.items() if not self.is_apart(place[0])}
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: object = None, **kwargs: object) -> NoReturn:
         """Raise ConditionError: transformers batches requests continuously for decoder-only models."""

@@ -134,17 +134,13 @@ class BeforeHost:
             return None
         if compiling and not any(source.follows_text for source in call.sources.values()):
             return None  # a compiler cannot follow the variable, and the layers can do without
-        places, by_name = arguments_by_name(self._signature(host), args, kwargs)
+        if type(host) not in self._signatures:
+            self._signatures[type(host)] = signature_of(host)
+        places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)
         step = model.forward_step(call, disabled, host, places, by_name)
         step.outer, step.call = outer, call
         FORWARD.set(step)
         return None if step.inputs is None else (places, step.inputs)
-
-    def _signature(self, host: nn.Module) -> Signature:
-        signature = self._signatures.get(type(host))
-        if signature is None:
-            signature = self._signatures[type(host)] = signature_of(host)
-        return signature
 
 
 def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:

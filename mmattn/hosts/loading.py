@@ -18,8 +18,8 @@ from mmattn.adapters.protocols import AdapterConfig
 from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
-from mmattn.hosts.attach import adapted_model, attach, check_same_options
-from mmattn.hosts.base import AdaptedModel, adapted
+from mmattn.hosts.attach import adapted_model, attach
+from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.hub import local_folder
 from mmattn.hosts.saving import SETTINGS, STATE, Description, host_fingerprint, host_sizes, saved_settings
 from mmattn.models.loading import read_weights
@@ -58,15 +58,14 @@ def load(
         NonFiniteError: a weight is NaN or infinite, or beyond the range of `dtype`; nothing is changed.
     """
     check_dtype(dtype)
-    folder = _folder_of(local_folder(folder, revision), name)
+    folder = local_folder(folder, revision)
+    inside = os.path.join(folder, str(name))
+    if os.path.isfile(os.path.join(inside, TENSORS)):  # `save_pretrained` wrote the folder
+        folder = inside
     if isinstance(host, AdaptedModel):
         host = host.host
     try:
-        model = adapted(host) if isinstance(host, nn.Module) else None
-        if model is None:
-            model = adapted_model(host, path)
-        else:
-            check_same_options(model, path, False)
+        model = adapted_model(host, path)
         if os.path.isfile(folder):
             settings, tensors = model.read_single_file(folder)
         else:
@@ -83,12 +82,6 @@ def check_dtype(dtype: object) -> None:
         raise ConfigError(
             f'dtype must be torch.float32, torch.bfloat16, torch.float16, torch.float64, "auto" or None, got {dtype!r}'
         )
-
-
-def _folder_of(folder: str | PathLike[str], name: str) -> str | PathLike[str]:
-    """Return the folder of the adapter of this name in one that `save_pretrained` wrote, or the folder itself."""
-    inside = os.path.join(folder, str(name))
-    return inside if os.path.isfile(os.path.join(inside, TENSORS)) else folder
 
 
 def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> AdapterConfig:

@@ -203,7 +203,7 @@ def adapter_config(
     model: AttachedModel, name: str, encoder: str | None = None, *, with_fingerprint: bool = True
 ) -> Description:
     """Return the content of `adapter_config.json`."""
-    adapter = model.adapter(name)
+    adapter, inner = model.adapter(name), inner_host(model.host)
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -212,7 +212,13 @@ def adapter_config(
         "package": type(adapter.config).__module__.partition(".")[0],
         "adapter": adapter_settings(adapter.config),
         "layers": list(adapter.layers),
-        "host": describe_host(model, adapter.position, with_fingerprint),
+        "host": {
+            "kind": model.kind,
+            "class": type(inner).__name__,
+            "model_type": getattr(text_config(inner), "model_type", None),
+            **host_sizes(model, adapter.position),
+            "fingerprint": host_fingerprint(model) if with_fingerprint else None,
+        },
         "encoder": encoder,
         "name": name,
     }
@@ -224,30 +230,13 @@ def host_sizes(model: AttachedModel, position: str) -> dict[str, int]:
     return {"hidden_size": sites[0].width, "num_layers": len(sites)}
 
 
-def describe_host(model: AttachedModel, position: str, with_fingerprint: bool = True) -> Description:
-    """Describe the host for an adapter's file: class, family, sizes, fingerprint of the weights."""
-    inner = inner_host(model.host)
-    return {
-        "kind": model.kind,
-        "class": type(inner).__name__,
-        "model_type": getattr(text_config(inner), "model_type", None),
-        **host_sizes(model, position),
-        "fingerprint": host_fingerprint(model) if with_fingerprint else None,
-    }
-
-
 def host_fingerprint(model: AttachedModel, dtype: torch.dtype | None = None) -> str | None:
     """Return the fingerprint of a host's weights, or None where some of them are elsewhere."""
     inner = inner_host(model.host)
-    return None if weights_elsewhere(inner) else fingerprint(inner.state_dict(), dtype)
-
-
-def weights_elsewhere(host: nn.Module) -> bool:
-    """Return True if some weights are offloaded or in other processes, so that no fingerprint can be computed."""
-    elsewhere = (
-        parameter.device.type == "meta" or hasattr(parameter, "full_tensor") for parameter in host.parameters()
-    )
-    return bool(shards(host)) or any(elsewhere)
+    # Offloaded, or in other processes.
+    if shards(inner) or any(one.device.type == "meta" or hasattr(one, "full_tensor") for one in inner.parameters()):
+        return None
+    return fingerprint(inner.state_dict(), dtype)
 
 
 def card(config: Description, adapter: AdapterLayers) -> str:

@@ -89,7 +89,6 @@ class AdaptedCausalLM(AdaptedModel):
 
     kind: ClassVar[str] = "causal_lm"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
-    attaches_bare: ClassVar[bool] = False
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
     replaced: tuple[str, ...] = ("generate", "_expand_inputs_for_generation", "init_continuous_batching")

@@ -19,7 +19,7 @@ from mmattn.adapters.prefix import PrefixAdapter, PrefixLayers
 from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.attach import adapted_model, attach
-from mmattn.hosts.base import AdaptedModel, adapted
+from mmattn.hosts.base import AdaptedModel
 from mmattn.storage.json_files import read_json
 from mmattn.storage.safetensors import check_values
 
@@ -53,10 +53,8 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
         raise AdapterFileError(
             f"prefixes of one adapter have one number of virtual tokens, these have {lengths}: load each under a name"
         )
-    if isinstance(host, AdaptedModel):
-        host = host.host
     settings = PrefixAdapter(lengths[0], len(tensors))
-    sites = settings.sites(adapted(host) or adapted_model(host, None))
+    sites = settings.sites(adapted_model(host, None))
     layout = _layout(sites)
     width = len(sites) * 2 * layout.num_kv_heads * layout.head_dim
     for tensor, folder in zip(tensors, folders, strict=True):

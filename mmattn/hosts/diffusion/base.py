@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from os import PathLike
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -25,14 +27,13 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.base import check_unused
 from mmattn.hosts.context import Action, Call, ForwardStep, Handle, Keywords, Positional
 from mmattn.hosts.diffusion.attention import TextThroughCore
 from mmattn.hosts.diffusion.call import DenoisingCall, RowsAndScale, after_block, inside_attention, watch_layer
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
-from mmattn.hosts.diffusion.loading import load_part
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
@@ -97,7 +98,17 @@ class AdaptedDenoiser(TextThroughCore):
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
         """Load the model in a folder, or this part of a pipeline in a folder or on the hub."""
-        return load_part(name, cls.part)
+        diffusers: Any = import_extra("diffusers", "diffusion")
+        subfolder = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": cls.part}
+        kind = diffusers.UNet2DConditionModel if cls.part == "unet" else diffusers.AutoModel
+        try:
+            model: nn.Module = kind.from_pretrained(name, use_safetensors=True, **subfolder)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise AdapterFileError(
+                f"no {cls.part} can be loaded from {os.fspath(name)!r} ({error}): give a pipeline on the hub, or the "
+                f"folder of a {cls.part} or a pipeline, with safetensors"
+            ) from error
+        return model.eval()
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Settings, dict[str, Tensor]]:
         """Return the settings and weights in the single file of a published IP-Adapter."""

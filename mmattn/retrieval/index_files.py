@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from mmattn.errors import AdapterFileError, IndexFileError, MmattnError
-from mmattn.retrieval.stores.base import About, VectorStore, find_store
+from mmattn.retrieval.stores.base import About, VectorStore, stores
 from mmattn.storage.files import Path
 from mmattn.storage.json_files import validated
 from mmattn.storage.versioned_folder import read_version, write_version
@@ -57,7 +57,7 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
             manifest: _Manifest = validated("what it is described by", _Manifest, content)
         except AdapterFileError as error:
             raise IndexFileError(f"{where}: {error}") from error
-        if find_store(manifest.store) is None:
+        if manifest.store not in stores():
             raise IndexFileError(
                 f"{where}: it was saved by the store {manifest.store!r:.80}, which is not registered. If you trust it, "
                 f"import the module that registers it first (it says: {manifest.module})"
@@ -65,7 +65,7 @@ def load_index(path: Path, mapped: bool) -> tuple[dict[str, str], VectorStore]:
         return manifest
 
     def read(manifest: _Manifest, folder: str) -> VectorStore:
-        kind: Any = find_store(manifest.store)
+        kind: Any = stores()[manifest.store]
         try:
             store: VectorStore = kind.open(folder, manifest.dim, manifest.metric, mapped=mapped, **manifest.settings)
         except (IndexFileError, OSError, MemoryError):

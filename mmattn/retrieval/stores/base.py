@@ -171,10 +171,5 @@ def stores() -> dict[str, type[VectorStore]]:
     return _stores
 
 
-def find_store(kind: str) -> type[VectorStore] | None:
-    """Return the store registered under a name, or None."""
-    return _stores.get(kind)
-
-
 def _location(store: type) -> str:
     return f"{store.__module__}.{store.__qualname__}"

@@ -225,11 +225,10 @@ def _as_row(columns: Sequence[Any]) -> Row:
 def _open_connection(dsn: str) -> Connection:
     library = psycopg()
     try:
-        connection: Connection = library.connect(dsn, autocommit=True)
+        return library.connect(dsn, autocommit=True)
     except library.OperationalError as error:
         reason, password = " ".join(str(error).split()), library.conninfo.conninfo_to_dict(dsn).get("password")
         raise IndexFileError(
             f"cannot open a database of PostgreSQL: {reason.replace(password, '…') if password else reason}. Start the "
             "server, or name another in dsn= or in the address"
         ) from None
-    return connection

@@ -187,8 +187,7 @@ class AugmentedView(View):
             new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
             positions = token_places(text.real.to(device))[:, past:]
             tokens = adapter.read(new).tokens.to(device)
-            projected = adapter.attention(layer).project(tokens, memory_positions=positions)
-            return projected
+            return adapter.attention(layer).project(tokens, memory_positions=positions)
 
         if text.cache is None:
             return project()

@@ -151,8 +151,7 @@ class DecoupledView(ProjectedView):
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the attention (b, h, l, k) of the host's queries x to the memory, times the scale."""
-        heads: Tensor = block(x, self.projected[layer])
-        return heads * adapter_scale
+        return block(x, self.projected[layer]) * adapter_scale
 
 
 @runtime_checkable

@@ -261,5 +261,4 @@ class TimedView(View):
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the attention (b, h, l, k) over picture x (b, 3h, l, k) and memory, times the scale."""
-        heads: Tensor = block(x, self.latents, self.time)
-        return heads * adapter_scale
+        return block(x, self.latents, self.time) * adapter_scale

@@ -38,10 +38,9 @@ def embeddings_of(lm: nn.Module) -> nn.Module:
     """Return the embeddings of a model's tokens, the model itself where it does not say."""
     get_embeddings: Any = getattr(lm, "get_input_embeddings", None)
     try:
-        embeddings: nn.Module = lm if get_embeddings is None else get_embeddings()
+        return lm if get_embeddings is None else get_embeddings()
     except NotImplementedError:  # as models of several codebooks say
         return lm
-    return embeddings
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -254,8 +254,10 @@ def _sizes(known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads
     rows, kv_rows = q.shape[0], k.shape[0] // max(len(stacked) for stacked in known.names.values())
     if num_heads is not None:
         head_dim = rows // check_int("num_heads", num_heads)
+    elif norm is not None:
+        head_dim = norm.numel()
     else:
-        head_dim = _head_dim(known, norm, rows, host)
+        head_dim = known.head_dim or rows // (host.num_heads or 1)
     if not head_dim or rows % head_dim or kv_rows % head_dim:
         raise AdapterFileError(
             f"{source}: {rows} rows of queries and {kv_rows} of keys are not a whole number of heads; give num_heads="
@@ -271,13 +273,6 @@ def _sizes(known: Family, first: Mapping[str, Tensor], host: TextHost, num_heads
         "gate": "channel" if first["gate.gate"].numel() > 1 else "scalar",
         "qk_norm": norm is not None,
     }
-
-
-def _head_dim(known: Family, norm: Tensor | None, rows: int, host: TextHost) -> int:
-    """Return the width of a head: that of its norm, of the family, or of the host's heads."""
-    if norm is not None:
-        return norm.numel()
-    return known.head_dim or rows // (host.num_heads or 1)
 
 
 def _epsilon(known: Family, host: TextHost, source: str) -> Settings:

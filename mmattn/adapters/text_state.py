@@ -93,7 +93,9 @@ def _numbers(kwargs: Keywords, rows: int, length: int) -> Tensor | None:
         number = torch.searchsorted(boundaries, place, right=True) - 1
         return number.masked_fill(place >= boundaries[-1], -1).view(rows, length)
     mask, index, positions = (kwargs.get(name) for name in ("attention_mask", "seq_idx", "position_ids"))
-    real = _real(mask, rows, length)
+    real = None  # the tokens that are no padding
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
+        real = mask[:, -length:].bool().expand(rows, -1)
     if index is not None:
         real = index >= 0 if real is None else real.to(index.device) & (index >= 0)
         starts = index[:, 1:] != index[:, :-1]
@@ -109,13 +111,6 @@ def _numbers(kwargs: Keywords, rows: int, length: int) -> Tensor | None:
         return None
     begins = torch.cat([real[:, :1], (starts | ~real[:, :-1]) & real[:, 1:]], 1)
     return (begins.flatten().cumsum(0) - 1).view(rows, -1).masked_fill(~real, -1)
-
-
-def _real(mask: object, rows: int, length: int) -> Tensor | None:
-    """Return the tokens (b, l) that are no padding, or None without a mask."""
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
-        return mask[:, -length:].bool().expand(rows, -1)
-    return None
 
 
 @dataclass(frozen=True)

@@ -185,16 +185,8 @@ CHECKS: dict[str, Callable[[Trial], Verdict]] = {
     "disabled": disabled,
 }
 
-#: Those that need no slots of vectors, for what else has rows.
-OF_ROWS = (
-    "the same call again",
-    "gates",
-    "each layer adds something",
-    "each layer depends on the memory",
-    "another memory",
-    "rows",
-    "disabled",
-)
+#: Those that need slots of vectors: not for what else has rows.
+OF_SLOTS = ("padding", "slots for later tokens", "empty memory")
 
 
 # Answers ------------------------------------------------------------------------------------------------------------

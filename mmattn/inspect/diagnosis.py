@@ -20,7 +20,7 @@ from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.inspect.answering import make_answer
-from mmattn.inspect.checks import CHECKS, OF_ROWS, openings
+from mmattn.inspect.checks import CHECKS, OF_SLOTS, openings
 from mmattn.inspect.environment import version
 from mmattn.inspect.evidence import read_items
 from mmattn.inspect.looking import examine
@@ -81,7 +81,7 @@ def doctor(
             trial.output  # noqa: B018 - a batch that the model itself refuses is no matter of health
             title = f"{name}: " if len(memories) > 1 else ""
             for check, run in CHECKS.items():
-                if not isinstance(memory, Memory) and check not in OF_ROWS:
+                if not isinstance(memory, Memory) and check in OF_SLOTS:
                     continue
                 try:
                     verdict, answer = run(trial)

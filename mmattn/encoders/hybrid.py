@@ -83,8 +83,10 @@ class HybridEncoder(TextEncoderBase):
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
         dense = self.model.encode(texts, batch_size=batch_size, progress=progress)
-        counts = self._spelling(texts).to(dense.tokens)
-        both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts], 1), dim=1)
+        counts = torch.zeros(0, self.ngrams)
+        if texts:
+            counts = torch.from_numpy(self._hashing.transform(texts).toarray())
+        both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts.to(dense.tokens)], 1), dim=1)
         return Memory(both[:, None], sources=dense.sources)
 
     def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
@@ -195,11 +197,6 @@ class HybridEncoder(TextEncoderBase):
     @cached_property
     def _hashing(self) -> HashingVectorizer:
         return hashing(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams)
-
-    def _spelling(self, texts: Sequence[str]) -> Tensor:
-        if not texts:
-            return torch.zeros(0, self.ngrams)
-        return torch.from_numpy(self._hashing.transform(texts).toarray())
 
     def _metadata(self) -> dict[str, object]:
         """Return the settings that a file needs beside the name of the text encoder."""

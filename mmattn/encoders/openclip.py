@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 _PREPROCESSING = {"size": "size", "mean": "mean", "std": "std", "interpolation": "interpolation"}
 _PREPROCESSING |= {"resize_mode": "resize", "fill_color": "fill"}
 _SCHEMAS = ("hf-hub:", "local-dir:")
-
-
-class _ClipConfig(TypedDict, total=False):
-    """The parts of a model's config that shape its embeddings."""
-
-    embed_dim: int
-    vision_cfg: object
-    text_cfg: object
-    quick_gelu: bool
 
 
 @register_encoder("openclip")
@@ -80,7 +71,7 @@ class OpenCLIPEncoder(ImageEncoder):
         image_processor = ImageProcessor(
             **{ours: prepared[key] for key, ours in _PREPROCESSING.items() if key in prepared}
         )
-        settings = {"encoder": "openclip", "config": _described(config, config["vision_cfg"], "vision_cfg")}
+        settings = {"encoder": "openclip", "config": _described(config, "vision_cfg")}
         super().__init__(model, image_processor, pooled=pooled, settings=settings, device=device)
 
     @classmethod
@@ -160,8 +151,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         name, model, config = _load(name, pretrained)
         del model.visual
         self.normalize = normalize
-        described = _described(config, config["text_cfg"], "text_cfg")
-        settings = {"encoder": "openclip text", "config": described, "normalize": normalize}
+        settings = {"encoder": "openclip text", "config": _described(config, "text_cfg"), "normalize": normalize}
         super().__init__(model, settings, device)
         self.tokenizer = _tokenizer(name)
         self.max_length = self.tokenizer.context_length
@@ -193,7 +183,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         return f"dim={self.dim}, normalize={self.normalize}, max_length={self.max_length}"
 
 
-def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CLIP, _ClipConfig]:
+def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CLIP, dict[str, Any]]:
     """Return the name without a tag, the model of open_clip with its weights, and its config."""
     open_clip = import_extra("open_clip", "vision")
     name, weights = _split(name, None if pretrained is None else os.fspath(pretrained))
@@ -210,7 +200,7 @@ def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CL
         with _quiet_logging():
             # The towers' own released weights are no part of this model.
             model: CLIP = open_clip.create_model(name, pretrained_text=False, **options)
-            config: _ClipConfig = open_clip.get_model_config(name)
+            config: dict[str, Any] = open_clip.get_model_config(name)
         for key, tensor in model.state_dict().items() if weights or name.startswith(_SCHEMAS) else ():
             check_values(key, tensor)
     except Exception as error:  # whatever open_clip, torch and safetensors find wrong with files and configs
@@ -245,9 +235,9 @@ def _quiet_logging() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _described(config: _ClipConfig, tower: object, name: str) -> dict[str, object]:
+def _described(config: dict[str, Any], name: str) -> dict[str, object]:
     """Return the part of a config in the fingerprint of a tower, "vision_cfg" or "text_cfg"."""
-    return {"embed_dim": config["embed_dim"], name: tower, "quick_gelu": config["quick_gelu"]}
+    return {"embed_dim": config["embed_dim"], name: config[name], "quick_gelu": config["quick_gelu"]}
 
 
 def _tokenizer(name: str) -> ClipTokenizer:

@@ -118,13 +118,9 @@ class TextEncoder(TextEncoderBase):
 
     def _slots(self, rows: list[list[int]]) -> list[Tensor]:
         """Return hidden states (m, e) of each row of ids, or (1, e) pooled."""
-        shape = (len(rows), max(1, *map(len, rows)))
-        ids = torch.zeros(shape, dtype=torch.long)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        for number, row in enumerate(rows):
-            ids[number, : len(row)] = torch.tensor(row)
-            mask[number, : len(row)] = True
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        width = max(1, *map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
+        mask = torch.arange(width, device=self.device) < torch.tensor(list(map(len, rows)), device=self.device)[:, None]
         states = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         if self.pooling == "none":
             slots = [state[: len(row)] for state, row in zip(states, rows, strict=True)]

@@ -154,7 +154,11 @@ def pipeline(
         ConfigError: an index for a pipeline that reads none, or neither or both of a folder and a host.
     """
     if folder is None or host is not None:
-        return _of_host(folder, host, encoder, index, device, dtype, revision)
+        if host is None or folder is not None:
+            raise ConfigError(f"a pipeline is of an adapter's folder or of a host=; got {folder!r} and {host!r}")
+        with without_progress_bars():
+            kind, on = _class_of("passage-answering"), torch.device(device or default_device())
+            return kind.of_host(host, encoder or "minilm", on, dtype, index, revision)
     if encoder is not None:
         raise ConfigError(f"encoder={encoder!r} goes with host=; the adapter in {folder!r} names its own: leave it out")
     name = os.fspath(folder)
@@ -172,32 +176,10 @@ def pipeline(
     with without_progress_bars(), warnings.catch_warnings():
         if dtype is not None:  # in another dtype the weights have another fingerprint
             warnings.filterwarnings("ignore", message="the weights of this .* are not those")
-        pipe: Pipeline = _class_of(config.task).load(
-            config, place, torch.device(device or default_device()), dtype, index
-        )
-    return pipe
+        return _class_of(config.task).load(config, place, torch.device(device or default_device()), dtype, index)
 
 
 def _class_of(task: str) -> Any:
     """Return the class of the pipelines of a task."""
     module, name = _TASKS[task]
     return getattr(importlib.import_module(module), name)
-
-
-def _of_host(
-    folder: str | PathLike[str] | None,
-    host: str | None,
-    encoder: str | None,
-    index: IndexSource | None,
-    device: str | torch.device | None,
-    dtype: torch.dtype | None,
-    revision: str | None,
-) -> Pipeline:
-    """Load a host that answers from passages."""
-    if host is None or folder is not None:
-        raise ConfigError(f"a pipeline is of an adapter's folder or of a host=; got {folder!r} and {host!r}")
-    with without_progress_bars():
-        pipe: Pipeline = _class_of("passage-answering").of_host(
-            host, encoder or "minilm", torch.device(device or default_device()), dtype, index, revision
-        )
-    return pipe

@@ -122,8 +122,7 @@ class ImageToTextPipeline(ImagePipeline):
 
     def make_memory(self, images: list[object], progress: bool = False) -> Memory:
         """Return the memory (b, m, e) of images."""
-        memory: Memory = self.encoder(images, progress=progress)
-        return memory.to(torch.float32)
+        return self.encoder(images, progress=progress).to(torch.float32)
 
     def _preprocessed(self, image: object) -> Image | None:
         """Return an image as the encoder reads it: small, and of a long one the middle; None for other processors."""

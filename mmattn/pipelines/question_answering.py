@@ -193,8 +193,7 @@ class QuestionAnsweringPipeline(IndexPipeline):
         """Return the memory of the hits of questions."""
         assert self.config.memory is not None
         hits = self._chosen_index(index).search(questions, top_k=self.config.memory.top_k)
-        memory: Memory = hits.memory(tokens=self.config.memory.fields is not None)
-        return memory.to(self.device)
+        return hits.memory(tokens=self.config.memory.fields is not None).to(self.device)
 
 
 def _check_questions(questions: str | Sequence[str]) -> list[str]:
@@ -244,11 +243,6 @@ def read_entries(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _ids_of(entries: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """Return the ids of entries, or None unless all have one."""
-    return [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
-
-
 def build_index(
     rows: Iterable[Mapping[str, object]],
     config: PipelineConfig,
@@ -273,7 +267,7 @@ def build_index(
         TextError: a row without one of them.
     """
     entries: list[Any] = list(rows)
-    ids = _ids_of(entries)
+    ids = [row["id"] for row in entries] if entries and all("id" in row for row in entries) else None
     if config.task == "passage-answering":
         return Index.build(_texts_of(entries, "text"), encoder=encoder, ids=ids, store=store)
     if config.memory is None or config.memory.fields is None:

@@ -17,7 +17,6 @@ from mmattn.pipelines.build import load_host
 from mmattn.pipelines.config import ModelReference
 from mmattn.pipelines.generation import stream_generate
 from mmattn.pipelines.question_answering import Answer, IndexPipeline, Source
-from mmattn.retrieval.index import Index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,22 +46,27 @@ class TextGenerationPipeline(IndexPipeline):
             ConfigError: there is no index.
             AdapterFileError: the entries of the index have no ids of tokens.
         """
-        return _Continuation(self, _checked(text), self._chosen_index(index), options).answer()
+        return _Continuation(self, text, index, options).answer()
 
     def stream(self, text: str, *, index: IndexSource | None = None, **options: object) -> Iterator[str]:
         """Yield the continuation of a text piece by piece, as for a call; beams raise TextError."""
-        return _Continuation(self, _checked(text), self._chosen_index(index), options).stream()
+        return _Continuation(self, text, index, options).stream()
 
     def trace(self, text: str, *, index: IndexSource | None = None) -> Trace:
         """Return the passages that each word of the continuation attended to, of those for the chunk before."""
-        return _Continuation(self, _checked(text), self._chosen_index(index), {}).trace()
+        return _Continuation(self, text, index, {}).trace()
 
 
 class _Continuation:
     """One text with the passages found for its chunks."""
 
-    def __init__(self, pipe: TextGenerationPipeline, text: str, index: Index, options: Mapping[str, object]) -> None:
-        self.pipe, self.model, self.tokenizer, self.index, self.text = pipe, pipe.model, pipe.tokenizer, index, text
+    def __init__(
+        self, pipe: TextGenerationPipeline, text: str, index: IndexSource | None, options: Mapping[str, object]
+    ) -> None:
+        if not isinstance(text, str) or not text.strip():
+            raise TextError(f"there is no text to go on with: give one; got {text!r:.40}")
+        self.pipe, self.model, self.tokenizer, self.text = pipe, pipe.model, pipe.tokenizer, text
+        self.index = pipe._chosen_index(index)
         self.size: int = vars(pipe.model.adapter("default").config)["chunk_size"]
         #: For each chunk the passage of each slot.
         self.passages: dict[tuple[int, ...], list[str]] = {}
@@ -207,9 +211,3 @@ def searchable(text: str) -> str:
 
 def _scaled(states: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(states.float(), states.shape[-1:])
-
-
-def _checked(text: str) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise TextError(f"there is no text to go on with: give one; got {text!r:.40}")
-    return text

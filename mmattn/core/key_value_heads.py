@@ -172,14 +172,10 @@ class KeyValueHeads(nn.Module):
         plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
         return plain and self.k_norm is None and self.rotary is None
 
-    @property
-    def absorbable(self) -> bool:
-        """True if keys are a plain matrix times the memory, which may be applied to the query instead."""
-        return self.is_linear and self.null_key is None
-
     def absorbs(self, queries: int, memory: Tensor, lengths: tuple[int, ...] | None = None) -> bool:
         """Return whether `queries` queries per row of a memory cost less absorbed."""
-        if not self.absorbable:
+        # Only keys that are a plain matrix times the memory, which may be applied to the query instead.
+        if not self.is_linear or self.null_key is not None:
             return False
         rows, m, e = memory.shape
         mean = m if lengths is None else sum(lengths) / max(len(lengths), 1)

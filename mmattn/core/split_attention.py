@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmattn.core.attention import AttentionOutput, Options, concatenate
+from mmattn.core.attention import AttentionOutput, concatenate
 from mmattn.core.attention_inputs import combine_masks, repeat_rows
 from mmattn.core.distributed import gather, sum_gradients, summed
 from mmattn.core.key_value_projection import AttendableMemory, KeyValueProjection
@@ -41,7 +41,10 @@ class KeyValueParts(AttendableMemory):
             raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
         queries = sum_gradients(q, self.group)
         options = projection.options(return_weights, return_log_sum_exp=True)
-        results = [self._attend_part(projection, queries, kv, mask, options) for kv, mask in self.parts]
+        results = []
+        for kv, mask in self.parts:
+            allowed = _allowed(queries, kv, mask)
+            results.append(projection.attend_projected(queries, kv.without_null(), allowed, mask is not None, options))
         size = self._length_norm(projection, q)
         totals = [one.log_sum_exp + size for one in results if one.log_sum_exp is not None]
         output, total = self._merge([one.output for one in results], totals)
@@ -60,11 +63,6 @@ class KeyValueParts(AttendableMemory):
         if self.group is None:
             return output, total
         return merge(gather(output, self.group), gather(total, self.group))
-
-    def _attend_part(
-        self, projection: KeyValueProjection, q: Tensor, kv: KeyValue, mask: Tensor | None, options: Options
-    ) -> AttentionOutput:
-        return projection.attend_projected(q, kv.without_null(), _allowed(q, kv, mask), mask is not None, options)
 
     def _length_norm(self, projection: KeyValueProjection, q: Tensor) -> Tensor | float:
         """Return what `length_norm` adds to the scores of all slots."""

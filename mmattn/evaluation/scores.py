@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,19 +136,10 @@ def frechet_distance(real: Tensor, generated: Tensor) -> float:
         if not torch.isfinite(features).all():
             raise NonFiniteError(f"features of {name} images have NaN or infinity")
     library = import_extra("torchmetrics.image.fid", "metrics")
-    distance = library.FrechetInceptionDistance(feature=_Features(real.shape[1]), normalize=True)
+    network: Any = nn.Identity()  # torchmetrics passes features through the network that it expects
+    network.num_features = real.shape[1]
+    distance = library.FrechetInceptionDistance(feature=network, normalize=True)
     distance.set_dtype(torch.float64)
     distance.update(real.double().cpu(), real=True)
     distance.update(generated.double().cpu(), real=False)
     return float(distance.compute())
-
-
-class _Features(nn.Module):
-    """Identity: torchmetrics passes features through the network that it expects."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.num_features = width
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features

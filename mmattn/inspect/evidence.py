@@ -71,7 +71,8 @@ def read_items(data: object, count: int) -> list[Item]:
     random, items = Random(0), []
     for number in random.sample(range(len(rows)), min(count, len(rows))):
         row, keys = rows[number], [content_key(*part) for part in parts[number]]
-        others = [one for some in (by_question[row.prompt], range(len(rows))) for one in _few(random, some)]
+        candidates = (by_question[row.prompt], range(len(rows)))
+        others = [one for some in candidates for one in random.sample(some, min(len(some), 1000))]
         others = [one for one in others if not is_right(rows[one].text, row.text)]
         other = next((one for one in others if [content_key(*part) for part in parts[one]] != keys), None)
         if other is None:
@@ -79,10 +80,6 @@ def read_items(data: object, count: int) -> list[Item]:
         text = rows[other].text if rows[other].prompt == row.prompt else None
         items.append(Item(number, row.prompt, row.text, parts[number], parts[other], text))
     return items
-
-
-def _few(random: Random, numbers: Sequence[int]) -> list[int]:
-    return random.sample(numbers, min(len(numbers), 1000))
 
 
 def _rows(data: object) -> Sequence[Row]:

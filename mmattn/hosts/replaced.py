@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from torch import nn
 
 
 class Replaced(NamedTuple):
@@ -62,3 +65,18 @@ def restore_methods(owner: object, *names: str) -> None:
     """Give an object the methods of its class again."""
     for name in names:
         vars(owner).pop(name, None)
+
+
+@contextlib.contextmanager
+def wrapped_forwards(modules: Sequence[nn.Module], wrap: Callable[[nn.Module], Method]) -> Iterator[None]:
+    """Replace the forward of each module inside the block; one of its own, such as accelerate's, comes back."""
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        vars(module)["forward"] = wrap(module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del vars(module)["forward"]
+            if forward is not None:
+                vars(module)["forward"] = forward

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import ConfigError
+from mmattn.hosts.replaced import wrapped_forwards
 
 #: The share of the learning rate that is left, from 1 to 0, when a share from 0 to 1 of the steps after the warm-up is
 #: done.
@@ -23,8 +24,6 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
 }
 
-
-Forward = Callable[..., object]
 Groups = list[dict[str, Any]]
 """Parameter groups of a torch optimizer."""
 
@@ -104,7 +103,7 @@ def compiled_blocks(model: nn.Module, backend: str = "inductor") -> Iterator[Non
     for reader in readers:
         vars(reader)["attend"] = torch.compiler.disable(reader.attend)
     try:
-        with _replaced(blocks, partial(torch.compile, dynamic=True, backend=backend)):
+        with wrapped_forwards(blocks, lambda block: torch.compile(block.forward, dynamic=True, backend=backend)):
             yield
     finally:
         for reader in readers:
@@ -124,23 +123,9 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: the model has no adapters.
     """
-    with _replaced(trained_blocks("gradient_checkpointing", model), lambda forward: partial(_checkpointed, forward)):
+    blocks = trained_blocks("gradient_checkpointing", model)
+    with wrapped_forwards(blocks, lambda block: partial(_checkpointed, block.forward)):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(blocks: list[nn.Module], wrap: Callable[[Forward], Forward]) -> Iterator[None]:
-    """Inside this context the forward of each block is wrapped."""
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        block.forward = wrap(block.forward)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
 
 
 def trained_blocks(setting: str, model: nn.Module) -> list[nn.Module]:
@@ -153,7 +138,7 @@ def trained_blocks(setting: str, model: nn.Module) -> list[nn.Module]:
     return [block for adapter in adapters.values() for block in adapter.blocks.values()]
 
 
-def _checkpointed(forward: Forward, *args: object, **kwargs: object) -> object:
+def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

@@ -24,6 +24,7 @@ from mmattn.hosts.context import LayerOutput
 from mmattn.hosts.interop.peft import active_lora, has_peft, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.probe import bare_forward, is_close
+from mmattn.hosts.replaced import wrapped_forwards
 from mmattn.storage.fingerprints import fingerprint
 
 if TYPE_CHECKING:
@@ -55,20 +56,10 @@ class LowerLayers:
         self.dtype = torch.float32
         self._fingerprint: tuple[ModuleVersion, TensorVersion, list[Tensor], object, str] | None = None
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> contextlib.AbstractContextManager[None]:
         """Let forwards skip these layers inside the block; they are run unless `skip` says otherwise."""
         lower = self.layers[: self.count]
-        earlier = [layer.__dict__.get("forward") for layer in lower]
-        for number, layer in enumerate(lower):
-            layer.__dict__["forward"] = partial(self._forward, number, layer.forward)
-        try:
-            yield
-        finally:
-            for layer, forward in zip(lower, earlier, strict=True):
-                del layer.__dict__["forward"]
-                if forward is not None:  # of accelerate, which loads offloaded weights
-                    layer.__dict__["forward"] = forward
+        return wrapped_forwards(lower, lambda layer: partial(self._forward, lower.index(layer), layer.forward))
 
     @contextlib.contextmanager
     def skipped_by(self, before: Callable[..., object]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,8 @@ class FrozenEncoder(nn.Module, ABC):
     """A frozen network, always in evaluation mode, identified by a fingerprint; `model` is None without weights."""
 
     dim: int
+    #: Attributes that its `repr` has.
+    _shown: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -77,6 +79,9 @@ class FrozenEncoder(nn.Module, ABC):
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             self._hashed = (state, digest.hexdigest())
         return self._hashed[1]
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
 
     def _any_tensor(self) -> Tensor:
         return next(chain(self.parameters(), self.buffers()))
@@ -144,6 +149,7 @@ class ImageEncoder(FrozenEncoder):
     """
 
     grid: tuple[int, int] | None
+    _shown = ("dim", "grid", "pooled")
 
     def __init__(
         self,
@@ -227,9 +233,6 @@ class ImageEncoder(FrozenEncoder):
         if self.grid is None:
             return [{"image": image, "slot": slot} for slot in range(self.length)]
         return [{"image": image, "patch": list(divmod(slot, self.grid[1]))} for slot in range(self.length)]
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, grid={self.grid}, pooled={self.pooled}"
 
 
 _ENCODERS = Registry(

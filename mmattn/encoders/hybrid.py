@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -85,7 +84,8 @@ class HybridEncoder(TextEncoderBase):
         dense = self.model.encode(texts, batch_size=batch_size, progress=progress)
         counts = torch.zeros(0, self.ngrams)
         if texts:
-            counts = torch.from_numpy(self._hashing.transform(texts).toarray())
+            vectorizer = hashing(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams)
+            counts = torch.from_numpy(vectorizer.transform(texts).toarray())
         both = nn.functional.normalize(torch.cat([dense.tokens[:, 0], counts.to(dense.tokens)], 1), dim=1)
         return Memory(both[:, None], sources=dense.sources)
 
@@ -193,10 +193,6 @@ class HybridEncoder(TextEncoderBase):
         """sha256 of the text encoder, the settings and the map of queries."""
         self._hashed = None  # versions of tensors do not distinguish two maps
         return super().fingerprint
-
-    @cached_property
-    def _hashing(self) -> HashingVectorizer:
-        return hashing(analyzer="char_wb", ngram_range=_NGRAMS, n_features=self.ngrams)
 
     def _metadata(self) -> dict[str, object]:
         """Return the settings that a file needs beside the name of the text encoder."""

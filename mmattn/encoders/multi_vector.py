@@ -51,6 +51,7 @@ class MultiVectorEncoder(TextEncoderBase):
     """
 
     model: MultiVectorModel
+    _shown = ("dim",)
 
     def __init__(
         self, name: str | os.PathLike[str], *, device: str | torch.device | None = None, **options: Any
@@ -93,9 +94,6 @@ class MultiVectorEncoder(TextEncoderBase):
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if _UNUSED not in name.split(".")}
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
 
 
 def _described(model: MultiVectorModel) -> dict[str, object]:

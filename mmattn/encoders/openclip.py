@@ -139,6 +139,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
     """
 
     model: CLIP
+    _shown = ("dim", "normalize", "max_length")
 
     def __init__(
         self,
@@ -178,9 +179,6 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         # The scale of the logits and the captioner of CoCa take no part in an embedding.
         unused = ("logit_scale", "logit_bias", "text_decoder.")
         return {name: tensor for name, tensor in self.model.state_dict().items() if not name.startswith(unused)}
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, normalize={self.normalize}, max_length={self.max_length}"
 
 
 def _load(name: str, pretrained: str | os.PathLike[str] | None) -> tuple[str, CLIP, dict[str, Any]]:

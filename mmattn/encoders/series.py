@@ -48,6 +48,8 @@ class SeriesEncoder(FrozenEncoder):
     (torch.Size([2, 3, 38]), [3, 2], [{'series': 1, 'start': 0, 'end': 4}, {'series': 1, 'start': 4, 'end': 5}, None])
     """
 
+    _shown = ("dim", "patch_length", "channels")
+
     def __init__(
         self,
         patch_length: int = 16,
@@ -198,9 +200,6 @@ class SeriesEncoder(FrozenEncoder):
     def _origins(self, series: int, start: int, stop: int) -> list[Source]:
         starts = range(start, stop, self.patch_length)
         return [{"series": series, "start": first, "end": min(first + self.patch_length, stop)} for first in starts]
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, patch_length={self.patch_length}, channels={self.channels}"
 
 
 class _Past:

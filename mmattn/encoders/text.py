@@ -59,6 +59,8 @@ class TextEncoder(TextEncoderBase):
     True
     """
 
+    _shown = ("dim", "pooling", "normalize", "max_length")
+
     def __init__(
         self,
         name: str | os.PathLike[str] = "minilm",
@@ -130,9 +132,6 @@ class TextEncoder(TextEncoderBase):
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name.split(".")[0] not in _UNUSED}
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, pooling={self.pooling!r}, normalize={self.normalize}, max_length={self.max_length}"
 
 
 def token_sources(lengths: list[int]) -> list[list[Source]]:

@@ -54,6 +54,7 @@ class VideoEncoder(FrozenEncoder):
     """
 
     model: ImageEncoder
+    _shown = ("dim", "fps")
 
     def __init__(self, images: ImageEncoder, *, fps: float | None = 1.0) -> None:
         if not isinstance(images, ImageEncoder):
@@ -154,9 +155,6 @@ class VideoEncoder(FrozenEncoder):
 
     def _weights(self) -> dict[str, Tensor]:
         return self.model._weights()
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, fps={self.fps}"
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,9 @@ class OpenBlocks:
         try:
             yield
         finally:
-            if not traced:
-                _end_forward(block.call)
+            step = None if traced else FORWARD.get()
+            if step is not None and block.call is not None and step.call is block.call:
+                FORWARD.set(step.outer)  # it was interrupted: torch runs no hooks after KeyboardInterrupt
             if block.is_condition and not traced:
                 self.conditions.remove(block)
             block.is_open, block.call, block.generator = False, None, None
@@ -236,13 +237,6 @@ def _check_running(generator: FrameType) -> None:
             f"a condition block is open in the generator {generator.f_code.co_name}, which waits: it would hold for "
             "this call, too. Give memory= to each call inside the generator"
         )
-
-
-def _end_forward(call: Call | None) -> None:
-    """End a forward that was interrupted: torch runs no hooks after KeyboardInterrupt."""
-    step = FORWARD.get()
-    if step is not None and call is not None and step.call is call:
-        FORWARD.set(step.outer)
 
 
 # Forwards -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -138,7 +137,9 @@ def make_accelerator(
                 f"{', '.join(available) or 'none'}. Metrics are written as JSON lines in any case"
             )
         options |= {"log_with": list(trackers), "project_dir": None if folder is None else str(folder)}
-    _forget_last(accelerate)
+    # The accelerator of an earlier run of this process is forgotten; the group of processes stays.
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    accelerate.state.GradientState._reset_state()
     _join_restarted(cpu)
     try:
         run_accelerator = accelerate.Accelerator(**options)
@@ -182,12 +183,6 @@ def _start_trackers(
     # A project is a folder in TensorBoard's.
     project = "tensorboard" if [str(name) for name in accelerator.log_with] == ["tensorboard"] else "mmattn"
     accelerator.init_trackers(project, config=flattened(settings or {}), init_kwargs=options)
-
-
-def _forget_last(accelerate: ModuleType) -> None:
-    """Forget the accelerator of an earlier run of this process; the group of processes stays."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
-    accelerate.state.GradientState._reset_state()
 
 
 def _join_restarted(cpu: bool) -> None:

@@ -90,11 +90,6 @@ class AdaptedDenoiser(TextThroughCore):
         finally:
             _PREDICTION.set(before)
 
-    def prediction_name(self) -> str:
-        """Return the name that a pipeline gives to its prediction in `cache_context`, or ""."""
-        model, name = _PREDICTION.get()
-        return name if model is self else ""
-
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
         """Load the model in a folder, or this part of a pipeline in a folder or on the hub."""
@@ -306,7 +301,8 @@ class AdaptedDenoiser(TextThroughCore):
         """Return the actions of a forward with these arguments, or at the `only` layer that is called by itself."""
         actions: dict[tuple[int, str], list[Action]] = {}
         parts: dict[int, tuple[bool, ...]] = {}
-        prediction = self.prediction_name()
+        model, name_in_pipeline = _PREDICTION.get()
+        prediction = name_in_pipeline if model is self else ""
         for name, source in call.sources.items():
             adapter = self.adapter(name)
             if name not in self.active or name in disabled or only not in (None, *adapter.layers):

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmattn import __version__
 from mmattn.adapters.adapter_config import Shapes, check_tensors
@@ -25,6 +24,7 @@ from mmattn.core.quantization import quantize
 from mmattn.core.tensor_cache import TensorVersion, autocast_dtype
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import making_sense, validated
@@ -37,24 +37,6 @@ CHUNK = 1 << 14
 CHANNEL_SLOTS = 16
 
 Tables = Mapping[str, Tensor]
-
-
-class Model(Protocol):
-    """An adapted model, as a bank uses it."""
-
-    @property
-    def active(self) -> Sequence[str]:
-        """Names of the active adapters."""
-
-    @property
-    def adapters(self) -> nn.ModuleDict:
-        """All adapters by name."""
-
-    def adapter(self, name: str) -> AdapterLayers:
-        """Return an adapter by its name."""
-
-    def check_attached(self) -> None:
-        """Raise ConditionError after `unload`."""
 
 
 @contextlib.contextmanager
@@ -76,7 +58,7 @@ def weights(adapter: AdapterLayers) -> dict[str, Tensor]:
     return named
 
 
-def weight_versions(model: Model, names: Sequence[str], width: int) -> dict[str, TensorVersion]:
+def weight_versions(model: AdaptedModel, names: Sequence[str], width: int) -> dict[str, TensorVersion]:
     """Return the state of the weights of each adapter; refuse adapters without pages or of another width."""
     if not names:
         raise ConditionError(
@@ -97,7 +79,7 @@ def weight_versions(model: Model, names: Sequence[str], width: int) -> dict[str,
     return {name: TensorVersion(weights(model.adapter(name)).values()) for name in names}
 
 
-def check_versions(model: Model, versions: Mapping[str, TensorVersion], count: int) -> None:
+def check_versions(model: AdaptedModel, versions: Mapping[str, TensorVersion], count: int) -> None:
     """Raise ConditionError if the weights of an adapter have changed since its pages were computed."""
     for name, version in versions.items():
         if not version.holds(weights(model.adapter(name)).values()):
@@ -120,7 +102,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def page_tables(
-    model: Model, names: Iterable[str], dtype: torch.dtype | None, tokens: Tensor, mask: Tensor
+    model: AdaptedModel, names: Iterable[str], dtype: torch.dtype | None, tokens: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
     """Return the tables of entries (n, m, e), n > 0, with mask (n, m)."""
     tokens = tokens.masked_fill(~mask[..., None], 0)
@@ -133,7 +115,9 @@ def page_tables(
     return {"tokens": tokens, "mask": mask, "present": torch.ones_like(mask[:, 0]), **tables}
 
 
-def _page_rows(model: Model, names: Iterable[str], dtype: torch.dtype | None, memory: Memory) -> dict[str, Tensor]:
+def _page_rows(
+    model: AdaptedModel, names: Iterable[str], dtype: torch.dtype | None, memory: Memory
+) -> dict[str, Tensor]:
     """Return rows of the tables of adapters for entries: the mask as an adapter reads it, keys and values by layer."""
     pages = {}
     for name in names:
@@ -208,7 +192,7 @@ def gather_pages(adapter: AdapterLayers, layer: int, tables: Tables, rows: Tenso
 
 def write_bank(
     path: str | PathLike[str],
-    model: Model,
+    model: AdaptedModel,
     names: Iterable[str],
     dtype: torch.dtype | None,
     tables: Tables,
@@ -220,7 +204,7 @@ def write_bank(
 
 
 def read_bank(
-    path: str | PathLike[str], model: Model, mapped: bool
+    path: str | PathLike[str], model: AdaptedModel, mapped: bool
 ) -> tuple[list[str], torch.dtype | None, dict[str, Tensor]]:
     """Return the names of the adapters of a bank, the dtype of its pages, and its tables.
 
@@ -237,7 +221,7 @@ def read_bank(
     return names, dtype, tables
 
 
-def _check_adapters(path: str | PathLike[str], model: Model, prints: Mapping[str, str]) -> list[str]:
+def _check_adapters(path: str | PathLike[str], model: AdaptedModel, prints: Mapping[str, str]) -> list[str]:
     """Return the names of the adapters in a file, checked against those of this host."""
     if not prints:
         raise AdapterFileError(f"cannot read {str(path)!r}: it does not name the adapters of its pages")
@@ -256,7 +240,7 @@ def _check_adapters(path: str | PathLike[str], model: Model, prints: Mapping[str
     return list(prints)
 
 
-def _check_bank(model: Model, names: Iterable[str], dtype: torch.dtype | None, shapes: Shapes) -> None:
+def _check_bank(model: AdaptedModel, names: Iterable[str], dtype: torch.dtype | None, shapes: Shapes) -> None:
     """Compare the tables of a file with those of a bank for these adapters."""
     shape, kind = shapes.get("tokens", ((), torch.bool))
     if len(shape) != 3 or not all(shape) or not kind.is_floating_point:

@@ -16,9 +16,9 @@ from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
+from mmattn.hosts.base import AdaptedModel
 from mmattn.kv_store.gathered_memory import GatheredMemory, check_hits, is_int, memory_of_hits
 from mmattn.kv_store.pages import (
-    Model,
     Tables,
     check_dtype,
     check_versions,
@@ -58,7 +58,7 @@ class Bank:
     """
 
     def __init__(
-        self, model: Model, versions: Mapping[str, TensorVersion], dtype: torch.dtype | None, tables: Tables
+        self, model: AdaptedModel, versions: Mapping[str, TensorVersion], dtype: torch.dtype | None, tables: Tables
     ) -> None:
         self.model, self._dtype = model, dtype
         #: The weights and what they computed: one version, which a change replaces.
@@ -67,7 +67,7 @@ class Bank:
 
     @classmethod
     @without_graph()
-    def from_memory(cls, model: Model, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
+    def from_memory(cls, model: AdaptedModel, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
         """Build a bank of every row of a memory (n, m, e), for the active adapters; see `model.bank`."""
         check_dtype(dtype)
         memory = check_entries(memory)
@@ -282,7 +282,7 @@ class Bank:
             write_bank(path, self.model, versions, self._dtype, tables)
 
     @classmethod
-    def load(cls, model: Model, path: str | PathLike[str], mapped: bool = False) -> Bank:
+    def load(cls, model: AdaptedModel, path: str | PathLike[str], mapped: bool = False) -> Bank:
         """Read the bank that `save` wrote; see `model.load_bank`."""
         names, dtype, tables = read_bank(path, model, mapped)
         versions = weight_versions(model, names, tables["tokens"].shape[2])

@@ -137,8 +137,7 @@ class StyleEncoder(ImageEncoder):
                 size = json.loads(file.metadata()["style_encoder"])["size"]
             network = StyleNetwork(state["body.0.weight"].shape[1], len(state["head.bias"]))
             network.load_state_dict(state)
-            encoder = cls(network, check_int("size", size, at_most=4096), device)
-        return encoder
+            return cls(network, check_int("size", size, at_most=4096), device)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the encoder to a safetensors file.

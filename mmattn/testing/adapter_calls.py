@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Generator
 from typing import Any
@@ -30,11 +31,8 @@ def check_blocks_nest(case: Case) -> None:
             with model.disable_adapter():
                 same(case.ask(model, one), case.host, "disabled in a block")
         same(case.ask(model), answers[0], "after the inner block")
-    try:
-        with case.condition(model, one):
-            raise KeyError("in a block")
-    except KeyError:
-        pass
+    with contextlib.suppress(KeyError), case.condition(model, one):
+        raise KeyError("in a block")
     same(case.ask(model), case.host, "after a block that was left by an error")
 
 

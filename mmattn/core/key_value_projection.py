@@ -181,11 +181,7 @@ class KeyValueProjection(KeyValueHeads):
         assert kv.mask is not None
         beams = q.shape[0] // kv.batch
         if allowed is not None:
-            allowed = (
-                allowed.expand(q.shape[0], *allowed.shape[1:])
-                if allowed.shape[0] == 1
-                else repeat_rows(allowed, q.shape[0])
-            )
+            allowed = repeat_rows(allowed, q.shape[0]).expand(q.shape[0], *allowed.shape[1:])
         results = []
         for row, (own, (keys, values, bias)) in enumerate(zip(q.split(beams), kv.rows(), strict=True)):
             rule = _OPEN if bias is None else Rule(bias=bias)

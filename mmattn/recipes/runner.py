@@ -37,8 +37,10 @@ def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) ->
         KeyboardInterrupt: Ctrl-C, also where the recipe catches it to save what it has.
     """
     module, settings = _prepared(Path(config), overrides)
-    with _settings_errors(), _interrupts_raised():
+    with _settings_errors(), recorded_interrupts() as interrupts:
         out: Path = module.main(settings)
+    if interrupts:
+        raise KeyboardInterrupt
     return out
 
 
@@ -124,15 +126,6 @@ def _settings_errors() -> Iterator[None]:
         yield
     except ValidationError as error:
         _raise_settings_error(error)
-
-
-@contextlib.contextmanager
-def _interrupts_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block, too, where what is called in it caught Ctrl-C."""
-    with recorded_interrupts() as interrupts:
-        yield
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

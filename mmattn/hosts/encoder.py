@@ -17,7 +17,7 @@ from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.layers import find_layers, layers_width
-from mmattn.hosts.probe import host_inputs, probe_adapter
+from mmattn.hosts.probe import host_inputs, probe_adapter, random_ids
 
 #: Outputs of transformers with one value or vector per row.
 OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
@@ -100,10 +100,7 @@ class AdaptedEncoder(AdaptedModel):
         for inputs in host_inputs(self.host, rows):
             for name, value in inputs.items():
                 if name == "input_ids":
-                    size = getattr(text_config(self.host), "vocab_size", 2)
-                    inputs[name] = torch.randint(size, (rows, 7), generator=generator, device=generator.device).to(
-                        value.device
-                    )
+                    inputs[name] = random_ids(self.host, rows, 7, generator)
                 elif value.is_floating_point():
                     inputs[name] = torch.randn(value.shape, generator=generator, device=generator.device).to(value)
             inputs.pop("attention_mask", None)

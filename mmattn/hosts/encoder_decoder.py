@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, given_cache, text_config
+from mmattn.adapters.language_models import device_of, given_cache
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.core.tensor_cache import TensorVersion
@@ -25,7 +25,7 @@ from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.encoder import check_reads_at_once
 from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
-from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, token_ids
+from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, random_ids, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -202,16 +202,10 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
         """Return ids of random texts for encoder and decoder; the probe's inputs for an encoder of another kind."""
-        size = getattr(text_config(self.host), "vocab_size", 2)
         inputs = next(host_inputs(self.host, rows))
         if "input_ids" in inputs:
-            inputs = {
-                "input_ids": torch.randint(size, (rows, 5), generator=generator, device=generator.device).to(
-                    inputs["input_ids"].device
-                )
-            }
-        ids = torch.randint(size, (rows, 7), generator=generator, device=generator.device)
-        return inputs | {"decoder_input_ids": ids.to(next(iter(inputs.values())).device)}
+            inputs = {"input_ids": random_ids(self.host, rows, 5, generator)}
+        return inputs | {"decoder_input_ids": random_ids(self.host, rows, 7, generator)}
 
 
 def _inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:

@@ -215,6 +215,13 @@ def token_ids(host: nn.Module, rows: int) -> Tensor:
     return ids.to(device_of(embeddings_of(host)))
 
 
+def random_ids(host: nn.Module, rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return random ids (b, l) of the host's vocabulary."""
+    size = getattr(text_config(host), "vocab_size", 2)
+    ids = torch.randint(size, (rows, length), generator=generator, device=generator.device)
+    return ids.to(device_of(embeddings_of(host)))
+
+
 def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
     """Yield inputs by the name of the host's main input: a text, pictures, or sounds in every layout."""
     name = getattr(host, "main_input_name", "input_ids")

@@ -53,7 +53,7 @@ from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Pos
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import find_layers
-from mmattn.hosts.probe import probe_adapter, text_inputs
+from mmattn.hosts.probe import probe_adapter, random_ids, text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
 from mmattn.hosts.replaced import replace_method, restore_methods
 from mmattn.memory import Memory
@@ -407,13 +407,10 @@ class AdaptedCausalLM(AdaptedModel):
         text = text_config(self.host)
         longest = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
         length = min(longest, getattr(text, "max_position_embeddings", None) or longest)
-        size = getattr(text, "vocab_size", 2)
-        device = device_of(embeddings_of(self.host))
-        batch = {
-            "input_ids": torch.randint(size, (rows, length), generator=generator, device=generator.device).to(device)
-        }
+        batch = {"input_ids": random_ids(self.host, rows, length, generator)}
         if getattr(config, "visible_segments", "all") != "all":
-            batch["images"] = (torch.arange(length) // 3).clamp(max=2).expand(rows, -1).to(device)
+            images = (torch.arange(length) // 3).clamp(max=2).expand(rows, -1)
+            batch["images"] = images.to(batch["input_ids"].device)
         return batch
 
 

@@ -3,12 +3,13 @@
     python -m recipes.benchmarks.passage_load [--queries 10000] [--passages 2000] [--top-k 6] [--folder DIR]
     python -m recipes.benchmarks.passage_load --answers 400
 
-Passages of 64 to 256 tokens, facts about territories, are read beforehand; memory holds a quarter of their keys and
-values, a folder all of them. Each request asks for passages drawn by Zipf's law, always in a new combination, and a
-question follows them. First tokens are computed in windows; of requests between them the passages are fetched, which is
-all that the cache sees of a request. Files are dropped from the operating system's cache after their
-use, so that each is read from the disk again. Some requests of each window are answered from the prompt, too, right
-after: the speed without a cache, and the median of the ratios.
+Passages of 64 to 256 tokens are read beforehand: sentences of Python's documentation, and somewhere among them a fact
+about a territory. Memory holds a quarter of their keys and values, a folder all of them. Each request asks for passages
+drawn by Zipf's law, always in a new combination, and a question about one of their facts follows them. First tokens are
+computed in windows; of requests between them the passages are fetched, which is all that the cache sees of a request.
+Files are dropped from the operating system's cache after their use, so that each is read from the disk again. Some
+requests of each window are answered from the prompt, too, right after: the speed without a cache, and the median of the
+ratios.
 
 Beside ours stands the curve that was published of CacheBlend under novel requests (LMCache issue 4663, two sizes of its
 cache; its batches are taken as 30 requests): the speed over no cache, which falls to 1 within 60 to 90 requests.
@@ -24,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -34,6 +35,7 @@ import torch
 import mmattn
 from mmattn import pipelines
 from recipes.benchmarks.timing import megabytes
+from recipes.rag.documents import load_topics
 from recipes.rag.territories import Fact, load_facts
 from recipes.rag.topics import is_right
 
@@ -46,23 +48,28 @@ AGAIN = 0.15
 FROM_PROMPT = 10
 
 
-def make_passages(tokenizer: Any, count: int, seed: int) -> list[list[Fact]]:
-    """Return facts for each passage, of a length drawn from LENGTHS."""
-    random = Random(seed)
-    facts = [fact for part in load_facts() for fact in part]
-    random.shuffle(facts)
-    passages: list[list[Fact]] = []
-    while len(passages) < count:
-        length, some = random.randint(*LENGTHS), [facts[len(passages) % len(facts)]]
-        while len(tokenizer(text_of([*some, fact := random.choice(facts)]))["input_ids"]) <= length:
-            some.append(fact)
-        passages.append(some)
+class Passage(NamedTuple):
+    """A text, and the fact in it."""
+
+    text: str
+    fact: Fact
+
+
+def make_passages(tokenizer: Any, count: int, seed: int) -> list[Passage]:
+    """Return sentences of documentation around a fact each, of a length in tokens drawn from LENGTHS."""
+    random, facts = Random(seed), [fact for part in load_facts() for fact in part]
+    texts = [" ".join(text.split()) for part in load_topics() for text in part.values()]
+    sentences = [f"{one}." for text in texts for one in text.split(". ") if 20 < len(one) < 300]
+    passages = []
+    for fact in random.sample(facts, count):
+        length, begin, some = random.randint(*LENGTHS), random.randrange(len(sentences) - LENGTHS[1]), [fact.sentence]
+        for sentence in sentences[begin:]:
+            if len(tokenizer(" ".join([*some, sentence]))["input_ids"]) > length:
+                break
+            some.append(sentence)
+        some.insert(random.randrange(len(some)), some.pop(0))
+        passages.append(Passage(" ".join(some) + "\n\n", fact))
     return passages
-
-
-def text_of(facts: Sequence[Fact]) -> str:
-    """Return a passage."""
-    return " ".join(fact.sentence for fact in facts) + "\n\n"
 
 
 class Load:
@@ -71,8 +78,8 @@ class Load:
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.pipe = mmattn.pipeline(host="smollm2", dtype=torch.bfloat16)
         self.model, tokenizer, prefix = self.pipe.model, self.pipe.tokenizer, self.pipe.passages.prefix
-        self.facts = make_passages(tokenizer, options.passages, options.seed)
-        texts = [text_of(facts) for facts in self.facts]
+        passages = make_passages(tokenizer, options.passages, options.seed)
+        texts, self.facts = [one.text for one in passages], [one.fact for one in passages]
         one = mmattn.hosts.PassageCache(self.model, tokenizer, prefix=prefix)
         one.add(texts[:1], progress=False)
         tokens = sum(map(len, tokenizer(texts)["input_ids"]))
@@ -95,8 +102,7 @@ class Load:
     def draw(self) -> tuple[list[int], Fact]:
         """Return the passages of a request, and the fact of one of them that it asks for."""
         rows = self.ranks[self.random.choice(len(self.ranks), self.top_k, replace=False, p=self.popularity)]
-        facts = self.facts[self.random.choice(rows)]
-        return [self.numbers[row] for row in rows], facts[self.random.integers(len(facts))]
+        return [self.numbers[row] for row in rows], self.facts[self.random.choice(rows)]
 
     def question(self, fact: Fact) -> torch.Tensor:
         """Return the ids of a question (1, l), behind the passages in the chat template."""

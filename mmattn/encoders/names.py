@@ -69,7 +69,7 @@ class NameEncoder(HybridEncoder):
         self,
         name: str | os.PathLike[str] = "minilm",
         *,
-        width: int = 32,
+        width: int = 64,
         common: float = 0.02,
         device: str | torch.device | None = None,
     ) -> None:

@@ -1,7 +1,7 @@
 """Answers of trained adapters from indexes too large for a run: a million entries.
 
-    python -m recipes.rag.large runs/rag-facts/seed-* [--size 1000000] [--store ivf] [--ways index hits] \
-        [--query-scale 0.8]
+    python -m recipes.rag.large runs/rag-facts/seed-* [--size 1000000] [--store ivf] [--visited 8] \
+        [--ways index hits] [--query-scale 0.8]
 
 The same held-out questions for every adapter, half of them without an answer in the index. One row for each way of
 `Measure` with the mean and half the range over the adapters, and the seconds that one question took. For "index" also
@@ -29,8 +29,8 @@ from .settings import Config
 from .territories import made_up, prompt
 from .train import FACTS, load_entries
 
-#: Besides the hits of attention in so many lists, the entries with the best scores are always in view.
-SETTINGS: dict[str, dict[str, Any]] = dict.fromkeys(("ivf", "ivfpq"), {"lists": 2000, "visited": 8})
+#: Of the stores that attention searches in some of them.
+LISTS = 2000
 RECALLED = 10  # questions whose searches are compared with all entries
 FURTHER = {"seconds": ("seconds a question", 1, ".2f", "")}
 
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, of one setting and several seeds")
     parser.add_argument("--size", type=int, default=1_000_000, help="entries of the index")
     parser.add_argument("--store", default="ivf", help="of the index that attention searches")
+    parser.add_argument("--visited", type=int, default=8, help="lists; the best scores are always in view besides")
     parser.add_argument("--ways", nargs="+", default=["index", "hits"], help="see Measure")
     parser.add_argument("--ask", type=int, default=300, help="questions")
     parser.add_argument("--near-misses", type=int, default=0, help="further entries for each question; see there")
@@ -60,7 +61,8 @@ def main() -> None:
         add_near_misses(entries, one, args.near_misses, Path(data.cache))
     index = None
     if "index" in args.ways:
-        index = entries.index_of_slots(one.rows, args.store, **SETTINGS.get(args.store, {}))
+        settings = {"lists": LISTS, "visited": args.visited} if args.store in ("ivf", "ivfpq") else {}
+        index = entries.index_of_slots(one.rows, args.store, **settings)
         queries = entries.queries(one.questions[:RECALLED])
         if args.time:
             print(f"a token: {token_time(index, queries):.2f} of the host alone", flush=True)

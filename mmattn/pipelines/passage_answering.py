@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FILE = "passages.safetensors"
 #: Entries that a question attends to.
 TOP_K = 4
+#: Of keys and values in memory, beside those of running calls; other passages are read again.
+MAX_BYTES = 4 << 30
 #: Messages of the system and of the user in the chat template.
 SYSTEM = "Answer the question from the text, in a few words."
 USER = "{passages}Question: {question}\nAnswer with a word or a short phrase from the texts."
@@ -46,7 +48,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
     """Answers from the texts of an index, as the language model has read them. Arguments as for `IndexPipeline`.
 
     Passages in the adapter's `passages.safetensors` were read beforehand; other texts are read when they are first
-    found, and kept. Where the prompt has {passages}, the text before stands before the passages of each question, and
+    found, and kept, as far as 4 GB of keys and values reach. Where the prompt has {passages}, the text before stands before the passages of each question, and
     special tokens of the prompt are tokens.
 
     Attributes:
@@ -99,7 +101,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
                     "{passages}: read them again, or restore the prompt"
                 )
         else:
-            self.passages = PassageCache(self.model, self.tokenizer, prefix=prefix)
+            self.passages = PassageCache(self.model, self.tokenizer, prefix=prefix, max_bytes=MAX_BYTES)
 
     def read(self, texts: Sequence[str], *, progress: bool = False) -> list[int]:
         """Have the language model read texts beforehand; return the number of each in `passages`.

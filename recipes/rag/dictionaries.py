@@ -76,18 +76,18 @@ def load_values() -> dict[str, dict[str, str]]:
 
 @torch.no_grad()
 def answer(questions: list[tuple[str, str, str]], entries: list[str]) -> None:
-    """Print the shares of right answers to questions (dictionary, text, value) with the entry that each is given."""
+    """Print the shares of right answers to questions (dictionary, text, value) from an entry for each."""
     pipe = mmattn.pipeline(host="smollm2", dtype=torch.bfloat16)
     ways: dict[str, list[list[str]]] = {
         "the best entry": [[one] for one in entries],
         "that of another question": [[one] for one in [*entries[1:], entries[0]]],
         "none": [[] for _ in entries],
     }
-    for name, given in ways.items():
+    for name, passages in ways.items():
         right: dict[str, list[bool]] = {"all": []}
         for begin in range(0, len(questions), BATCH):
             part = questions[begin : begin + BATCH]
-            memory = pipe.passages.select([pipe.read(texts) for texts in given[begin : begin + BATCH]])
+            memory = pipe.passages.select([pipe.read(texts) for texts in passages[begin : begin + BATCH]])
             prompts = [pipe.make_prompt(text) for _, text, _ in part]
             options = pipe.config.generation
             replies = pipelines.generate_texts(pipe.model, pipe.tokenizer, prompts, memory, options=options)

@@ -109,6 +109,16 @@ def test_several_texts(pipe: Any) -> None:
         pipe.trace(QUESTION)
 
 
+def test_memory_is_bounded(pipe: Any, models: dict[str, str], index: mmattn.Index, monkeypatch: Any) -> None:
+    """Passages beyond the bytes of a pipeline are read again, and answer the same."""
+    monkeypatch.setattr("mmattn.pipelines.passage_answering.MAX_BYTES", 5000)
+    small = mmattn.pipeline(**models, index=index, device="cpu")
+    questions = [QUESTION, "What is blue?"]
+    for _ in range(2):
+        assert [one.text for one in small(questions)] == [one.text for one in pipe(questions)]
+    assert len(small.passages) == 3 and 0 <= small.passages.nbytes() <= 5000 < pipe.passages.nbytes()
+
+
 def test_the_host_says_where_an_answer_ends(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end tokens of the host's generation config end an answer, besides that of the tokenizer."""
     prompt, memory = pipe.inputs(QUESTION)

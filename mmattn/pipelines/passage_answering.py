@@ -48,8 +48,8 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
     """Answers from the texts of an index, as the language model has read them. Arguments as for `IndexPipeline`.
 
     Passages in the adapter's `passages.safetensors` were read beforehand; other texts are read when they are first
-    found, and kept, as far as 4 GB of keys and values reach. Where the prompt has {passages}, the text before stands before the passages of each question, and
-    special tokens of the prompt are tokens.
+    found, and kept as far as 4 GB of keys and values reach. Where the prompt has {passages}, the text before
+    stands before the passages of each question, and special tokens of the prompt are tokens.
 
     Attributes:
         passages: a `PassageCache`.

@@ -70,7 +70,7 @@ def attach(
 
 
 def adapted_model(host: nn.Module, path: str | None, require_memory: bool = False) -> AdaptedModel:
-    """Return the adapted model of a host, or a new one, of which the host knows nothing until it joins."""
+    """Return the adapted model of a host, or a new one that does not change the host before `join`."""
     if isinstance(host, AdaptedModel):
         host = host.host
     model = adapted(host) if isinstance(host, nn.Module) else None

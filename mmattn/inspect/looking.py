@@ -188,9 +188,9 @@ def _by_part(asker: Asker) -> Checks:
 
 def _why_not(asker: Asker) -> str:
     """Return in words how answers fail to follow the evidence."""
-    own, other, right = asker.texts[OWN], asker.texts[OTHER], asker.right(OWN)
-    n, (text, most) = len(own), Counter(own).most_common(1)[0]
-    changed = sum(a != b for a, b in zip(own, other, strict=True))
+    answers, others, right = asker.texts[OWN], asker.texts[OTHER], asker.right(OWN)
+    n, (text, most) = len(answers), Counter(answers).most_common(1)[0]
+    changed = sum(a != b for a, b in zip(answers, others, strict=True))
     if most >= 0.95 * n:
         return f"{most} are {text.strip()!r}, whatever is asked; see the loss, the labels, the prompt"
     if changed > 0.25 * n:

@@ -95,9 +95,9 @@ class LookingReport(Report):
         stuck = [one for one in values["items"] if not one["follows"]]
         lines += ["", super().__str__(), "", f"{len(stuck)} of {len(self.items)} answers do not follow the evidence"]
         for one in stuck[:_SHOWN]:
-            own, other = (one["answers"][name].strip()[:40] for name in ("right evidence", "other evidence"))
+            answer, other = (one["answers"][name].strip()[:40] for name in ("right evidence", "other evidence"))
             question = f"row {one['row']}: {one['question']} {one['answer']!r}"
-            lines.append(f"  {question}: answers {own!r}, from other evidence {other!r}")
+            lines.append(f"  {question}: answers {answer!r}, from other evidence {other!r}")
         return "\n".join(lines)
 
     def to_html(self) -> str:

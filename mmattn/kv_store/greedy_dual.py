@@ -1,4 +1,4 @@
-"""A byte budget: the items stay of which a byte saves most."""
+"""A byte budget that keeps the items that save most per byte."""
 
 from __future__ import annotations
 

@@ -237,14 +237,16 @@ class PassageCache:
 
     def passages(self, rows: Sequence[Sequence[Ids]]) -> list[list[Passage]]:
         """Return the passages of each row, behind the prefix: from memory, from their files, or read again."""
-        found: dict[Ids, Passage | None] = {ids: None for row in rows for ids in row}
-        for ids in found:
+        passages: dict[Ids, Passage] = {}
+        different = dict.fromkeys(ids for row in rows for ids in row)
+        for ids in different:
             self._store.use(ids)
-            found[ids] = self._store.find(ids)
-        for read in self._read(ids for ids, passage in found.items() if passage is None):
-            found.update(read)
+            if (passage := self._store.find(ids)) is not None:
+                passages[ids] = passage
+        for read in self._read([ids for ids in different if ids not in passages]):
+            passages.update(read)
         prefix = self._read_prefix()
-        return [[*prefix, *(passage for ids in row if (passage := found[ids]) is not None)] for row in rows]
+        return [[*prefix, *(passages[ids] for ids in row)] for row in rows]
 
     def _read(self, wanted: Iterable[Ids]) -> Iterator[dict[Ids, Passage]]:
         """Have the host read passages in batches, each passage in one process at a time."""

@@ -36,9 +36,9 @@ from mmattn.adapters.protocols import Site, check_one_row
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
 from mmattn.adapters.text_state import TextState
-from mmattn.core.tensor_cache import cached
 from mmattn.errors import check_bool, check_choice
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import cached
 
 PROJECTIONS = ("mlp", "linear")
 

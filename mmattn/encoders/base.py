@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.encoders.images import MAX_PIXELS, PixelProcessor, image_list
 from mmattn.errors import ConfigError, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
 from mmattn.progress import batches
+from mmattn.storage.tensor_cache import TensorVersion
 from mmattn.tokenization import check_text
 
 EncoderClass = TypeVar("EncoderClass", bound=type)

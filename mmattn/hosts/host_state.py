@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of
-from mmattn.core.tensor_cache import ModuleVersion, TensorVersion, autocast_dtype
 from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.tensor_cache import ModuleVersion, TensorVersion, autocast_dtype
 
 #: Attributes of modules and entries of configs on which no hidden state depends.
 _INERT = {

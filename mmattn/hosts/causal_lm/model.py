@@ -339,8 +339,9 @@ class AdaptedCausalLM(AdaptedModel):
             ConditionError: adapters for which a token sees a part of its memory only, or a compiled forward.
         """
         # transformers logs what is raised while it queues, and answers without it: so all is checked before.
+        inputs = list(inputs)
         memories = check_memories(self, rows_of(memory, len(inputs)))
-        with pending(memories):
+        with pending(inputs, memories):
             host: PreTrainedModel = self.host
             return host.generate_batch(inputs, **kwargs)
 

@@ -28,7 +28,7 @@ MARK = "_mmattn"
 
 
 class AttachedModel(nn.Module):
-    """A host and the adapters beside it. Whatever is not found here is looked up on the host.
+    """A host and the adapters beside it. Whatever is not found here is looked up, set and deleted on the host.
 
     The host keeps its own modules, hooks apart: `host.state_dict()`, `save_pretrained` and every tool that walks the
     host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
@@ -129,6 +129,28 @@ class AttachedModel(nn.Module):
             if name == "host":
                 raise
             return host_attribute(self.host, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owner = self._owner(name)
+        if owner is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(owner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        owner = self._owner(name)
+        if owner is None:
+            super().__delattr__(name)
+        else:
+            delattr(owner, name)
+
+    def _owner(self, name: str) -> nn.Module | None:
+        """Return the module of the host at which a read of a public attribute ends; None where it ends here."""
+        host: nn.Module | None = vars(self).get("host")
+        # While this object is made, and with the marks of other libraries, what is set is set here.
+        if host is None or name.startswith("_") or vars(host).get(MARK) is not self or _holds(self, name):
+            return None
+        return next((part for part in (host, inner_host(host)) if _holds(part, name)), None)
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.
@@ -232,6 +254,13 @@ class AttachedModel(nn.Module):
         """Print the numbers in the words of peft."""
         trained, total = self.trainable_parameters()
         print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    """Return whether a module or its class has an attribute, and not only `__getattr__` of it."""
+    fields = vars(module)
+    registered = (fields[kind] for kind in ("_parameters", "_buffers", "_modules"))
+    return name in fields or hasattr(type(module), name) or any(name in one for one in registered)
 
 
 def forget_compiled() -> None:

@@ -17,7 +17,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory
+from mmattn.hosts.causal_lm.cache_memory import check_with_memory, noted
 from mmattn.hosts.causal_lm.generation import asked, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
@@ -128,7 +128,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if call.rows is None:  # inside generate they were checked before, or computed
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
         text = self.text_state(call, args, kwargs)
-        if text.cache is not None and not hasattr(text.cache, READ):
+        if text.cache is not None and noted(text.cache) is None:
             check_with_memory(self.host, call, text)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmattn.adapters.gated_block import BlockLayers, Gate
 from mmattn.hosts.context import step_of
 from mmattn.hosts.hooks import HookedModel
+from mmattn.hosts.ownership import outside_modes
 from mmattn.hosts.probe import in_eval_mode
 
 #: Hidden states of a block that are measured.
@@ -40,7 +41,8 @@ def calibrating(model: HookedModel, processes: int = 1) -> Iterator[None]:
             tokens = _of_all_processes(tokens, processes)
         # Of one token there is no spread.
         if len(tokens) == len(read) and min(map(len, tokens.values())) > 1:
-            adapter.calibrate(tokens)
+            with outside_modes():
+                adapter.calibrate(tokens)
 
 
 def _thinned(parts: list[Tensor], most: int) -> Tensor:

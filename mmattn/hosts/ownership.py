@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
@@ -25,6 +26,19 @@ from mmattn.hosts.replaced import replace_method, restore_methods
 
 #: Attribute of a host that leads to its adapted model.
 MARK = "_mmattn"
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Make and measure tensors as outside of `torch.inference_mode`, autocast and a default device."""
+    accelerator = torch.accelerator.current_accelerator()
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.device("cpu"))
+        for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class AttachedModel(nn.Module):
@@ -188,6 +202,7 @@ class AttachedModel(nn.Module):
             self.adapter(name)
         self.active = selected
 
+    @outside_modes()
     def add_adapter(self, name: str, adapter: AdapterConfig | None = None) -> None:
         """Put another adapter on the host, active beside those that are.
 
@@ -197,7 +212,8 @@ class AttachedModel(nn.Module):
 
         Raises:
             AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
-            ConditionError: memory cannot reach its layers, or the adapters were unloaded.
+            ConditionError: memory cannot reach its layers, the adapters were unloaded, or weights are made on the meta
+                device here.
         """
         if not isinstance(name, str):
             raise AttachError(
@@ -222,6 +238,13 @@ class AttachedModel(nn.Module):
                 f"{type(adapter).__name__}.build must return an AdapterLayers, got {type(built).__name__}: subclass "
                 "mmattn.adapters.base.AdapterLayers"
             )
+        if any(one.is_meta for one in (*built.parameters(), *built.buffers())):
+            raise ConditionError(
+                f"the weights of the adapter {name!r} were made on the meta device, without values: attach and load "
+                "outside of init_empty_weights()"
+            )
+        if torch.get_default_dtype().itemsize < 4:
+            built.float()
         built.name = name
         built.attach_to(self)
         built.initialise(self)

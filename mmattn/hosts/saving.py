@@ -22,6 +22,7 @@ from mmattn.adapters.serialization import save_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.hosts.interop.hub import HubOptions, upload
+from mmattn.hosts.interop.offloaded import is_on_disk
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.interop.sharded import shards
 from mmattn.hosts.ownership import AttachedModel
@@ -233,8 +234,8 @@ def host_sizes(model: AttachedModel, position: str) -> dict[str, int]:
 def host_fingerprint(model: AttachedModel, dtype: torch.dtype | None = None) -> str | None:
     """Return the fingerprint of a host's weights, or None where some of them are elsewhere."""
     inner = inner_host(model.host)
-    # Offloaded, or in other processes.
-    if shards(inner) or any(one.device.type == "meta" or hasattr(one, "full_tensor") for one in inner.parameters()):
+    elsewhere = any(one.device.type == "meta" or hasattr(one, "full_tensor") for one in inner.parameters())
+    if elsewhere or is_on_disk(inner) or shards(inner):  # offloaded, or in other processes
         return None
     return fingerprint(inner.state_dict(), dtype)
 

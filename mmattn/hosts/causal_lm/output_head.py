@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.adapters.language_models import text_config
+from mmattn.core.key_value_heads import is_plain_linear
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.hooks import AfterHost, BeforeHost
@@ -119,9 +121,11 @@ def output_head(model: nn.Module) -> OutputHead:
     """Return the head of a language model by its config, compared once with the logits of the host."""
     host: PreTrainedModel = inner_host(getattr(model, "host", model))
     head, name = host.get_output_embeddings(), type(host).__name__
-    weight = getattr(head, "weight", None)
-    if type(head) is not nn.Linear or type(weight) is not nn.Parameter or weight.device.type == "meta":
-        raise _refused(f"the head of {name} is no plain linear layer with its weights in memory: {type(head).__name__}")
+    if not is_plain_linear(head) or is_on_disk(host):
+        raise _refused(
+            f"the head of {name} is no plain linear layer without hooks and with its weights in memory: "
+            f"{type(head).__name__}"
+        )
     if any(parameter.requires_grad for parameter in head.parameters()):
         raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
     checked, reason = _HEADS.get(host, (None, None))

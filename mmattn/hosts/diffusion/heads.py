@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import dtype_of, is_on_disk
 from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.core.key_value_heads import is_plain_linear
 from mmattn.errors import AttachError
-from mmattn.hosts.interop.offloaded import is_on_disk
 from mmattn.hosts.interop.peft import inner_host
 
 #: Names of the same thing in different layers: of the picture's, where text has projections of its own.
@@ -123,14 +123,6 @@ def weight_of(projection: nn.Module, host: nn.Module) -> Tensor:
 def size_of(projection: nn.Module) -> tuple[int, int]:
     """Return the size (d_out, d) of the weight of a linear layer, which has another shape in 4 bits."""
     return cast(int, projection.out_features), cast(int, projection.in_features)
-
-
-def dtype_of(host: nn.Module) -> torch.dtype:
-    """Return the dtype of a host's inputs: not that of weights that are kept in float32, or stored in 8 bits."""
-    dtype = getattr(inner_host(host), "dtype", None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    return next((one.dtype for one in host.parameters() if one.is_floating_point()), torch.float32)
 
 
 def keys_and_values_of(attn: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

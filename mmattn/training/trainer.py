@@ -6,7 +6,7 @@ import functools
 import os
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.optimization import parameter_groups
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
@@ -46,7 +49,8 @@ def adapter_trainer() -> type:
             kwargs: keyword arguments of the Trainer.
 
         Raises:
-            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
+            ConfigError: `ddp_find_unused_parameters` of the arguments is True, or `dispatch_batches` of their
+                `accelerator_config`.
         """
 
         optimizer: torch.optim.Optimizer | None
@@ -68,6 +72,7 @@ def adapter_trainer() -> type:
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
                 arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
+                _read_in_every_process(arguments)
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
@@ -146,6 +151,17 @@ def adapter_trainer() -> type:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     return AdapterTrainer
+
+
+def _read_in_every_process(arguments: TrainingArguments) -> None:
+    """Have each process read an `IterableDataset` and keep its part of it, instead of being sent slices of tensors."""
+    config = arguments.accelerator_config
+    if config.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True sends slices of tensors to other processes, and a memory is none: leave it out, so "
+            "that each process reads the dataset and keeps its part"
+        )
+    config.dispatch_batches = False
 
 
 def last_complete(folder: Path) -> str | None:

@@ -130,6 +130,20 @@ class AttachedModel(nn.Module):
                 raise
             return host_attribute(self.host, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_hf_hook":
+            self._check_hook(value)
+        super().__setattr__(name, value)
+
+    def _check_hook(self, hook: object) -> None:
+        """Refuse to be offloaded by accelerate, which looks weights up in `state_dict()`; set before any is moved."""
+        if any(hasattr(one, "weights_map") for one in getattr(hook, "hooks", (hook,))):
+            self.__dict__.pop("_old_forward", None)
+            raise ConditionError(
+                "accelerate looks weights up in state_dict(), and that of an adapted model leaves the frozen host out: "
+                "give model.host to cpu_offload, disk_offload or dispatch_model"
+            )
+
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.
         return type(inner_host(self.host)).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class Slots:
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def is_plain_linear(layer: nn.Module) -> bool:
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether the weight of a layer may be read: a `Linear` that is its weight times its input, and no more.
 
     Hooks bring in weights that are offloaded or stored in 8 bits only while the layer runs: call the layer instead.

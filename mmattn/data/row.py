@@ -144,7 +144,7 @@ def row_memory(value: object) -> Memory | None:
     return value
 
 
-def _table(value: object) -> Tensor:
+def _table(value: Any) -> Tensor:
     """Return nested lists, arrays and tensors as a tensor; numpy has ragged rows as an array of arrays."""
     if hasattr(value, "dtype") and not isinstance(value, Tensor):
         value = list(value) if value.dtype.kind == "O" else value.copy()  # torch warns of those that are read-only

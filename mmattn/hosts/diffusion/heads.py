@@ -115,9 +115,9 @@ def weight_of(projection: nn.Module, host: nn.Module) -> Tensor:
                 "start='host' copies projections, and those of this host are on the disk: attach before "
                 "apply_group_offloading, or give start='nothing'"
             )
-        return cast(Tensor, projection.weight)
+        return projection.weight
     unit = torch.eye(size_of(projection)[1], device=device_of(projection), dtype=dtype_of(host))
-    return cast(Tensor, projection(unit) - bias_of(projection, unit[None])[0]).T
+    return cast(Tensor, projection(unit) - projection(torch.zeros_like(unit))).T
 
 
 def size_of(projection: nn.Module) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
     if is_plain_linear(first):
         out = F.linear(heads, first.weight)
     else:
-        out = first(heads) - bias_of(first, heads)
+        out = first(heads) - cast(Tensor, bias_of(first, heads))
     for part in others:
         out = part(out)
     if output.dim() == 4:
@@ -204,4 +204,4 @@ def bias_of(projection: nn.Module, x: Tensor) -> Tensor | None:
     """Return the bias of a projection of x (b, l, d), (d_out,) or (1, 1, d_out), or None."""
     if is_plain_linear(projection):
         return projection.bias
-    return projection(torch.zeros_like(x[:1, :1]))  # LoRA may add a bias of its own
+    return cast(Tensor, projection(torch.zeros_like(x[:1, :1])))  # LoRA may add a bias of its own

@@ -35,8 +35,8 @@ def load_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image:
     it was.
 
     Args:
-        source: path, bytes, open binary file, PIL image, or numpy array or tensor (height, width),
-            (height, width, 1|3|4) or (1|3|4, height, width).
+        source: path, bytes, open binary file, PIL image, a dict {"bytes": …, "path": …} as `datasets` has it, or numpy
+            array or tensor (height, width), (height, width, 1|3|4) or (1|3|4, height, width).
         max_pixels: larger images are refused from their header, before they are decoded.
 
     Raises:

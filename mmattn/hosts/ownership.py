@@ -145,6 +145,8 @@ class AttachedModel(nn.Module):
             return host_attribute(self.host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_hf_hook":
+            self._check_hook(value)
         owner = self._owner(name)
         if owner is None:
             super().__setattr__(name, value)
@@ -165,6 +167,15 @@ class AttachedModel(nn.Module):
         if host is None or name.startswith("_") or vars(host).get(MARK) is not self or _holds(self, name):
             return None
         return next((part for part in (host, inner_host(host)) if _holds(part, name)), None)
+
+    def _check_hook(self, hook: object) -> None:
+        """Refuse to be offloaded by accelerate, which looks weights up in `state_dict()`; set before any is moved."""
+        if any(hasattr(one, "weights_map") for one in getattr(hook, "hooks", (hook,))):
+            self.__dict__.pop("_old_forward", None)
+            raise ConditionError(
+                "accelerate looks weights up in state_dict(), and that of an adapted model leaves the frozen host out: "
+                "give model.host to cpu_offload, disk_offload or dispatch_model"
+            )
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import FORWARD, Arguments, Handle, LayerOutput, OpenBlocks, Positional
@@ -239,7 +240,7 @@ def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
 def _drawn(host: nn.Module, rows: int, shape: tuple[int, ...]) -> Tensor:
     """Return the same random input in every row."""
     one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return one.repeat(rows, *[1] * len(shape)).to(device_of(host), next(host.parameters()).dtype)
+    return one.repeat(rows, *[1] * len(shape)).to(device_of(host), dtype_of(host))
 
 
 def _picture_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:

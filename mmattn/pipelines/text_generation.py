@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmattn.adapters.language_models import device_of
 from mmattn.errors import AdapterFileError, TextError
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trace import Trace
@@ -190,16 +191,17 @@ def read_passages(
         layer: whose hidden states are used.
         batch_size: passages at once.
     """
-    embeddings, decoder = host.get_input_embeddings().weight, host.get_decoder() or host.base_model
+    embeddings, decoder = host.get_input_embeddings(), host.get_decoder() or host.base_model
     slots: list[Tensor] = []
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
         longest = max(map(len, part))
         # Any padding will do: attention is causal.
-        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part], device=embeddings.device)
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part])
+        ids = ids.to(device_of(embeddings))
         states = decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-        both = torch.cat([_scaled(before), _scaled(embeddings[ids])], -1)
+        both = torch.cat([_scaled(before), _scaled(embeddings(ids))], -1)
         slots += [row[: len(text)].clone() for row, text in zip(both, part, strict=True)]
     return slots
 

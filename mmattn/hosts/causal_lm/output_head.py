@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.adapters.language_models import text_config
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.base import AdaptedModel, check_unused
@@ -121,7 +122,7 @@ def output_head(model: nn.Module) -> OutputHead:
     host: PreTrainedModel = inner_host(outer)
     linear, name = host.get_output_embeddings(), type(host).__name__
     weight = getattr(linear, "weight", None)
-    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.device.type == "meta":
+    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.is_meta or is_on_disk(host):
         raise _refused(
             f"the head of {name} is no plain linear layer with its weights in memory: {type(linear).__name__}"
         )

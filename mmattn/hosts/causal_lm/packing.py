@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.language_models import device_of, embeddings_of, given_cache, text_config
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, TextState
 from mmattn.errors import ConditionError
@@ -65,12 +66,10 @@ def keep_apart(host: nn.Module, kwargs: Keywords, text: PackedText) -> Arguments
 
 def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
     """Return the additive mask (b, 1, l, l): 0 within a document, else the smallest number."""
-    weight = embeddings_of(host).weight
-    assert isinstance(weight, Tensor)
-    number = text.numbers.to(weight.device)
+    dtype, number = dtype_of(host), text.numbers.to(device_of(embeddings_of(host)))
     visible = (number[:, :, None] == number[:, None, :]).tril()
-    least = torch.finfo(weight.dtype).min
-    return {"attention_mask": torch.zeros_like(visible, dtype=weight.dtype).masked_fill(~visible, least)[:, None]}
+    least = torch.finfo(dtype).min
+    return {"attention_mask": torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, least)[:, None]}
 
 
 @torch.no_grad()

@@ -299,5 +299,6 @@ def _encode_unique(encoder: TextEncoderBase, texts: list[str], progress: bool) -
     """Return vectors (n, e) of n texts; equal texts are encoded once."""
     unique = list(dict.fromkeys(texts))
     number = {text: row for row, text in enumerate(unique)}
-    vectors = encoder.encode(unique, batch_size=128, progress=progress).tokens[:, 0]
+    encode = getattr(encoder, "encode_document", encoder.encode)
+    vectors = encode(unique, batch_size=128, progress=progress).tokens[:, 0]
     return vectors[[number[text] for text in texts]].cpu()

@@ -18,6 +18,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.base import pipeline
 from mmattn.pipelines.generation import generate_rows
 from mmattn.progress import counted
+from mmattn.tokenization import call_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -168,7 +169,7 @@ class HarnessModel:
     def _ids(self, text: str) -> list[int]:
         """Return the ids of a text with its begin token, which a chat template may have written already."""
         plain = self.add_bos_token is not None or text.startswith(str(self.tokenizer.decode([self.begin])))
-        ids = list(self.tokenizer(text, add_special_tokens=not plain, verbose=False)["input_ids"])
+        ids = list(call_tokenizer(self.tokenizer, text, add_special_tokens=not plain, verbose=False)["input_ids"])
         return [self.begin, *ids] if self.add_bos_token and ids[:1] != [self.begin] else ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

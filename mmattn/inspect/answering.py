@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import os
@@ -54,6 +55,7 @@ def _split(question: str, evidence: Sequence[Any]) -> tuple[list[Any], str]:
 
 def _model(model: Any, processor: Any) -> Answer:
     """Ask a model of transformers as it is, in its chat template if it has one, without sampling."""
+    processor = copy.deepcopy(processor)  # padding and the pad token are settings of a tokenizer
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

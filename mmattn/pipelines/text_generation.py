@@ -18,6 +18,7 @@ from mmattn.pipelines.build import load_host
 from mmattn.pipelines.config import ModelReference
 from mmattn.pipelines.generation import stream_generate
 from mmattn.pipelines.question_answering import Answer, IndexPipeline, Source
+from mmattn.tokenization import call_tokenizer, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,9 +72,9 @@ class _Continuation:
         self.size: int = vars(pipe.model.adapter("default").config)["chunk_size"]
         #: For each chunk the passage of each slot.
         self.passages: dict[tuple[int, ...], list[str]] = {}
-        ids = self.tokenizer(text)["input_ids"]
+        (ids,), _ = tokenize(self.tokenizer, text, add_special_tokens=True)
         # Padded to whole chunks, so that the last one ends with the prompt and is searched at once.
-        line = self.tokenizer("\n")["input_ids"][-1:]
+        line = call_tokenizer(self.tokenizer, "\n")["input_ids"][-1:]
         input_ids = torch.tensor([line * (-len(ids) % self.size) + ids], device=pipe.device)
         pad = self.tokenizer.pad_token_id
         self.arguments = {

@@ -15,7 +15,7 @@ from mmattn.adapters.language_models import given_cache
 from mmattn.adapters.serialization import load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Call, Keywords
@@ -69,7 +69,8 @@ def doctor(
         ConditionError: no adapter is active, or the batch has a cache.
     """
     if not isinstance(model, AdaptedModel):
-        items = read_items(data, max_questions)
+        check_int("batch_size", batch_size)
+        items = read_items(data, check_int("max_questions", max_questions))
         return examine(make_answer(model, processor, batch_size, batched), items, batch_size)
     _check_batch(data)
     batch: Keywords = data  # type: ignore[assignment]

@@ -25,7 +25,7 @@ Change = Callable[[Tensor], Tensor]
 """From a picture (height, width, 3) in numbers from 0 to 255 to a changed one."""
 BLANK = "(This page is left blank.)"
 #: Passages that the evidence is moved among.
-DISTRACTORS = 4
+DISTRACTORS = 7
 COLOURS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
 #: Changes that undo a wrong preprocessing, and what is wrong if a model answers better then.
 ALTERATIONS: dict[str, tuple[Change, str]] = {

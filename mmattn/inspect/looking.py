@@ -17,8 +17,8 @@ from mmattn.inspect.evidence import ALTERATIONS, Item, blank, contents, is_right
 from mmattn.inspect.report import LookingReport
 from mmattn.inspect.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
 
-#: Questions that are asked one by one, at most; and those of them that are so with other and no evidence, too.
-ALONE, MIXED = 64, 32
+#: Questions that are asked one by one, at most; and those of them that are so without evidence, too.
+ALONE, WITHOUT = 64, 24
 #: Share of the answers that must follow the evidence.
 LOOKS = 0.25
 #: Share of the answers that may differ when the same is asked again.
@@ -100,10 +100,10 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
     later = _alone(asker, order)
     later |= _in_batches(asker, order[:ALONE])
     asker.ask(OWN, asker.own, order[ALONE:])
-    asker.ask(OTHER, asker.other, order[MIXED:])
+    asker.ask(OTHER, asker.other, order[ALONE:])
     asker.ask(SHUFFLED, lambda one: asker.own((one + 1) % len(n)), n)
     asker.ask("blank", lambda one: blank(items[one].parts), n)
-    asker.ask_without(order[MIXED:])
+    asker.ask_without(order[WITHOUT:])
     if asker.refusal:
         notes["no evidence"] = asker.refusal
     follows, checks = _looks(asker)
@@ -137,19 +137,19 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
 
 
 def _alone(asker: Asker, order: Sequence[int]) -> Checks:
-    """Ask items one by one twice, the first with no and other evidence, too: before at every second item, else after."""
-    # Right answers to new questions, and right ones without the right evidence: of those where that is asked first, or last.
+    """Ask items one by one, twice with the right evidence, and with none and other: before at every second item."""
+    # By which is asked first, the right evidence or less: right answers to new questions, and those without it.
     questions, firsts, kept = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
     for turn, number in enumerate(order[:ALONE]):
         asks = [lambda: asker.ask(OWN, asker.own, [number]), lambda: asker.ask(AGAIN, asker.own, [number])]
-        if turn < MIXED:
-            less = [lambda: asker.ask_without([number]), lambda: asker.ask(OTHER, asker.other, [number])]
-            asks = less + asks if turn % 2 else asks + less
-        for ask in asks:
+        less = [lambda: asker.ask(OTHER, asker.other, [number])]
+        if turn < WITHOUT:
+            less.insert(0, lambda: asker.ask_without([number]))
+        for ask in less + asks if turn % 2 else asks + less:
             ask()
-        if turn < MIXED:
-            if asker.items[number].question not in questions:
-                firsts[turn % 2].append(asker.right(OWN, [number])[0])
+        if asker.items[number].question not in questions:
+            firsts[turn % 2].append(asker.right(OWN, [number])[0])
+        if turn < WITHOUT:
             kept[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
         questions.add(asker.items[number].question)
     numbers, half = order[:ALONE], min(len(order), ALONE) // 2
@@ -172,10 +172,19 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
 
 
 def _looks(asker: Asker) -> tuple[list[bool], Checks]:
-    """Return which answers follow the evidence: right, and no longer the same with other evidence."""
-    stays = [is_right(item.answer, text) for item, text in zip(asker.items, asker.texts[OTHER], strict=True)]
-    follows = [a and not b for a, b in zip(asker.right(OWN), stays, strict=True)]
-    p = 1 - binomial_tail(sum(follows) + 1, len(follows), LOOKS)
+    """Return which answers follow the evidence: right, and with other evidence what follows from that.
+
+    Too few are right and change with other evidence, or too few counterfactuals are answered rightly both times, of
+    those that are answered at all: with an answer of the data, and not "I do not know".
+    """
+    changes, follows, decided = [], [], []
+    for number, (item, text, right) in enumerate(zip(asker.items, asker.texts[OTHER], asker.right(OWN), strict=True)):
+        changes.append(right and not is_right(item.answer, text))
+        follows.append(changes[-1] if item.other_answer is None else right and is_right(item.other_answer, text))
+        if item.other_answer is not None and asker.said(OWN, number) and asker.said(OTHER, number):
+            decided.append(follows[-1])
+    groups = [changes, decided] if len(decided) >= KIND else [changes]
+    p = len(groups) * min(1 - binomial_tail(sum(one) + 1, len(one), LOOKS) for one in groups)
     return follows, {"looks": (p, f"{_of(follows)} answers follow the evidence", _why_not(asker))}
 
 
@@ -223,14 +232,13 @@ def _in_batches(asker: Asker, numbers: Sequence[int]) -> Checks:
 
 
 def _altered(asker: Asker) -> Checks:
-    """Ask with altered pictures, and compare the alteration that helps most with the pictures as they are."""
-    right = asker.right(OWN)
-    for name, (change, _) in ALTERATIONS.items():
+    """Ask with altered pictures, to see whether they are read better then."""
+    right, checks = asker.right(OWN), dict[str, tuple[float, str, str]]()
+    for name, (change, cause) in ALTERATIONS.items():
         asker.ask(name, lambda one, change=change: contents(asker.items[one].parts, change), range(len(right)))  # type: ignore[misc]
-    p = {name: len(ALTERATIONS) * mcnemar(asker.right(name), right) for name in ALTERATIONS}
-    name = min(p, key=p.__getitem__)
-    figure = f"{name} {_of(asker.right(name))} right, as they are {_of(right)}"
-    return {"pictures": (p[name], figure, ALTERATIONS[name][1])}
+        altered = asker.right(name)
+        checks[f"pictures {name}"] = mcnemar(altered, right), f"{_of(altered)} right, not {_of(right)}", cause
+    return checks
 
 
 def _among_passages(asker: Asker) -> Checks:

@@ -68,8 +68,8 @@ def read_items(data: object, count: int) -> list[Item]:
     bad = [number for number, row in enumerate(rows) if not (row.prompt.strip() and row.text.strip() and parts[number])]
     if bad:
         raise ConfigError(
-            f"{len(bad)} of {len(rows)} rows lack a question, an answer or evidence, such as {bad[:3]}: give each a prompt, "
-            "its answer as text, and image, images, passage or passages"
+            f"{len(bad)} of {len(rows)} rows lack a question, an answer or evidence, such as {bad[:3]}: give each a "
+            "prompt, its answer as text, and image, images, passage or passages"
         )
     by_question: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
@@ -140,8 +140,8 @@ def moved(place: str, number: int, items: Sequence[Item]) -> list[object]:
 def is_right(expected: str, answer: str) -> bool:
     """Return True if an answer has the expected text as words or a number of its own.
 
-    Capitals, line breaks, full-width letters and the spelling of accents do not matter. Scripts without blanks between
-    words have it anywhere, but for a longer number or after a negation.
+    Capitals, line breaks, full-width letters and the spelling of accents do not matter. In scripts without blanks
+    between words it may stand anywhere, but not in a longer number or after a negation.
 
     >>> is_right("red", "It is Red."), is_right("red", "It is covered."), is_right("3", "It is 3.5.")
     (True, False, False)
@@ -158,9 +158,10 @@ def is_right(expected: str, answer: str) -> bool:
     return False
 
 
+#: What may stand after the expected text, where it ends a sentence.
 _ENDS = " .,;:!?。、！？，！；：।؟"
 _LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff]"
-"""A letter or digit of a script with blanks between words: not Thai to Burmese, Khmer, Japanese, Chinese, Korean."""
+"""Letters and digits but of Thai, Lao, Burmese, Khmer, Japanese, Chinese and Korean, whose words touch each other."""
 _WORD = re.compile(_LETTER + "{2}")
 #: Particles follow a Korean word without a blank, but nothing stands before it.
 _STARTED = re.compile(r"(?<=[\uac00-\ud7af])[\uac00-\ud7af]|(?<=[不没沒非無无未])|(?<=ไม่)")
@@ -183,4 +184,5 @@ def _joined(text: str, place: int, start: bool) -> bool:
         letters -= 1
     pair = text[max(letters - 1, 0) : letters] + text[place : place + 1]
     marked = pair[:1].isalnum() and unicodedata.category(pair[-1])[0] == "M"
-    return bool(marked or _WORD.fullmatch(pair) or _NUMBER.match(text, place) or (start and _STARTED.match(text, place)))
+    started = start and _STARTED.match(text, place)
+    return bool(marked or started or _WORD.fullmatch(pair) or _NUMBER.match(text, place))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
+from numbers import Number
 from random import Random
 
 from mmattn.errors import ConfigError
@@ -17,7 +18,7 @@ from mmattn.inspect.evidence import ALTERATIONS, Item, blank, contents, is_right
 from mmattn.inspect.report import LookingReport
 from mmattn.inspect.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
 
-#: Questions that are asked one by one, at most; and those of them that are so without evidence, too.
+#: Questions that are asked one by one, at most; and how many of them without evidence, too.
 ALONE, WITHOUT = 64, 24
 #: Share of the answers that must follow the evidence.
 LOOKS = 0.25
@@ -25,8 +26,8 @@ LOOKS = 0.25
 STEADY = 0.02
 #: Share of the answers of a kind that may stay whatever the evidence, and questions that a kind needs.
 STAYS, KIND = 0.5, 8
-#: Sizes of batches, in turn: as asked for, and small ones, where most rows are the last of an odd number.
-SMALL = (3, 2, 3)
+#: Sizes of small batches, in turn: odd and even, and many rows are the last.
+SMALL = (3, 2)
 #: Below this accuracy pictures are altered, to see whether they are read better then.
 GOOD = 0.9
 OWN, AGAIN, OTHER, SHUFFLED, NONE = "right evidence", "again", "other evidence", "shuffled", "none"
@@ -57,9 +58,10 @@ class Asker:
         texts = self.texts.setdefault(kind, [""] * len(self.items))
         start, turns = 0, cycle(sizes or [self.batch_size])
         while batch := numbers[start : start + min(next(turns), self.batch_size)]:
-            answers = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
-            if len(answers) != len(batch) or not all(isinstance(one, (str, int, float)) for one in answers):
-                raise ConfigError(f"doctor asked {len(batch)} questions and needs as many texts, got {answers!r:.60}")
+            given = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
+            answers = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else [given]
+            if len(answers) != len(batch) or not all(isinstance(one, (str, Number)) for one in answers):
+                raise ConfigError(f"{len(batch)} questions need as many texts for answers, got {given!r:.60}")
             for number, text in zip(batch, answers, strict=True):
                 texts[number] = str(text)
             start += len(batch)
@@ -141,12 +143,11 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
     # By which is asked first, the right evidence or less: right answers to new questions, and those without it.
     questions, firsts, kept = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
     for turn, number in enumerate(order[:ALONE]):
-        asks = [lambda: asker.ask(OWN, asker.own, [number]), lambda: asker.ask(AGAIN, asker.own, [number])]
-        less = [lambda: asker.ask(OTHER, asker.other, [number])]
-        if turn < WITHOUT:
-            less.insert(0, lambda: asker.ask_without([number]))
-        for ask in less + asks if turn % 2 else asks + less:
-            ask()
+        for kind in (NONE, OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, NONE, OTHER):
+            if kind != NONE:
+                asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
+            elif turn < WITHOUT:
+                asker.ask_without([number])
         if asker.items[number].question not in questions:
             firsts[turn % 2].append(asker.right(OWN, [number])[0])
         if turn < WITHOUT:

@@ -38,7 +38,7 @@ def single(model: Any, rows: list[dict[str, Any]], **options: Any) -> Subject:
     return Subject(model, rows, options)
 
 
-# Cards: a colour and a number ------------------------------------------------------------------------------------------
+# Cards: a colour and a number -----------------------------------------------------------------------------------------
 
 PIXELS = {
     "red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0), "black": (0, 0, 0),
@@ -268,7 +268,7 @@ def half(pixels: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(tiny_readers.SIDE)[None, :, None] < 6, torch.full_like(pixels, 0.35), pixels)
 
 
-# Chains ----------------------------------------------------------------------------------------------------------------
+# Chains ---------------------------------------------------------------------------------------------------------------
 
 CHINESE = ("红色", "蓝色", "绿色", "黄色", "黑色", "白色")
 KOREAN = ("빨간색", "파란색", "초록색", "노란색", "검은색")
@@ -387,7 +387,9 @@ FAULTS: dict[str, Callable[[], Subject | AbstractContextManager[Subject]]] = {
     # Rows of a batch.
     "a batch in reverse": lambda: many(evidence_changed(lambda e: e[::-1]), card_rows()),
     "a batch in reverse, 20 questions": lambda: many(evidence_changed(lambda e: e[::-1]), card_rows(20, 2, "c")),
-    "a batch in reverse, accuracy 0.6": lambda: many(evidence_changed(lambda e: e[::-1], weak(read_cards, 0.6)), card_rows()),
+    "a batch in reverse, accuracy 0.6": lambda: many(
+        evidence_changed(lambda e: e[::-1], weak(read_cards, 0.6)), card_rows()
+    ),
     "rotated by one": lambda: many(evidence_changed(lambda e: e[-1:] + e[:-1]), card_rows(200, 0, "y")),
     "the last row": lambda: many(evidence_changed(last_first), card_rows()),
     "every second row": lambda: many(evidence_changed(odd_places), card_rows()),
@@ -425,9 +427,7 @@ FAULTS: dict[str, Callable[[], Subject | AbstractContextManager[Subject]]] = {
     "all but the first passage": lambda: single(lambda q, e: chain(q, e[1:] if len(e) > 1 else e), passage_rows()),
     "off by one": lambda: single(lambda q, e: chain(q, e[1:2]), passage_rows()),
     "passages of the previous question": lambda: single(previous_passages(), passage_rows()),
-    "the first passage, accuracy 0.5": lambda: many(
-        weak(listed(lambda q, e: chain(q, e[:1])), 0.5, 3), passage_rows()
-    ),
+    "the first passage, accuracy 0.5": lambda: many(weak(listed(lambda q, e: chain(q, e[:1])), 0.5, 3), passage_rows()),
     "the first passage, in Chinese": lambda: single(lambda q, e: chinese_chain(q, e[:1]), chinese_rows()),
     "numbers with a half": lambda: single(lambda q, e: number_chain(q, e).replace(" boats", ".5"), number_rows()),
     "the last of several pictures": lambda: planted(

@@ -225,11 +225,16 @@ def _in_batches(asker: Asker, numbers: Sequence[int]) -> Checks:
         for kinds in ((OWN, AGAIN), BATCHES)
     )
     worse, better = ([a > b for a, b in zip(*pair, strict=True)] for pair in ((alone, batched), (batched, alone)))
-    p = 2 * min(mcnemar(worse, better), mcnemar(better, worse))
+    p, figure = (
+        mcnemar(worse, better),
+        f"{sum(worse)} of {len(numbers)} answered worse in batches, {sum(better)} better",
+    )
     asker.batch_size = 1 if p < LEVEL else size
-    fault = "rows or requests are mixed, or padding is read" if sum(worse) > sum(better) else "evidence is lost alone"
-    figure = f"{sum(worse)} of {len(numbers)} answered worse in batches than alone, {sum(better)} better"
-    return {"batches": (p, figure, f"{fault} (after {asker.count} answers)")}
+    fault = f"rows or requests are mixed, or padding is read (after {asker.count} answers)"
+    return {
+        "batches": (p, figure, fault),
+        "alone": (mcnemar(better, worse), figure, "evidence is lost where it comes alone"),
+    }
 
 
 def _altered(asker: Asker) -> Checks:

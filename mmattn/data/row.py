@@ -109,7 +109,9 @@ def make_row(values: Mapping[str, object], host: str = "language", folder: Path 
         return Row(text, "", images, passages, memory, picture)
     pictures = [*_several("image", values.get("image")), *_several("images", values.get("images"))]
     images = tuple(_picture(one, folder) for one in pictures)
-    return Row(text, _text(values, "prompt", needed=False), images, passages, memory)
+    metadata = values.get("metadata")
+    about = metadata if isinstance(metadata, Mapping) else None
+    return Row(text, _text(values, "prompt", needed=False), images, passages, memory, metadata=about)
 
 
 def check_mapping(row: object) -> None:

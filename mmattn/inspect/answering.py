@@ -43,8 +43,8 @@ def make_answer(model: object, processor: Any, batch_size: int, batched: bool) -
             "address, or a function (question, evidence) -> answer"
         )
     if batched:
-        return lambda questions, evidence: list(model(questions, evidence))
-    return lambda questions, evidence: [str(model(*one)) for one in zip(questions, evidence, strict=True)]
+        return model
+    return lambda questions, evidence: [model(*one) for one in zip(questions, evidence, strict=True)]
 
 
 def _split(question: str, evidence: Sequence[Any]) -> tuple[list[Any], str]:

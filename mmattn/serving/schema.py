@@ -22,8 +22,8 @@ _TEXT = r"[^\s\u001c-\u001f\u0085]"
 _LARGEST = 3.4028234663852886e38
 _BEYOND = (
     "Refused with 400 beyond what this schema can say: a prompt that leaves no room for its answer, ids of special "
-    "tokens alone as a question, texts without a token, messages that the chat template of the host refuses, pictures that are damaged or too "
-    "large, and vectors with which the model overflows."
+    "tokens alone as a question, texts without a token, messages that the chat template of the host refuses, pictures "
+    "that are damaged or too large, and vectors with which the model overflows."
 )
 
 
@@ -55,6 +55,9 @@ def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
         if not isinstance(engine.pipe, ImageToTextPipeline):
             kinds["Message"]["properties"]["content"]["anyOf"][1]["items"] = {"$ref": "#/components/schemas/TextPart"}
             del kinds["PicturePart"], kinds["ImageUrl"]
+        if "EmbeddingRequest" in kinds:
+            one, many = kinds["EmbeddingRequest"]["properties"]["input"]["anyOf"]
+            one["pattern"] = many["items"]["pattern"] = _TEXT
         kinds["ChatRequest"]["allOf"] = [*_common_rules(engine), *_chat_rules(engine.pipe)]
         kinds["CompletionRequest"]["allOf"] = [*_common_rules(engine), *_completion_rules(engine)]
         app.openapi_schema = schema
@@ -90,8 +93,6 @@ def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
     if "memory" in fields:
         numbers = {"type": "number", "minimum": -_LARGEST, "maximum": _LARGEST}
         fields["memory"]["anyOf"][0]["items"] |= {"minItems": width, "maxItems": width, "items": numbers}
-    if "input" in fields:
-        fields["input"]["anyOf"][0]["pattern"] = fields["input"]["anyOf"][1]["items"]["pattern"] = _TEXT
     for url in fields.keys() & {"image", "url"}:
         fields[url] |= {"pattern": "^data:[^,]*;base64,"}
     for field in most.keys() & fields.keys():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmattn.adapters.language_models import call_by_name
 from mmattn.data.row import row_memory
 from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
@@ -274,7 +275,7 @@ def log_likelihoods(
     """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
     rows = [[*before, *after[:-1]] for before, after in zip(contexts, continuations, strict=True)]
     device = next(model.parameters()).device
-    logits = model(**collate(rows, memory).to(device).kwargs()).logits
+    logits = call_by_name(model, **collate(rows, memory).to(device).kwargs()).logits
     scores = []
     for number, (row, after) in enumerate(zip(rows, continuations, strict=True)):
         row_logits = logits[number, len(row) - len(after) : len(row)].float()

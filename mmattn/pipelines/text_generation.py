@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.language_models import call_by_name, device_of
 from mmattn.errors import AdapterFileError, TextError
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trace import Trace
@@ -153,7 +153,7 @@ class _Continuation:
         """Return the probability (b, t) of each generated token of a text (1, l), for each row of a memory."""
         options = {} if memory is None else {"memory": memory}
         rows = ids if memory is None else ids.expand(memory.batch, -1)
-        logs = self.model(rows, **options).logits[:, self.begin - 1 : -1].log_softmax(-1)
+        logs = call_by_name(self.model, input_ids=rows, **options).logits[:, self.begin - 1 : -1].log_softmax(-1)
         return logs.gather(2, rows[:, self.begin :, None])[..., 0].exp()
 
     def retrieve(self, chunks: Tensor) -> Memory:
@@ -200,7 +200,7 @@ def read_passages(
         # Any padding will do: attention is causal.
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part])
         ids = ids.to(device_of(embeddings))
-        states = decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
+        states = call_by_name(decoder, input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
         both = torch.cat([_scaled(before), _scaled(embeddings(ids))], -1)
         slots += [row[: len(text)].clone() for row, text in zip(both, part, strict=True)]

@@ -60,7 +60,8 @@ def _own_index(pipe: Any, documents: list[dict[str, JsonValue]] | None, max_docu
         raise ConfigError("this model reads no documents: leave them out")
     if len(documents) > max_documents:
         raise ConfigError(f"{len(documents)} documents are more than the {max_documents} that are allowed")
-    return pipe.make_index(documents)
+    # Nothing of an answer names a document by its id.
+    return pipe.make_index([{key: value for key, value in one.items() if key != "id"} for one in documents])
 
 
 def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None) -> tuple[Prompt, Memory | None]:
@@ -71,6 +72,8 @@ def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None
         return (whole if isinstance(prompt, str) else prompt), hits
     if memory is None and isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
         raise ImageError("this model describes a picture, and the request has none")
+    if isinstance(prompt, str) and not prompt.strip() and "{question}" in pipe.config.prompt:
+        return template_ids(pipe.tokenizer, pipe.config.prompt, {"{question}": ""}), memory
     return (pipe.make_prompt(prompt) if isinstance(prompt, str) else prompt), memory
 
 

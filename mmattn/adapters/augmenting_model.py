@@ -201,7 +201,7 @@ class AugmentingModel:
                 "spans of characters come from two fast tokenizers (is_fast), the host's and that of the lm"
             )
         # The head is not needed, and LoRA stands in the model that peft wraps.
-        inner: Any = lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+        inner: Any = getattr(lm, "get_base_model", lambda: lm)()
         self._body: nn.Module = getattr(inner, "base_model", inner)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._cache_name = cache_name(self._body)

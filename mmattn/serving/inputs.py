@@ -17,7 +17,7 @@ from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.generation import Prompt
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
-from mmattn.pipelines.templates import chat_ids
+from mmattn.pipelines.templates import chat_ids, template_ids
 from mmattn.retrieval.index import Index
 from mmattn.serving.engine import Limits
 from mmattn.serving.requests import AssistantMessage, ChatRequest, CompletionRequest, Message

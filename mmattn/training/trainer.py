@@ -53,6 +53,7 @@ def adapter_trainer() -> type:
         """
 
         optimizer: torch.optim.Optimizer | None
+        model_accepts_loss_kwargs: bool
         _calibrates = False
 
         def __init__(
@@ -199,11 +200,11 @@ def adapter_trainer() -> type:
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
-            model = self.accelerator.unwrap_model(self.model)
-            for adapter in fresh_adapters(model):
+            adapted = self.accelerator.unwrap_model(self.model)
+            for adapter in fresh_adapters(adapted):
                 folder = os.path.join(resume_from_checkpoint, "" if adapter.name == DEFAULT else adapter.name)
                 adapter.load_state_dict(load_folder(folder)[1])  # its calibration, which is not trained
-            load_weights(trained_parameters(model), tensors, resume_from_checkpoint)
+            load_weights(trained_parameters(adapted), tensors, resume_from_checkpoint)
 
         def _load_best_model(self) -> None:
             self._load_from_checkpoint(self.state.best_model_checkpoint)

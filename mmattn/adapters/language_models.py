@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmattn.errors import AttachError
+from mmattn.errors import AttachError, ShapeError
 
 #: Names of transformers' cache argument: `cache` since 5.24, the others before.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -43,6 +43,16 @@ def embeddings_of(lm: nn.Module) -> nn.Module:
         return lm
 
 
+def check_ids(what: str, ids: Sequence[int], lm: nn.Module) -> None:
+    """Raise ShapeError for ids that the vocabulary of a model does not have."""
+    size = getattr(text_config(lm), "vocab_size", None)
+    if size is not None and not 0 <= min(ids) <= max(ids) < size:
+        raise ShapeError(
+            f"{what} has ids from {min(ids)} to {max(ids)}, and the vocabulary of {type(lm).__name__} has {size}: make "
+            "them with the host's own tokenizer"
+        )
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Return the device that a module computes on, also of an offloaded one."""
     first = next(module.parameters(), None)
@@ -59,10 +69,17 @@ def given_cache(values: Mapping[str, object]) -> object:
     >>> given_cache({"input_ids": [1, 2], "cache": "of the text so far"})
     'of the text so far'
     """
-    return next((values[name] for name in CACHE_NAMES if values.get(name) is not None), None)
+    # Asked for by the names that are there: outputs of transformers log that a name is deprecated when they are asked.
+    return next((values[name] for name in values if name in CACHE_NAMES and values[name] is not None), None)
+
+
+def call_by_name(model: Callable[..., Any], **kwargs: object) -> Any:
+    """Call a model and return its outputs by name, also where its config says return_dict=False."""
+    by_name = getattr(getattr(model, "config", None), "return_dict", True)
+    return model(**kwargs) if by_name else model(**kwargs, return_dict=True)
 
 
 def cache_name(model: nn.Module) -> str:
     """Return the name under which a model takes its cache."""
     known = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in known and "past_key_values" not in known else "past_key_values"
+    return next((name for name in ("past_key_values", "cache_params", "cache") if name in known), "past_key_values")

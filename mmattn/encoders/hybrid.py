@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +32,8 @@ class HybridEncoder(TextEncoderBase):
     A text encoder represents the meaning of a text, and may not distinguish names that it has not been trained on:
     all-MiniLM-L6-v2 reads letters without their accents. The n-grams represent the spelling: 2 to 4 letters in a row
     within a word, lower-case, counted with signs at hashed places (feature hashing, arXiv 0902.2206;
-    `HashingVectorizer` of scikit-learn). Both parts have length 1, and so has the whole vector.
+    `HashingVectorizer` of scikit-learn). Composed and decomposed letters (NFC, NFD) are the same. Both parts have
+    length 1, and so has the whole vector.
 
     Queries may have other words than entries ("What is the currency of Lima?", "currency of Lima"): `fit_queries`
     learns a linear map from queries to entries, which `encode_query` applies.
@@ -81,6 +83,7 @@ class HybridEncoder(TextEncoderBase):
         return cls.load(name, device)
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
         dense = self.model.encode(texts, batch_size=batch_size, progress=progress)
         counts = torch.zeros(0, self.ngrams)
         if texts:
@@ -187,12 +190,6 @@ class HybridEncoder(TextEncoderBase):
                 f"with {self.ngrams} n-grams gives vectors of width {self.dim}: the text encoder has changed"
             )
         self.query_projection = (down.to(self.device), up.to(self.device))
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the text encoder, the settings and the map of queries."""
-        self._hashed = None  # versions of tensors do not distinguish two maps
-        return super().fingerprint
 
     def _metadata(self) -> dict[str, object]:
         """Return the settings that a file needs beside the name of the text encoder."""

@@ -20,9 +20,6 @@ from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
 from mmattn.hosts.layers import find_layers, layers_width
 from mmattn.hosts.probe import host_inputs, probe_adapter, random_ids
 
-#: Outputs of transformers with one value or vector per row.
-OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
-
 
 def check_reads_at_once(adapter: AdapterLayers, host: nn.Module) -> None:
     """Refuse an adapter whose memory depends on the text so far, on a host that reads all of its input at once."""
@@ -91,7 +88,7 @@ class AdaptedEncoder(AdaptedModel):
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
-        probe_adapter(self, adapter, partial(host_inputs, self.host), None, OUTPUTS)
+        probe_adapter(self, adapter, partial(host_inputs, self.host), None, any_output=True)
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
@@ -137,7 +134,7 @@ class AdaptedEncoder(AdaptedModel):
         for inputs in host_inputs(self.host, rows):
             for name, value in inputs.items():
                 if name == "input_ids":
-                    inputs[name] = random_ids(self.host, rows, 7, generator)
+                    inputs[name] = random_ids(self.host, rows, 7, generator).view(*value.shape[:-1], 7)
                 elif value.is_floating_point():
                     inputs[name] = torch.randn(value.shape, generator=generator, device=generator.device).to(value)
             inputs.pop("attention_mask", None)

@@ -98,7 +98,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
         length = LENGTH if adapter.sites[0].part == DECODER else None
-        probe_adapter(self, adapter, partial(_inputs, self.host), length)
+        host: PreTrainedModel = self.host
+        probe_adapter(self, adapter, partial(_inputs, host), length, any_output=not host.can_generate())
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """Return the decoder's ids or embeddings of this forward, and the length of its cache."""

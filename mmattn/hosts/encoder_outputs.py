@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.protocols import BoundMemory, Scale
-from mmattn.core.tensor_cache import TensorVersion
+from mmattn.storage.tensor_cache import TensorVersion
 
 #: The output of an encoder, its last hidden states first or by name.
 EncoderOutput = Tensor | tuple[object, ...] | Mapping[str, object]

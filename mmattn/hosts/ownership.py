@@ -145,6 +145,8 @@ class AttachedModel(nn.Module):
             return host_attribute(self.host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_hf_hook":
+            self._check_hook(value)
         owner = self._owner(name)
         if owner is None:
             super().__setattr__(name, value)
@@ -165,6 +167,15 @@ class AttachedModel(nn.Module):
         if host is None or name.startswith("_") or vars(host).get(MARK) is not self or _holds(self, name):
             return None
         return next((part for part in (host, inner_host(host)) if _holds(part, name)), None)
+
+    def _check_hook(self, hook: object) -> None:
+        """Refuse to be offloaded by accelerate, which looks weights up in `state_dict()`; set before any is moved."""
+        if any(hasattr(one, "weights_map") for one in getattr(hook, "hooks", (hook,))):
+            self.__dict__.pop("_old_forward", None)
+            raise ConditionError(
+                "accelerate looks weights up in state_dict(), and that of an adapted model leaves the frozen host out: "
+                "give model.host to cpu_offload, disk_offload or dispatch_model"
+            )
 
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.
@@ -196,10 +207,12 @@ class AttachedModel(nn.Module):
 
         Raises:
             AttachError: a name that is not attached.
+            ConditionError: inside a block that gives a memory.
         """
         selected = [names] if isinstance(names, str) else list(names)
         for name in selected:
             self.adapter(name)
+        self._check_no_block("set_adapter")
         self.active = selected
 
     @outside_modes()
@@ -260,13 +273,23 @@ class AttachedModel(nn.Module):
 
         Raises:
             AttachError: it is not attached, or the only one.
+            ConditionError: inside a block that gives a memory.
         """
         self.adapter(name)
+        self._check_no_block("delete_adapter")
         if len(self.adapters) == 1:
             raise AttachError(f"{name!r} is the only adapter: use unload()")
         del self.adapters[name]
         self.active = [other for other in self.active if other != name]
         self.refresh_hooks()
+
+    def _check_no_block(self, verb: str) -> None:
+        """Refuse to change the adapters whose memory a block of this context holds."""
+        if self.open_blocks.in_force().call is not None:
+            raise ConditionError(
+                f"{verb} inside a condition block, which gives its memory to the adapters that were active where it "
+                "began: leave the block first, or switch adapters off with disable_adapter()"
+            )
 
     def trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trained parameters and of all, host included."""

@@ -99,7 +99,12 @@ class Memory:
         return self.tokens.dtype
 
     def check_finite(self) -> None:
-        """Raise `NonFiniteError` for NaN or infinity in slots that may be attended to, or in their scores."""
+        """Raise `NonFiniteError` for NaN or infinity in slots that may be attended to, or in their scores.
+
+        A graph that is being traced cannot read values: there nothing is checked.
+        """
+        if torch.compiler.is_compiling():
+            return
         for name, value in (("values", self.tokens.detach()), ("scores", self.scores)):
             if value is None or not value.numel():
                 continue

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.optimization import parameter_groups
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
@@ -49,7 +52,8 @@ def adapter_trainer() -> type:
             kwargs: keyword arguments of the Trainer.
 
         Raises:
-            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
+            ConfigError: `ddp_find_unused_parameters` of the arguments is True, or `dispatch_batches` of their
+                `accelerator_config`.
         """
 
         optimizer: torch.optim.Optimizer | None
@@ -73,6 +77,7 @@ def adapter_trainer() -> type:
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
                 arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
+                _read_in_every_process(arguments)
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
@@ -170,7 +175,7 @@ def adapter_trainer() -> type:
 
         def _calibrate(self, batches: Sequence[Mapping[str, object]]) -> None:
             """Calibrate fresh adapters by batches that are trained on next: a stream may give its rows once."""
-            model = self.accelerator.unwrap_model(self.model)
+            model: Any = self.accelerator.unwrap_model(self.model)
             if not fresh_adapters(model):
                 return
             with (
@@ -200,7 +205,7 @@ def adapter_trainer() -> type:
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
-            adapted = self.accelerator.unwrap_model(self.model)
+            adapted: Any = self.accelerator.unwrap_model(self.model)
             for adapter in fresh_adapters(adapted):
                 folder = os.path.join(resume_from_checkpoint, "" if adapter.name == DEFAULT else adapter.name)
                 adapter.load_state_dict(load_folder(folder)[1])  # its calibration, which is not trained
@@ -210,6 +215,17 @@ def adapter_trainer() -> type:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     return AdapterTrainer
+
+
+def _read_in_every_process(arguments: TrainingArguments) -> None:
+    """Have each process read an `IterableDataset` and keep its part of it, instead of being sent slices of tensors."""
+    config = arguments.accelerator_config
+    if config.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True sends slices of tensors to other processes, and a memory is none: leave it out, so "
+            "that each process reads the dataset and keeps its part"
+        )
+    config.dispatch_batches = False
 
 
 def last_complete(folder: Path) -> str | None:

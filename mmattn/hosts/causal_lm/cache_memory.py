@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import PAGED_CACHE
@@ -90,7 +91,7 @@ def fill_cache(
     keys = source.first_keys(text, positions.expand(text.rows, -1)) if positions.dim() == 2 else None
     if keys is None:
         return None
-    dtype: Any = model.host.dtype
+    dtype = dtype_of(model.host)
     for layer, (key, value) in keys.items():
         cache.update(key.to(dtype), value.to(dtype), layer)
     note(cache)

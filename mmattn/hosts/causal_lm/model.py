@@ -241,7 +241,10 @@ class AdaptedCausalLM(AdaptedModel):
         if text is None or text.cache is None:
             note_cache(output)
         if text is not None:
-            self._check_logits(text, call.unchecked, getattr(output, "logits", None))
+            logits = getattr(output, "logits", None)
+            if isinstance(output, tuple):
+                logits = next((part for part in output if isinstance(part, Tensor) and part.dim() == 3), None)
+            self._check_logits(text, call.unchecked, logits)
 
     def _check_logits(self, text: TextState, unchecked: list[Memory], logits: object) -> None:
         if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
@@ -427,11 +430,12 @@ class AdaptedCausalLM(AdaptedModel):
 def note_cache(output: object) -> None:
     """Note that the cache in the output of a host, if there is one, was read with a memory."""
     if isinstance(output, Mapping):  # by name: a compiler would follow tensors that are touched
-        parts = [output[name] for name in CACHE_NAMES if name in output]
+        parts = [given_cache(output)]
     else:
         parts = [part for part in output if hasattr(part, "get_seq_length")] if isinstance(output, tuple) else []
     for part in parts:
-        note(part)
+        if part is not None:
+            note(part)
 
 
 def past_length(cache: Cache) -> int | None:

@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.language_models import call_by_name, text_config
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.hooks import AfterHost, BeforeHost
@@ -121,7 +122,7 @@ def output_head(model: nn.Module) -> OutputHead:
     host: PreTrainedModel = inner_host(outer)
     linear, name = host.get_output_embeddings(), type(host).__name__
     weight = getattr(linear, "weight", None)
-    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.device.type == "meta":
+    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.is_meta or is_on_disk(host):
         raise _refused(
             f"the head of {name} is no plain linear layer with its weights in memory: {type(linear).__name__}"
         )
@@ -161,9 +162,10 @@ def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> st
     ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device).to(linear.weight.dtype)
     try:
         with bare_forward(host, getattr(model, "open_blocks", None)):
-            pairs = [(head.logits(host.base_model(**kwargs).last_hidden_state), host(**kwargs).logits)]
+            states = call_by_name(host.base_model, **kwargs).last_hidden_state
+            pairs = [(head.logits(states), call_by_name(host, **kwargs).logits)]
             with linear.register_forward_hook(lambda module, args, output: ramp.expand_as(output)):
-                bent = host(**kwargs).logits
+                bent = call_by_name(host, **kwargs).logits
             pairs.append((head.scale_and_cap(ramp.float()).expand_as(bent), bent))
     except MmattnError:
         raise
@@ -178,10 +180,10 @@ def last_hidden_states(model: nn.Module, kwargs: Mapping[str, object]) -> Tensor
     """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
     if not isinstance(model, AdaptedModel):
         host: PreTrainedModel = inner_host(model)
-        return host.base_model(**kwargs).last_hidden_state
+        return call_by_name(host.base_model, **kwargs).last_hidden_state
     without = kwargs.get("memory") is None and not model.open_blocks.in_force().is_set
     with model.condition(None) if without else contextlib.nullcontext():
-        states: Tensor = HeadlessHost(model)(**kwargs).last_hidden_state
+        states: Tensor = call_by_name(HeadlessHost(model), **kwargs).last_hidden_state
     return states
 
 

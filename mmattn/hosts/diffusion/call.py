@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.protocols import View
-from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
 from mmattn.hosts.diffusion.scale import Grid, over_queries
+from mmattn.storage.tensor_cache import TensorCache
 
 #: What an attention layer or a block returns: the picture, or a tuple with it.
 Output = Tensor | tuple[Tensor, ...]
@@ -183,10 +183,10 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
     repeats = 1 if rows is None else queries.shape[0] // rows
     if repeats > 1 and isinstance(scale, Tensor):
         scale = scale.repeat_interleave(repeats, 0)
-    parts = [
-        view.apply(q, block, index, over_queries(scale, part.grid, q)) if sees_memory else None
-        for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True)
-    ]
+    parts: list[Tensor | None] = []
+    for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
+        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else scale
+        parts.append(view.apply(q, block, index, factor) if sees_memory else None)
     like = next((one for one in parts if one is not None), None)
     if like is None:
         return None

@@ -85,6 +85,33 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     assert seen == [seen[0]] * len(seen), f"graphs after each step: {seen}"
 
 
+GIVEN = {
+    "tensor": lambda model, tokens: {"memory": tokens},
+    "Memory": lambda model, tokens: {"memory": mmattn.Memory(tokens)},
+    "prepared": lambda model, tokens: {"memory": model.prepare(tokens)},
+    "by name": lambda model, tokens: {"memory": {"default": tokens}, "adapter_scale": {"default": 1.0}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@torch.no_grad()
+def test_the_adapted_model_itself_is_one_graph(dynamo, given):
+    """Invariant 1001: each call has its own memory, or none, and a call outside of the graph is as before."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    compiled = torch.compile(model, backend=dynamo, fullgraph=True)
+    bare = model(ids).logits
+    for seed in range(2):
+        tokens = tiny.memory(ROWS, seed=seed).tokens
+        want = model(ids, memory=tokens).logits
+        assert differs(want, bare)
+        assert_close(compiled(ids, **given(model, tokens)).logits, want)
+        assert_close(compiled(ids).logits, bare)
+        with model.condition(tokens):
+            assert_close(compiled(ids).logits, want)
+        assert torch.equal(model(ids).logits, bare)
+
+
 class Graphs:
     """A backend that keeps what it was asked to compile."""
 

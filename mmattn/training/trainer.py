@@ -76,8 +76,8 @@ def adapter_trainer() -> type:
                         "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
-                arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
                 _read_in_every_process(arguments)
+                arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True

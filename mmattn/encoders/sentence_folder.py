@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -143,6 +144,11 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [mode] if isinstance(mode, str) else list(mode)
 
 
+def import_sentence_transformers() -> ModuleType:
+    """Return sentence-transformers; MissingExtraError where it is not installed."""
+    return import_extra("sentence_transformers", "multivector")
+
+
 def load_sentence_transformer(
     name: str | os.PathLike[str], folder: SentenceFolder, beyond: list[str], max_length: int | None
 ) -> SentenceTransformer:
@@ -153,7 +159,7 @@ def load_sentence_transformer(
         AdapterFileError: nothing to load, or weights that are damaged or incomplete.
     """
     try:
-        library = import_extra("sentence_transformers", "multivector")
+        library = import_sentence_transformers()
     except MissingExtraError as error:
         raise MissingExtraError(
             f"{os.fspath(name)!r} asks for {', '.join(beyond)}, which sentence-transformers does: "

@@ -339,3 +339,18 @@ def test_one_transparent_level_is_white(level: int) -> None:
     ]
     for picture in pictures:
         assert np.asarray(load_image(picture))[0, :, 0].tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "quantised"])
+def test_tensors_whose_values_cannot_be_read(kind: str) -> None:
+    """Invariant 4007: alone and in a list, where the message says which one."""
+    whole = torch.zeros(3, 5, 7)
+    picture = {
+        "meta": lambda: whole.to("meta"),
+        "sparse": lambda: whole.to_sparse(),
+        "quantised": lambda: whole.to(torch.float8_e4m3fn),
+    }[kind]()
+    with pytest.raises(ImageError, match="no pixels that can be read"):
+        load_image(picture)
+    with pytest.raises(ImageError, match="picture 1: .*no pixels that can be read"):
+        ImageProcessor(5)([torch.zeros(3, 5, 7), picture])

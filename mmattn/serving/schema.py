@@ -96,7 +96,8 @@ def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
     for url in fields.keys() & {"image", "url"}:
         fields[url] |= {"pattern": "^data:[^,]*;base64,"}
     for field in most.keys() & fields.keys():
-        fields[field]["anyOf"][0]["maximum"] = most[field]
+        whole = fields[field]["anyOf"][0]
+        whole["maximum"] = min(most[field], whole.get("maximum", most[field]))
 
 
 def _document_fields(pipe: Pipeline) -> list[str]:

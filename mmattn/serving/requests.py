@@ -100,9 +100,9 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def most_tokens(self) -> int | None:
-        """New tokens of an answer, at most."""
-        return self.max_tokens
+    def token_limits(self) -> list[int]:
+        """New tokens of an answer, at most; none for no limit."""
+        return [] if self.max_tokens is None else [self.max_tokens]
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -221,11 +221,9 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def most_tokens(self) -> int | None:
-        """New tokens of an answer, at most."""
-        return min(
-            (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
-        )
+    def token_limits(self) -> list[int]:
+        """New tokens of an answer, at most, by both names; the least holds."""
+        return [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
 
     @property
     def pictures(self) -> list[str]:

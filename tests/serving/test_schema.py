@@ -39,6 +39,7 @@ EVERY: list[tuple[str, dict[str, Any], bool]] = [
     (CHAT, {"max_tokens": 41}, False),
     (CHAT, {"max_tokens": 0}, False),
     (CHAT, {"max_completion_tokens": -3}, False),
+    (CHAT, {"max_completion_tokens": 41, "max_tokens": 2}, False),
     (CHAT, {"n": 0}, False),
     (CHAT, {"top_k": -2}, False),
     (CHAT, {"seed": 2**63}, False),

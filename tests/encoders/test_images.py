@@ -355,7 +355,7 @@ def test_folders_are_searched_below(tmp_path: Path) -> None:
     names.insert(3, "rose/2.webp")
     assert picture_files([tmp_path]) == [str(tmp_path / name) for name in names]
     assert picture_files([tmp_path / "tulip", tmp_path / "b.png"]) == [
-        str(tmp_path / names[3]),
+        str(tmp_path / names[4]),
         str(tmp_path / names[0]),
     ]
     (tmp_path / "none" / "below").mkdir(parents=True)

@@ -99,6 +99,8 @@ ANSWERING: list[tuple[str, dict[str, Any], bool]] = [
     (COMPLETION, {"documents": FACTS[:1]}, True),
     (COMPLETION, {"documents": [FACTS[0] | {"id": [1]}, FACTS[0] | {"id": [1]}]}, True),
     (COMPLETION, {"documents": [FACTS[0] | {"text": [1]}]}, False),
+    (COMPLETION, {"documents": [FACTS[0] | {"text": {}}]}, False),
+    (COMPLETION, {"documents": [FACTS[0] | {"text": None}, FACTS[0] | {"text": ""}]}, True),
     (COMPLETION, {"documents": [FACTS[0] | {"title": " "}]}, False),
     (COMPLETION, {"documents": [{"title": "a"}]}, False),
     (COMPLETION, {"documents": FACTS[:1], "memory": "wide"}, False),

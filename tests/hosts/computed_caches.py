@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from tests.adapters.chunked import chunks
 from tests.adapters.composed import composed_hosts
 
 Ask = Callable[[], Tensor]
-IDS = tiny.text(2)
-PASSAGES = [[8, 9, 10, 11, 12], [40, 33, 12]]
+IDS = tiny.text(2, 13)
+PASSAGES = [[8, 9, 10, 11, 12, 70, 71, 72, 73, 74, 75], [40, 33, 12, 13, 50, 51, 52, 53, 54, 55, 56, 57, 58]]
 PREFIX = [60, 61, 3]
-ALONG = composed_hosts
 
 
 @dataclass
@@ -41,13 +40,15 @@ class Subject:
         host: what adapters are attached to.
         peft: the peft model around it, where a LoRA is on it.
         model: the adapted model; None before.
-        other: a second model that makes the memory, where there is one.
+        augmenting: a second language model, for adapters that read its states or its cache.
+        prompt: what it has read.
     """
 
     host: Any
     peft: Any = None
     model: Any = None
-    other: Any = None
+    augmenting: Any = None
+    prompt: Any = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ class Cache:
         open: for an adapted model and a folder yields a question, answered from what was computed before.
         follows: what its content is computed with: "adapter", "host".
         host: "lm" or "unet".
-        name_of_adapter: under which the adapter is attached.
         is_file: the folder may be handed to another process.
     """
 
@@ -70,7 +70,6 @@ class Cache:
     follows: frozenset[str]
     host: str = "lm"
     is_file: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def make_host(kind: str = "lm", family: str = "llama", lora: bool = False, **changes: Any) -> Subject:
@@ -119,11 +118,12 @@ def attach(subject: Subject, cache: Cache) -> Subject:
     """Attach the adapter of a cache, its gates open; `subject` as it is then."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        subject.model = mmattn.attach(subject.host, cache.settings, **cache.options)
+        subject.model = mmattn.attach(subject.host, cache.settings)
     tiny.open_gates(subject.model)
     subject.model.adapters.requires_grad_(False)
     if cache.name.startswith(("composed", "fused")):
-        subject.other = tiny.make("llama", 11, hidden_size=composed_hosts.DIM, num_hidden_layers=composed_hosts.DEPTH)
+        subject.augmenting = composed_hosts.along()
+        subject.prompt = subject.augmenting.prefill(IDS)
     return subject
 
 
@@ -136,12 +136,12 @@ def logits(subject: Subject, memory: Any, **more: Any) -> Tensor:
     return subject.model(IDS, memory=memory, **more).logits
 
 
-def vectors() -> mmattn.Memory:
-    return tiny.memory(2, lengths=[5, 3])
+def vectors(rows: int = 2, slots: int = 5) -> mmattn.Memory:
+    return mmattn.Memory(torch.randn(rows, slots, tiny.MEMORY_DIM, generator=_seeded(1), dtype=torch.float32))
 
 
-def _rows(number: int) -> list[list[int]]:
-    return [[0, 1], [1]]
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @contextmanager
@@ -168,19 +168,19 @@ def prepared_in_block(subject: Subject, folder: Path) -> Iterator[Ask]:
 @contextmanager
 def stream(subject: Subject, folder: Path) -> Iterator[Ask]:
     slots = mmattn.MemoryStream(tiny.MEMORY_DIM, rows=2)
-    slots.append(tiny.memory(2))
+    slots.append(vectors())
     yield lambda: logits(subject, slots)
 
 
 @contextmanager
 def bank(subject: Subject, folder: Path) -> Iterator[Ask]:
-    pages = subject.model.bank(tiny.memory(7, 3))
+    pages = subject.model.bank(vectors(7, 3))
     yield lambda: logits(subject, pages.gather(torch.tensor([[1, 4], [4, 6]])))
 
 
 @contextmanager
 def gathered(subject: Subject, folder: Path) -> Iterator[Ask]:
-    hits = subject.model.bank(tiny.memory(7, 3)).gather(torch.tensor([[1, 4], [4, 6]]))
+    hits = subject.model.bank(vectors(7, 3)).gather(torch.tensor([[1, 4], [4, 6]]))
     yield lambda: logits(subject, hits)
 
 
@@ -188,7 +188,7 @@ def gathered(subject: Subject, folder: Path) -> Iterator[Ask]:
 def bank_file(subject: Subject, folder: Path, mapped: bool = False) -> Iterator[Ask]:
     file = folder / "bank"
     if not file.exists():
-        subject.model.bank(tiny.memory(7, 3)).save(file)
+        subject.model.bank(vectors(7, 3)).save(file)
     hits = torch.tensor([[1, 4], [4, 6]])
     yield lambda: logits(subject, subject.model.load_bank(file, mapped=mapped).gather(hits))
 
@@ -282,24 +282,12 @@ def prompt_arguments(subject: Subject, folder: Path) -> Iterator[Ask]:
         yield lambda: subject.model(**ready.pop(), memory=vectors()).logits
 
 
-def _along(subject: Subject) -> Any:
-    return mmattn.AugmentingModel(subject.other)
+def _augmenting(subject: Subject) -> Any:
+    return subject.augmenting
 
 
-def _prefill(subject: Subject) -> Any:
-    return _along(subject).prefill(IDS)
-
-
-@contextmanager
-def augmented(subject: Subject, folder: Path) -> Iterator[Ask]:
-    memory = _along(subject)
-    yield lambda: logits(subject, memory)
-
-
-@contextmanager
-def augmented_in_block(subject: Subject, folder: Path) -> Iterator[Ask]:
-    with in_block(subject, folder, _along) as ask:
-        yield ask
+def _prompt(subject: Subject) -> Any:
+    return subject.prompt
 
 
 GATED = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 8}
@@ -314,7 +302,7 @@ _RESAMPLED = mmattn.GatedAdapter(**GATED, resampler=mmattn.Resampler(num_latents
 
 
 def _chunk_memory(_: Subject) -> Any:
-    memory = tiny.memory(2, 6)
+    memory = vectors(slots=6)
     return mmattn.Memory(memory.tokens, segments=torch.tensor([[0, 0, 0, 1, 1, 1]] * 2))
 
 
@@ -344,10 +332,10 @@ CACHES = [
     Cache("block prefix", PrefixAdapter(3, num_prefixes=3), _with(in_block, make=_prefix_rows), _ADAPTER),
     Cache("block decoupled", tiny_unets.adapter(), in_block, _ADAPTER, "unet"),
     Cache("stream", mmattn.GatedAdapter(**GATED), stream, _ADAPTER),
-    Cache("composed", mmattn.ComposedAdapter(**COMPOSED), augmented, _ADAPTER),
-    Cache("composed block", mmattn.ComposedAdapter(**COMPOSED), augmented_in_block, _ADAPTER),
-    Cache("fused network", FusedCacheAdapter(**FUSED), _with(prepared, make=_prefill), _ADAPTER),
-    Cache("fused network block", FusedCacheAdapter(**FUSED), _with(in_block, make=_prefill), _ADAPTER),
+    Cache("composed", mmattn.ComposedAdapter(**COMPOSED), _with(prepared, make=_augmenting), _ADAPTER),
+    Cache("composed block", mmattn.ComposedAdapter(**COMPOSED), _with(in_block, make=_augmenting), _ADAPTER),
+    Cache("fused network", FusedCacheAdapter(**FUSED), _with(prepared, make=_prompt), _ADAPTER),
+    Cache("fused network block", FusedCacheAdapter(**FUSED), _with(in_block, make=_prompt), _ADAPTER),
     Cache("bank", mmattn.GatedAdapter(**GATED), bank, _ADAPTER),
     Cache("bank, gathered", mmattn.GatedAdapter(**GATED), gathered, _ADAPTER),
     Cache("bank file", mmattn.GatedAdapter(**GATED), bank_file, _ADAPTER, is_file=True),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
+from peft.utils.hotswap import hotswap_adapter_from_state_dict
 from torch import Tensor, nn
 
 from tests.hosts.computed_caches import Subject, fill_lora, lora_config
@@ -191,7 +192,6 @@ WAYS: dict[str, Callable[[nn.Module], Undo | None]] = {
     "modules replaced": _module,
     "functional_call": _functional,
     "parametrized": _parametrize,
-    "half and back": _there_and_back,
     **{
         f"{kind.__name__} {name}": _optimizer(kind, **how)
         for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -268,16 +268,13 @@ def _weighted(subject: Subject) -> None:
     subject.host.requires_grad_(False)
 
 
-def _hotswap(subject: Subject) -> None:
-    from peft.utils.hotswap import hotswap_adapter_from_state_dict
+def _hotswap(size: float) -> Callable[[Subject], None]:
+    def apply(subject: Subject) -> None:
+        state = {n: w for n, w in subject.peft.state_dict().items() if "lora_" in n and ".default" in n}
+        state = {name: weight + _noise(weight, i, size) for i, (name, weight) in enumerate(state.items())}
+        hotswap_adapter_from_state_dict(subject.peft, state, "default", lora_config(lora_alpha=20))
 
-    state = {
-        name.replace(".default", ""): w + _noise(w, i)
-        for i, (name, w) in enumerate(subject.host.state_dict().items())
-        if "lora_" in name and ".default" in name
-    }
-    state = {f"base_model.model.{name}": w for name, w in state.items()}
-    hotswap_adapter_from_state_dict(subject.peft, state, "default", lora_config(lora_alpha=20))
+    return apply
 
 
 @contextmanager
@@ -326,7 +323,8 @@ LORA: dict[str, tuple[Callable[[Subject], Undo | None], bool]] = {
     "set_scale": (_set_scale, False),
     "scale_layer": (_scaled, False),
     "scaling[...] =": (_each(_scaling), False),
-    "hotswap": (_hotswap, False),
+    "hotswap": (_hotswap(0.3), False),
+    "hotswap, another alpha": (_hotswap(0.0), False),
     "its weights, add_": (lambda s: _add(_lora_weights(s)), False),
     "its weights, fused": (lambda s: _optimizer(torch.optim.AdamW, fused=True)(_lora_weights(s)), False),
     "its weights, new": (lambda s: _replace(_lora_weights(s)), False),
@@ -367,6 +365,112 @@ CALLS: dict[str, tuple[Callable[[Subject], Undo | None], bool]] = {
 CHANGES = [
     *[Change(f"adapter: {name}", _of_adapter(way), "adapter") for name, way in WAYS.items()],
     *[Change(f"host: {name}", _of_host(way), "host") for name, way in WAYS.items()],
+    Change("host: half and back", _of_host(_there_and_back), "attached"),
     *[Change(f"LoRA: {name}", way, "lora", equal) for name, (way, equal) in LORA.items()],
     *[Change(f"call: {name}", way, "call", equal) for name, (way, equal) in CALLS.items()],
 ]
+
+
+# The config, and what modules hold beside weights --------------------------------------------------------------------
+
+#: Fields of a config that name, count or allocate; and those of a part that no tiny host has.
+_NOT = {
+    *("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "torch_dtype", "dtype", "transformers_version"),
+    *("model_type", "architectures", "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+    *("is_encoder_decoder", "problem_type", "id2label", "label2id", "chunk_size_feed_forward", "tie_word_embeddings"),
+    *("is_decoder", "add_cross_attention", "num_hidden_layers", "n_layer", "num_layers", "output_router_logits"),
+}
+_WORDS = {"silu": "gelu", "gelu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu", "relu": "gelu"}
+
+
+def variants(value: Any) -> list[Any]:
+    """Return other values of a setting."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value * 2, max(1, value // 2)]
+    if isinstance(value, float):
+        return [value * 3 + 1e-3 if value < 1e-2 else value * 0.5]
+    if isinstance(value, str):
+        return [_WORDS[value]] if value in _WORDS else []
+    if isinstance(value, dict):
+        changed = [{**value, key: one} for key, inner in value.items() for one in variants(inner)]
+        if "rope_type" in value and value["rope_type"] == "default":
+            changed.append({**value, "rope_type": "linear", "factor": 2.0})
+            changed.append({**value, "rope_type": "dynamic", "factor": 2.0})
+            changed.append({**value, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16})
+        return changed
+    if isinstance(value, (list, tuple)) and set(value) == {"full_attention", "sliding_attention"}:
+        swap = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+        return [[swap[one] for one in value]]
+    if value is None:
+        return []
+    return []
+
+
+def config_changes(config: Any) -> list[tuple[str, Any]]:
+    """Return other values for each field of a config."""
+    fields = [(name, value) for name, value in config.to_dict().items() if name not in _NOT and name[0] != "_"]
+    changes = [(name, one) for name, value in fields for one in variants(value)]
+    return [*changes, ("attn_logit_softcapping", 5.0), ("sliding_window", 5)]
+
+
+def module_changes(host: nn.Module) -> list[tuple[str, Change]]:
+    """Return changes of what modules of one class hold: numbers, switches, activations and buffers."""
+    found: dict[str, Change] = {}
+    for module in host.modules():
+        kind = type(module)
+        for name, value in vars(module).items():
+            if name[0] == "_" or name in ("training", "config") or not isinstance(value, (bool, int, float)):
+                continue
+            for one in variants(value):
+                label = f"{kind.__name__}.{name} = {one!r}"
+                found.setdefault(label, Change(label, _attribute(kind, name, one), "host"))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                label = f"{kind.__name__}.{name} in place"
+                found.setdefault(label, Change(label, _buffer(kind, name, True), "host"))
+                label = f"{kind.__name__}.{name} replaced"
+                found.setdefault(label, Change(label, _buffer(kind, name, False), "host"))
+        for name, child in module._modules.items():
+            if child is not None and not list(child.parameters()) and not list(child.children()) and not list(child.buffers()):
+                label = f"{kind.__name__}.{name} another activation"
+                found.setdefault(label, Change(label, _activation(kind, name), "host"))
+    for name, value in config_changes(host.config):
+        label = f"config.{name} = {value!r}"
+        found.setdefault(label, Change(label, _config(name, value), "host"))
+    return list(found.values())
+
+
+def _attribute(kind: type, name: str, value: Any) -> Callable[[Subject], None]:
+    def apply(subject: Subject) -> None:
+        for module in subject.host.modules():
+            if type(module) is kind:
+                setattr(module, name, value)
+
+    return apply
+
+
+def _config(name: str, value: Any) -> Callable[[Subject], None]:
+    return lambda subject: setattr(subject.host.config, name, value)
+
+
+def _buffer(kind: type, name: str, in_place: bool) -> Callable[[Subject], None]:
+    def apply(subject: Subject) -> None:
+        for module in subject.host.modules():
+            if type(module) is kind and getattr(module, name, None) is not None:
+                if in_place:
+                    getattr(module, name).mul_(0.7)
+                else:
+                    setattr(module, name, getattr(module, name) * 0.7)
+
+    return apply
+
+
+def _activation(kind: type, name: str) -> Callable[[Subject], None]:
+    def apply(subject: Subject) -> None:
+        for module in subject.host.modules():
+            if type(module) is kind:
+                setattr(module, name, nn.Softsign())
+
+    return apply

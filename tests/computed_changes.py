@@ -167,9 +167,13 @@ _NO_SETTING = {
     *("chunk_size_feed_forward", "tie_word_embeddings", "is_decoder", "add_cross_attention", "num_hidden_layers"),
     *("n_layer", "num_layers", "use_bidirectional_attention"),
 }
-#: Numbers of modules that name, count or split: others break the module, or its promise to be causal.
-_NO_NUMBER = {"training", "config", "layer_idx", "layer_index", "is_causal", "head_size", "head_dim", "num_heads"}
-_NO_NUMBER |= {"gradient_checkpointing", "max_seq_len_cached", "is_gradient_checkpointing_enabled"}
+#: What modules hold that names, counts or splits: another value breaks the module, or its promise to be causal.
+_NO_NUMBER = {
+    *("training", "config", "layer_idx", "layer_index", "is_causal", "head_size", "head_dim", "num_heads"),
+    *("gradient_checkpointing", "max_seq_len_cached", "in_features", "out_features", "num_embeddings", "nx", "nf"),
+    *("embedding_dim", "padding_idx", "in_channels", "out_channels", "groups", "output_size", "attention_head_size"),
+    *("is_cross_attention", "num_key_value_groups", "hidden_size", "rotary_ndims"),
+}
 _ACTIVATIONS = {"silu": "gelu", "gelu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu", "relu": "gelu"}
 _LAYER_TYPES = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
 _ROPES: list[dict[str, Any]] = [
@@ -186,7 +190,7 @@ def _variants(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [value * 2, max(1, value // 2)]
     if isinstance(value, float):
-        return [value * 1000 if value < 1e-2 else value * 0.5]
+        return [0.02 if value < 1e-2 else value * 0.5]
     if isinstance(value, str):
         return [_ACTIVATIONS[value]] if value in _ACTIVATIONS else []
     if isinstance(value, dict):
@@ -203,19 +207,25 @@ def config_changes(config: Any) -> list[dict[str, Any]]:
     return [{name: one} for name, value in fields.items() for one in _variants(value)]
 
 
-def setting_changes(host: nn.Module) -> list[Change]:
-    """Return changes of each number, switch, activation and buffer of the modules, and of each field of the config."""
+def setting_changes(root: nn.Module, of: Callable[[Subject], nn.Module] | None = None) -> list[Change]:
+    """Return changes of each number, switch, activation and buffer of modules, and of each field of their config.
+
+    Args:
+        root: a module like the one that is changed.
+        of: gives the one that is changed, by default the host.
+    """
     found: dict[str, Change] = {}
 
     def note(what: str, kind: type, change: Callable[[Any], object]) -> None:
         def apply(subject: Subject) -> None:
-            for one in subject.host.modules():
+            for one in (subject.host if of is None else of(subject)).modules():
                 if type(one) is kind:
                     change(one)
 
-        found.setdefault(f"{kind.__name__}.{what}", Change(f"{kind.__name__}.{what}", apply))
+        name = f"{kind.__name__}.{what}"
+        found.setdefault(name, Change(name, apply, is_of_host=of is None))
 
-    for module in host.modules():
+    for module in root.modules():
         kind = type(module)
         for name, value in vars(module).items():
             if name[0] != "_" and name not in _NO_NUMBER and isinstance(value, (bool, int, float)):
@@ -228,8 +238,8 @@ def setting_changes(host: nn.Module) -> list[Change]:
         for name, child in module._modules.items():
             if child is not None and not (child._modules or child._parameters or child._buffers):
                 note(f"{name} = Softsign()", kind, lambda part, name=name: setattr(part, name, nn.Softsign()))
-    for setting in config_changes(host.config) if hasattr(host, "config") else []:
+    for setting in config_changes(root.config) if hasattr(root, "config") else []:
         ((name, value),) = setting.items()
-        change = Change(f"config.{name} = {value}", lambda s, name=name, value=value: setattr(s.host.config, name, value))
-        found.setdefault(change.name, change)
+        label = f"config.{name} = {value}"
+        found[label] = Change(label, lambda one, name=name, value=value: setattr(one.host.config, name, value))
     return list(found.values())

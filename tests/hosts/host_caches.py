@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter, InsertedAdapter, JoinedAdapter, PassageAdapter, PrefixAdapter
@@ -19,6 +21,7 @@ from mmattn.training import cached_hidden_states, cached_prompts
 from tests import tiny, tiny_unets
 from tests.adapters.composed import composed_hosts
 from tests.computed import Ask, Cache, Subject
+from tests.computed_changes import add
 
 IDS = tiny.text(2, 13)
 PASSAGES = [[8, 9, 10, 11, 12, 70, 71, 72, 73, 74, 75], [40, 33, 12, 13, 50, 51, 52, 53, 54, 55, 56, 57, 58]]
@@ -29,18 +32,35 @@ Open = Callable[..., AbstractContextManager[Ask]]
 # Hosts ---------------------------------------------------------------------------------------------------------------
 
 
-def lm(family: str = "llama", lora: dict[str, Any] | None = None, **changes: Any) -> Subject:
-    """A frozen tiny host of the same weights for all settings; with `lora` two LoRAs are on it, "default" active."""
+def lm(
+    family: str = "llama",
+    lora: dict[str, Any] | None = None,
+    tuner: str | None = None,
+    adapter: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Subject:
+    """A frozen tiny host of the same weights for all settings.
+
+    Args:
+        family: as transformers spells `model_type`.
+        lora: settings of a LoRA on it, "default", beside an idle one, "second".
+        tuner: one of `TUNERS` on it.
+        adapter: settings that its adapter is to have instead.
+        changes: of its config.
+    """
     host = tiny.make(family, **changes).requires_grad_(False)
-    host.load_state_dict(tiny.make(family).state_dict())
+    if changes:
+        host.load_state_dict(tiny.make(family).state_dict())
+    if tuner is not None:
+        return Subject(host, put_on(host, tuner))
     if lora is None:
-        return Subject(host)
-    peft = get_peft_model(host, lora_config(**lora))
-    peft.add_adapter("second", lora_config())
+        return Subject(host, given=adapter)
+    model = peft.get_peft_model(host, lora_config(**lora))
+    model.add_adapter("second", lora_config())
     fill(host)
-    peft.set_adapter("default")
+    model.set_adapter("default")
     host.requires_grad_(False)
-    return Subject(host, peft.eval())
+    return Subject(host, model.eval())
 
 
 def unet(lora: dict[str, Any] | None = None) -> Subject:
@@ -55,9 +75,43 @@ def unet(lora: dict[str, Any] | None = None) -> Subject:
     return Subject(host)
 
 
-def lora_config(**changes: Any) -> LoraConfig:
+def lora_config(**changes: Any) -> peft.LoraConfig:
     """A LoRA on keys, values and the feed-forward layers of a Llama."""
-    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "v_proj", "down_proj"]} | changes)
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "v_proj", "down_proj"]} | changes)
+
+
+_LINEAR: dict[str, Any] = {"target_modules": ["k_proj", "v_proj"]}
+#: Further kinds of adapters of peft.
+TUNERS: dict[str, Callable[[], Any]] = {
+    "DoRA": lambda: peft.LoraConfig(**_LINEAR, r=4, use_dora=True),
+    "rsLoRA": lambda: peft.LoraConfig(**_LINEAR, r=4, use_rslora=True),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(**_LINEAR, init_r=4, target_r=2, total_step=10),
+    "IA3": lambda: peft.IA3Config(**_LINEAR, feedforward_modules=[]),
+    "LoHa": lambda: peft.LoHaConfig(**_LINEAR, r=4),
+    "LoKr": lambda: peft.LoKrConfig(**_LINEAR, r=4),
+    "VeRA": lambda: peft.VeraConfig(target_modules=["v_proj"], r=4),
+    "OFT": lambda: peft.OFTConfig(**_LINEAR, oft_block_size=4),
+    "BOFT": lambda: peft.BOFTConfig(**_LINEAR, boft_block_size=4),
+    "HRA": lambda: peft.HRAConfig(**_LINEAR, r=4),
+    "FourierFT": lambda: peft.FourierFTConfig(**_LINEAR, n_frequency=20),
+    "RandLoRA": lambda: peft.RandLoraConfig(target_modules=["v_proj"], r=4),
+    "MiSS": lambda: peft.MissConfig(**_LINEAR, r=4),
+    "SHiRA": lambda: peft.ShiraConfig(**_LINEAR, r=4),
+    "layer norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[*range(2, 90)], target_modules=["embed_tokens"]),
+    "whole modules": lambda: peft.LoraConfig(**_LINEAR, r=4, modules_to_save=["embed_tokens"]),
+}
+
+
+def put_on(host: Any, tuner: str) -> Any:
+    """Put an adapter of peft on a host, with weights that count; its peft model."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(23)
+        model = peft.get_peft_model(host, TUNERS[tuner]())
+        add(nn.ParameterList([one for one in host.parameters() if one.requires_grad]))
+    host.requires_grad_(False)
+    return model.eval()
 
 
 def fill(host: Any, seed: int = 5) -> None:
@@ -252,7 +306,7 @@ def _adapt(subject: Subject, settings: Any) -> None:
     """Attach an adapter and open its gates."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        subject.model = mmattn.attach(subject.host, settings)
+        subject.model = mmattn.attach(subject.host, replace(settings, **(subject.given or {})))
     tiny.open_gates(subject.model).adapters.requires_grad_(False)
     if settings in (_COMPOSED, _FUSED):
         subject.given = composed_hosts.along()
@@ -300,6 +354,7 @@ CACHES = [
     _cache("bank, resampled", _RESAMPLED, _bank),
     _cache("bank file", GATED, _bank_file),
     _cache("bank file, mapped", GATED, _bank_file, mapped=True),
+    _cache("bank file, resampled", _RESAMPLED, _bank_file),
     _cache("passages", _PASSAGES, _passages, follows="host"),
     _cache("passages, prefix", _PASSAGES, _passages, follows="host", prefix=_BEGIN),
     _cache("passages, recomputed", _PASSAGES, _passages, follows="host", again=2),

@@ -33,9 +33,9 @@ from mmattn.adapters.settings import random_memory, register_adapter
 from mmattn.adapters.text_state import Keywords, TextState
 from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import TensorCache
 
 #: A row of the text and a chunk of it, counted from 0.
 Chunk = tuple[int, int]

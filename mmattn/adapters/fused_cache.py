@@ -35,9 +35,9 @@ from mmattn.adapters.key_rotation import Rotations
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
-from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import KeyValueCache
 
 GATES = ("scalar", "head")
 FUSERS = ("network", "ridge")

@@ -18,7 +18,7 @@ the start: the text stands after the tokens, and a fresh adapter is not the host
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -36,9 +36,9 @@ from mmattn.adapters.protocols import Site, check_one_row
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
 from mmattn.adapters.text_state import TextState
-from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import check_bool, check_choice
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import cached
 
 PROJECTIONS = ("mlp", "linear")
 
@@ -97,8 +97,8 @@ class EmbeddingReader(Protocol):
     def tensors(self) -> Iterable[Tensor]:
         """Return the weights of the host."""
 
-    def state(self) -> Hashable:
-        """Return the rest of the host's state that its results depend on, such as which LoRA is active."""
+    def unchanged(self) -> Callable[[], bool]:
+        """Return a function that tells whether the host still computes as it does now."""
 
     def read(
         self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
@@ -205,15 +205,19 @@ class InsertedMemory(VectorMemory, JoinedMemory):
         """Return the slots for a text in a cache of the host; one that continues keeps those that it began with."""
         prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
         grad = torch.is_grad_enabled()
-        # Both fall with the adapter's weights and the memory; the second depends on the host's weights, too.
-        by_text: WeakKeyDictionary[object, JoinedSlots] = prepared.cache.get(adapter, "by text", WeakKeyDictionary)
-        by_host: TensorCache = prepared.cache.get(adapter, "by host", TensorCache)
+        # These fall with the adapter's weights, the memory and autocast; slots depend on the host, too.
+        values = prepared.cache.values(adapter)
+        by_text: WeakKeyDictionary[object, JoinedSlots] = cached(values, "by text", WeakKeyDictionary)
         if continues and not grad and cache in by_text:
             return by_text[cache]
         sources = [*prepared.memory.tensors(), *adapter.reading_parameters(), *reader.tensors()]
         if reader.is_training or (grad and any(one.requires_grad for one in sources)):
             return adapter.insert(prepared.memory)
-        slots = by_host.get(reader.state(), sources, lambda: adapter.insert(prepared.memory))
+        if "slots" in values and not values["unchanged"]():
+            del values["slots"]
+        if "slots" not in values:
+            values["unchanged"] = reader.unchanged()
+        slots = cached(values, "slots", lambda: adapter.insert(prepared.memory))
         if cache is not None:
             by_text[cache] = slots
         return slots

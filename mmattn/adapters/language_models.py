@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmattn.errors import AttachError
+from mmattn.errors import AttachError, ShapeError
 
 #: Names of transformers' cache argument: `cache` since 5.24, the others before.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -41,6 +41,16 @@ def embeddings_of(lm: nn.Module) -> nn.Module:
         return lm if get_embeddings is None else get_embeddings()
     except NotImplementedError:  # as models of several codebooks say
         return lm
+
+
+def check_ids(what: str, ids: Sequence[int], lm: nn.Module) -> None:
+    """Raise ShapeError for ids that the vocabulary of a model does not have."""
+    size = getattr(text_config(lm), "vocab_size", None)
+    if size is not None and not 0 <= min(ids) <= max(ids) < size:
+        raise ShapeError(
+            f"{what} has ids from {min(ids)} to {max(ids)}, and the vocabulary of {type(lm).__name__} has {size}: make "
+            "them with the host's own tokenizer"
+        )
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -23,7 +23,6 @@ from mmattn.core.distributed import summed
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueParts
-from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.core.top_k_attention import SearchedSlots
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import (
@@ -35,6 +34,7 @@ from mmattn.memory import (
     SharedMemory,
     SlidingBuffer,
 )
+from mmattn.storage.tensor_cache import KeyValueCache
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots
+from mmattn.adapters.joined_slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.protocols import BoundMemory, Host, Site
 from mmattn.adapters.settings import register_adapter
+from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.memory import Memory
 
@@ -92,7 +93,20 @@ class PassageLayers(BeforeTextLayers):
             return memory
         if not isinstance(memory, Passages):
             raise ShapeError(_NO_PASSAGES.format(name=self.name, memory=type(memory).__name__))
-        return JoinedMemory(memory.slots(self), self.name, memory)
+        return PassageMemory(memory, self)
+
+
+class PassageMemory(JoinedMemory):
+    """Passages of one call or block; where a text begins, the host must compute as when it read them."""
+
+    def __init__(self, passages: Passages, adapter: PassageLayers) -> None:
+        super().__init__(passages.slots(adapter), adapter.name, passages)
+        self._passages, self._adapter = passages, adapter
+
+    def step(self, text: TextState) -> JoinedView:
+        if not text.past and not torch.compiler.is_compiling():
+            self._passages.slots(self._adapter)
+        return super().step(text)
 
 
 _NO_PASSAGES = (

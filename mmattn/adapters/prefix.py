@@ -24,9 +24,9 @@ from mmattn.adapters.joined_slots import BeforeTextLayers, JoinedMemory, JoinedS
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
-from mmattn.core.tensor_cache import KeyValueCache
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import KeyValueCache
 
 
 @register_adapter

@@ -16,10 +16,10 @@ from mmattn.adapters.protocols import AdapterConfig
 from mmattn.adapters.resampler import PerceiverResampler
 from mmattn.adapters.text_state import TextState
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import KeyValueCache, autocast_dtype, cached
 from mmattn.core.tracing import all_finite, readable
 from mmattn.errors import NonFiniteError
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import KeyValueCache, autocast_dtype, cached
 
 _TENSORS = attrgetter("tokens", "mask", "segments", "scores")
 

@@ -14,9 +14,9 @@ from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.key_value_projection import AttendableMemory
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import TensorVersion
 
 
 class ProjectedView(View):

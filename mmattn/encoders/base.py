@@ -21,6 +21,7 @@ from mmattn.errors import ConfigError, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
 from mmattn.progress import batches
+from mmattn.storage.tensor_cache import TensorVersion
 from mmattn.tokenization import check_text
 
 EncoderClass = TypeVar("EncoderClass", bound=type)
@@ -47,7 +48,7 @@ class FrozenEncoder(nn.Module, ABC):
         self.model = (nn.Module() if model is None else model).requires_grad_(False)
         self.to(device or "cpu")
         self.settings = dict(settings or {})
-        self._hashed: tuple[object, str] | None = None
+        self._hashed: tuple[str, TensorVersion, str] | None = None
         self.eval()
 
     def train(self, mode: bool = True) -> FrozenEncoder:
@@ -69,16 +70,16 @@ class FrozenEncoder(nn.Module, ABC):
     def fingerprint(self) -> str:
         """sha256 of the settings and weights that the memory depends on: equal for equal encoders on any machine."""
         weights = {name: tensor for name, tensor in self._weights().items() if isinstance(tensor, Tensor)}
-        # Writes into a tensor count its version up, so that weights edited in place are hashed again.
-        state = [(name, tensor._version, tensor.dtype, tensor.device) for name, tensor in weights.items()]
-        if self._hashed is None or self._hashed[0] != state:
+        described, tensors = json.dumps([self._described(), list(weights)], sort_keys=True), list(weights.values())
+        if self._hashed is None or self._hashed[0] != described or not self._hashed[1].holds(tensors):
+            version = TensorVersion(tensors)
             digest = hashlib.sha256(json.dumps(self._described(), sort_keys=True).encode())
             for name in sorted(weights):
                 tensor = weights[name].detach().cpu().contiguous()
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            self._hashed = (state, digest.hexdigest())
-        return self._hashed[1]
+            self._hashed = (described, version, digest.hexdigest())
+        return self._hashed[2]
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)

@@ -188,12 +188,6 @@ class HybridEncoder(TextEncoderBase):
             )
         self.query_projection = (down.to(self.device), up.to(self.device))
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the text encoder, the settings and the map of queries."""
-        self._hashed = None  # versions of tensors do not distinguish two maps
-        return super().fingerprint
-
     def _metadata(self) -> dict[str, object]:
         """Return the settings that a file needs beside the name of the text encoder."""
         return {"ngrams": self.ngrams}

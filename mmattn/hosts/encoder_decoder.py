@@ -15,7 +15,6 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, given_cache
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
 from mmattn.adapters.text_state import TextState
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
@@ -26,6 +25,7 @@ from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.encoder import check_reads_at_once
 from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
 from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, random_ids, token_ids
+from mmattn.storage.tensor_cache import TensorVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

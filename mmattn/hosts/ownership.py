@@ -160,10 +160,12 @@ class AttachedModel(nn.Module):
 
         Raises:
             AttachError: a name that is not attached.
+            ConditionError: inside a block that gives a memory.
         """
         selected = [names] if isinstance(names, str) else list(names)
         for name in selected:
             self.adapter(name)
+        self._check_no_block("set_adapter")
         self.active = selected
 
     def add_adapter(self, name: str, adapter: AdapterConfig | None = None) -> None:
@@ -215,13 +217,23 @@ class AttachedModel(nn.Module):
 
         Raises:
             AttachError: it is not attached, or the only one.
+            ConditionError: inside a block that gives a memory.
         """
         self.adapter(name)
+        self._check_no_block("delete_adapter")
         if len(self.adapters) == 1:
             raise AttachError(f"{name!r} is the only adapter: use unload()")
         del self.adapters[name]
         self.active = [other for other in self.active if other != name]
         self.refresh_hooks()
+
+    def _check_no_block(self, verb: str) -> None:
+        """Refuse to change the adapters whose memory a block of this context holds."""
+        if self.open_blocks.in_force().call is not None:
+            raise ConditionError(
+                f"{verb} inside a condition block, which gives its memory to the adapters that were active where it "
+                "began: leave the block first, or switch adapters off with disable_adapter()"
+            )
 
     def trainable_parameters(self) -> tuple[int, int]:
         """Numbers of trained parameters and of all, host included."""

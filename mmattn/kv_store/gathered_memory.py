@@ -10,9 +10,9 @@ from torch import Tensor
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory, Reader
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ShapeError, check_bool_mask
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import TensorVersion
 
 #: From an adapter, the number of a host layer and scores to keys and values; None if the weights have changed.
 Pages = Callable[[AdapterLayers, int, Tensor | None], KeyValue | None]

@@ -21,7 +21,6 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.quantization import quantize
-from mmattn.core.tensor_cache import TensorVersion, autocast_dtype
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
 from mmattn.hosts.base import AdaptedModel
@@ -29,6 +28,7 @@ from mmattn.memory import Memory
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import DTYPES, NAMES, read_tensors, write_tensors
+from mmattn.storage.tensor_cache import TensorVersion, autocast_dtype
 
 BANK = "mmattn-bank"
 #: Slots projected at a time.

@@ -51,8 +51,8 @@ def read_passages(
         tables, metadata = read_tensors(path, PASSAGES, mapped=mapped)
         if metadata.get("host") != host:
             raise AdapterFileError(
-                f"the passages in {str(path)!r} were read by a host with other weights: take the host that read them, "
-                "or read them again, PassageCache(model).add(…)"
+                f"the passages in {str(path)!r} were read by a host with other weights, config, LoRA or autocast: take "
+                "the host that read them, or read them again, PassageCache(model).add(…)"
             )
         has_windows = validated(f"has_windows in {str(path)!r}", bool, metadata.get("has_windows"))
         has_prefix = validated(f"has_prefix in {str(path)!r}", bool, metadata.get("has_prefix", False))
@@ -85,13 +85,13 @@ def _check_passages(
         "lengths": ((tables["lengths"].numel(),), torch.int64),
     }
     for site in adapter.sites:
-        kind = tables[f"keys.{site.layer}"].dtype
         assert site.heads is not None
         widths = {"keys": site.heads.head_dim, "values": site.heads.value_dim or site.heads.head_dim}
         for part, width in widths.items():
+            kind = tables[f"{part}.{site.layer}"].dtype  # of keys that are rotated wider than of values, under autocast
             expected[f"{part}.{site.layer}"] = ((total, site.heads.num_kv_heads, width), kind)
-        if not kind.is_floating_point or kind.itemsize == 1:
-            raise AdapterFileError(f"the keys in {str(path)!r} are {kind}, in which no host computes them")
+            if not kind.is_floating_point or kind.itemsize == 1:
+                raise AdapterFileError(f"the {part} in {str(path)!r} are {kind}, in which no host computes them")
     check_tensors(expected, tables)
     lengths, ids = tables["lengths"], tables["ids"]
     if not len(lengths) or int(lengths.min()) < 1 or int(lengths.max()) > total or int(lengths.sum()) != total:

@@ -231,4 +231,9 @@ def capture(
             use_cache=False,
             **fewest_logits(host),
         )
+    if not captured.keys:
+        raise ConditionError(
+            f"passages are read by adapter {name!r}, which is not active: call set_adapter({name!r}), outside "
+            "disable_adapter()"
+        )
     return captured

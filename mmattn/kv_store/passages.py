@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.language_models import check_ids, text_config
 from mmattn.adapters.passages import PassageLayers
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.interop.peft import active_lora
+from mmattn.hosts.host_state import HostState
 from mmattn.kv_store.passage_files import read_passages, write_passages
 from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage, PassageSelection, capture
 from mmattn.kv_store.passage_store import PassageStore
 from mmattn.progress import counted
-from mmattn.storage.fingerprints import fingerprint
 from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
@@ -99,8 +97,7 @@ class PassageCache:
         self._store = PassageStore(max_bytes, self._cost)
         self._ids: list[Ids] = []
         self._numbers: dict[Ids, int] = {}
-        self._version: TensorVersion | None = None
-        self._active: object = None
+        self._state: HostState | None = None
 
     def __len__(self) -> int:
         """Number of passages."""
@@ -133,7 +130,8 @@ class PassageCache:
         Raises:
             ConfigError: texts, and no tokenizer.
             ShapeError: a passage without tokens, or with ids beyond the host's vocabulary.
-            ConditionError: the host's weights have changed since it read the others.
+            ConditionError: the host computes otherwise than when it read the others, or the passage adapter is not
+                active.
         """
         tokens = [self._tokens(one) for one in passages]
         self.check_current()
@@ -181,9 +179,11 @@ class PassageCache:
             ConditionError: the host's weights have changed since it read them.
         """
         self.check_current()
+        self._remember()
         (passages,) = self.passages([self._ids])
         count = len(passages) - len(self._ids)
-        write_passages(path, passages[count:], self._fingerprint(), passages[:count])
+        assert self._state is not None
+        write_passages(path, passages[count:], self._state.digest, passages[:count])
 
     @classmethod
     def load(
@@ -207,23 +207,21 @@ class PassageCache:
             AdapterFileError: the file is torn, changed or something else, or another host has read them.
         """
         cache = cls(model, tokenizer)
-        prefix, passages = read_passages(path, cache._fingerprint(), cache._adapter(), mapped, cache._vocab_size())
+        cache._state, vocab_size = HostState(model.host), getattr(text_config(model.host), "vocab_size", None)
+        prefix, passages = read_passages(path, cache._state.digest, cache._adapter(), mapped, vocab_size)
         if prefix is not None:
             cache.prefix, cache._prefix = prefix.ids, prefix
-        cache._remember()
         cache._store.put(passages)
         cache._ids = [passage.ids for passage in passages]
         cache._numbers = {ids: number for number, ids in enumerate(cache._ids)}
         return cache
 
     def check_current(self) -> None:
-        """Raise ConditionError if a weight changed, or another LoRA became active, since the passages were read."""
-        if self._version is None:
-            return
-        if not self._version.holds(self.model.host.parameters()) or self._active != active_lora(self.model.host):
+        """Raise ConditionError if the host computes otherwise than when it read the passages."""
+        if self._state is not None and not self._state.holds():
             raise ConditionError(
-                f"the weights of {type(self.model.host).__name__} were changed since it read these {len(self)} "
-                "passages, or other LoRA adapters are active: make a new PassageCache(model) and add them again"
+                f"the weights, config, active LoRA adapters or autocast of {type(self.model.host).__name__} have "
+                f"changed since it read these {len(self)} passages: make a new PassageCache(model) and add them again"
             )
 
     def check(self, adapter: PassageLayers) -> None:
@@ -265,13 +263,12 @@ class PassageCache:
             yield read
 
     def _remember(self) -> None:
-        """Remember the weights of the host, once, and open the folder for them."""
-        if self._version is not None:
+        """Remember with what the host computes, once, and open the folder for it."""
+        if self._state is not None:
             return
-        self._version = TensorVersion(self.model.host.parameters())
-        self._active = active_lora(self.model.host)
+        self._state = HostState(self.model.host)
         if self._folder is not None:
-            host = f"{self._fingerprint()} {self._active} {self.prefix}"
+            host = f"{self._state.digest_here} {self.prefix}"
             folder, start = os.fspath(self._folder), len(self.prefix)
             self._store.folder = PassageFolder(folder, self._max_file_bytes, host, self._adapter(), start, self._cost)
 
@@ -291,12 +288,6 @@ class PassageCache:
     def _adapter(self) -> PassageLayers:
         return cast(PassageLayers, self.model.adapter(self.name))
 
-    def _fingerprint(self) -> str:
-        return fingerprint(self.model.host.state_dict())
-
-    def _vocab_size(self) -> int | None:
-        return getattr(text_config(self.model.host), "vocab_size", None)
-
     def _passage(self, number: int) -> Ids:
         if not 0 <= number < len(self._ids):
             raise IndexError(f"there is no passage {number}: this cache has {len(self)}, counted from 0")
@@ -310,12 +301,7 @@ class PassageCache:
         ids = tuple(torch.as_tensor(passage).flatten().tolist())
         if not ids:
             raise ShapeError("a passage has no tokens: leave it out")
-        size = self._vocab_size()
-        if size is not None and not 0 <= min(ids) <= max(ids) < size:
-            raise ShapeError(
-                f"a passage has ids from {min(ids)} to {max(ids)}, and the vocabulary of "
-                f"{type(self.model.host).__name__} has {size}: make them with the host's own tokenizer"
-            )
+        check_ids("a passage", ids, self.model.host)
         return ids
 
 

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.kv_store.gathered_memory import GatheredMemory, check_hits, is_int, memory_of_hits
@@ -31,6 +30,7 @@ from mmattn.kv_store.pages import (
     write_bank,
 )
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import TensorVersion
 
 
 class Bank:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, given_cache
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
-from mmattn.core.tensor_cache import autocast_dtype
-from mmattn.errors import ConditionError, ConfigError, check_int
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.generation import inputs_of
 from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below, lower_layers
 from mmattn.hosts.context import Keywords, Positional, step_of
+from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 FORMAT = "mmattn-hidden-states"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Entries of a config that change no hidden state.
-_NAMES = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
 #: Arguments on which the hidden states of a text do not depend, or that say where it begins.
 _ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "labels", "shift_labels"),
@@ -45,14 +42,6 @@ class HiddenStateCache:
     def __init__(self, lower: LowerLayers, folder: Path, dtype: torch.dtype | None, batch_size: int) -> None:
         self.lower, self.folder, self.dtype, self.batch_size = lower, folder, dtype, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
-        config: dict[str, object] = lower.reader.config.to_dict()
-        self._key = {
-            "layers": self.layers,
-            "config": {name: value for name, value in config.items() if name not in _NAMES},
-            "dtype": str(dtype),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-        }
 
     def before(
         self, reader: nn.Module, args: Positional, kwargs: dict[str, object]
@@ -95,7 +84,7 @@ class HiddenStateCache:
         rows = [row[real] for row, real in zip(texts.unpack(ids), texts.real, strict=True)]
         keys = [hashlib.sha256(row.cpu().numpy().astype("<i8").tobytes()).hexdigest() for row in rows]
         files = {key: folder / key[:2] / f"{key}.safetensors" for key in keys}
-        states = {key: read_tensors(file, FORMAT)[0]["states"] for key, file in files.items() if file.is_file()}
+        states = {key: _read(file) for key, file in files.items() if file.is_file()}
         missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in states}
         self.found, self.computed = self.found + len(keys) - len(missing), self.computed + len(missing)
         order = sorted(missing, key=lambda key: len(missing[key]))  # little padding
@@ -103,30 +92,53 @@ class HiddenStateCache:
             together = order[start : start + self.batch_size]
             computed = self.lower.compute([missing[key] for key in together])
             for key, one in zip(together, computed, strict=True):
-                states[key] = one.to("cpu", self.dtype, copy=True)
+                states[key] = one.to("cpu", self.dtype, copy=True), one.dtype
                 files[key].parent.mkdir(parents=True, exist_ok=True)
-                write_tensors(files[key], {"states": states[key]}, {"format": FORMAT})
-        like = self.lower.dtype
+                _write(files[key], *states[key])
         device = device_of(self.lower.layers[self.lower.count - 1])
-        flat = torch.zeros(ids.numel(), states[keys[0]].shape[1], device=device, dtype=like)
-        flat[texts.tokens.to(device)] = torch.cat([states[key].to(device, non_blocking=True) for key in keys]).to(like)
+        first, dtype = states[keys[0]]
+        flat = torch.zeros(ids.numel(), first.shape[1], device=device, dtype=dtype)
+        read = [states[key][0].to(device, non_blocking=True) for key in keys]
+        flat[texts.tokens.to(device)] = torch.cat(read).to(dtype)
         return flat.view(*ids.shape, -1)
 
     def _folder(self) -> Path:
         """Return the folder of the host as it is now, with a file for each text."""
-        count, device = count_below(self.lower.model), device_of(self.lower.reader)
+        count = count_below(self.lower.model)
         if count < self.layers:
             raise ConditionError(
                 f"hidden states after {self.layers} layers are cached, but something is trained in layer {count} by "
                 "now: attach adapters and a LoRA before the cache is opened"
             )
-        key = self._key | {
-            "weights": self.lower.fingerprint(),
+        key = {
+            "layers": self.layers,
+            "dtype": str(self.dtype),
             "attention": getattr(self.lower.reader.config, "_attn_implementation", None),
-            "autocast": str(autocast_dtype(device)),
-            "device": device.type,
+            "host": self.lower.state().digest_here,
         }
-        return self.folder / hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        return self.folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _write(file: Path, states: Tensor, dtype: torch.dtype) -> None:
+    """Write hidden states (l, d) that the host computed in a dtype, with the text and the host that they are of."""
+    metadata = {"format": FORMAT, "of": _of(file), "dtype": str(dtype).removeprefix("torch.")}
+    write_tensors(file, {"states": states}, metadata)
+
+
+def _read(file: Path) -> tuple[Tensor, torch.dtype]:
+    """Return hidden states (l, d) and the dtype in which the host computed them."""
+    with making_sense(file, "hidden states"):
+        tensors, metadata = read_tensors(file, FORMAT)
+        if metadata.get("of") != _of(file):
+            raise AdapterFileError(
+                f"{str(file)!r} holds the hidden states of another text or host: remove it, and they are computed again"
+            )
+        return tensors["states"], getattr(torch, validated("dtype", str, metadata["dtype"]))
+
+
+def _of(file: Path) -> str:
+    """Return the host and the text of a file, as its folder and its name say."""
+    return f"{file.parents[1].name}/{file.stem}"
 
 
 def _check_arguments(args: Positional, kwargs: Keywords, config: PretrainedConfig) -> Tensor:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import cache_name, device_of, given_cache
-from mmattn.core.tensor_cache import TensorVersion
-from mmattn.errors import ConditionError, TextError, check_int
+from mmattn.adapters.language_models import cache_name, check_ids, device_of, given_cache
+from mmattn.errors import ConditionError, ShapeError, TextError, check_int
 from mmattn.hosts.causal_lm.cache_memory import READ
 from mmattn.hosts.causal_lm.lower_layers import LowerLayers, lower_layers
 from mmattn.hosts.context import Keywords, Positional
+from mmattn.hosts.host_state import HostState
 from mmattn.hosts.keywords import signature_of
 from mmattn.hosts.probe import bare_forward, is_close
 
@@ -34,6 +34,8 @@ class PromptCache:
     def __init__(self, lower: LowerLayers, prompts: Sequence[Sequence[int]], last: int, batch_size: int) -> None:
         self.lower, self.host = lower, lower.model.host
         texts = list(dict.fromkeys(map(tuple, prompts)))
+        for text in texts:
+            check_ids("a prompt", text, self.host)
         number = {text: row for row, text in enumerate(texts)}
         self.length = max(map(len, texts)) - last
         ids = torch.zeros(len(texts), self.length + last, dtype=torch.long)
@@ -43,10 +45,15 @@ class PromptCache:
         device = device_of(lower.reader)
         self.ids, self.mask = ids.to(device), mask.to(device)
         self._rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
-        self._weights = TensorVersion(self.host.parameters())
+        self._state = HostState(self.host)
         #: By cache of a call the states from which it starts; None once it has run.
         self._calls: WeakKeyDictionary[object, Tensor | None] = WeakKeyDictionary()
-        parts = [self._read(rows) for rows in torch.arange(len(texts), device=device).split(batch_size)]
+        try:
+            parts = [self._read(rows) for rows in torch.arange(len(texts), device=device).split(batch_size)]
+        except IndexError as error:  # of embeddings of positions; on a CPU
+            raise ShapeError(
+                f"prompts of up to {self.length + last} tokens are longer than {type(self.host).__name__} has positions"
+            ) from error
         self.states, self.cache = torch.cat([states for states, _ in parts]), parts[0][1]
         for place, layer in enumerate(self.cache.layers[lower.count :], lower.count):
             layer.keys = torch.cat([cache.layers[place].keys for _, cache in parts])
@@ -62,8 +69,9 @@ class PromptCache:
             self._check_cache(cache)
             last = self._arguments(rows, slice(self.length, None), mask)
             states = self.lower.states_of(**last, **{cache_name(reader): copy.deepcopy(cache)})
-        for layer in cache.layers[: self.lower.count]:  # of these only the length is asked
+        for layer in cache.layers[: self.lower.count]:  # only the length is read
             layer.keys, layer.values = layer.keys[:1].clone(), layer.values[:1].clone()
+            layer.update = _refuse_update
         return states, cache
 
     def _check_cache(self, cache: Any) -> None:
@@ -89,8 +97,15 @@ class PromptCache:
 
         Args:
             rows: (b,) numbers of prompts.
+
+        Raises:
+            ShapeError: no rows.
+            IndexError: a prompt that is not there.
         """
-        chosen = self._rows[torch.as_tensor(rows, device=self._rows.device)]
+        numbers = torch.as_tensor(rows, device=self._rows.device)
+        if not numbers.numel():
+            raise ShapeError("a call reads at least one prompt, and rows is empty: give the numbers of some")
+        chosen = self._rows[numbers]
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         for number, layer in enumerate(cache.layers):
@@ -117,8 +132,11 @@ class PromptCache:
         checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in (reader, *self.lower.layers))
         if torch.compiler.is_compiling() or (reader.training and torch.is_grad_enabled() and checkpoints):
             raise ConditionError("a host that is compiled or checkpoints gradients cannot go on from cached prompts")
-        if any(one.requires_grad for one in self.host.parameters()) or not self._weights.holds(self.host.parameters()):
-            raise ConditionError("weights of the host have changed or are trained: read the prompts after that")
+        if any(one.requires_grad for one in self.host.parameters()) or not self._state.holds():
+            raise ConditionError(
+                "the host is trained, or its weights, config, LoRA or autocast have changed since it read the "
+                "prompts: open cached_prompts after that"
+            )
         self.lower.skip(states)
 
     @torch.no_grad()
@@ -135,9 +153,17 @@ class PromptCache:
             )
 
 
+def _refuse_update(*_: object, **__: object) -> NoReturn:
+    """Stand for the `update` of a lower layer's cache, which a host calls that does not start above the layer."""
+    raise ConditionError(
+        "arguments of cached prompts serve one call inside their block, and no copies of them do: take prompts[rows] "
+        "for each call"
+    )
+
+
 @contextlib.contextmanager
 def cached_prompts(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, last: int = 1, batch_size: int = 32
+    model: nn.Module, prompts: Sequence[Sequence[int]] | Tensor, *, last: int = 1, batch_size: int = 32
 ) -> Iterator[PromptCache]:
     """Read prompts once without a memory; inside the block a call reads their last tokens, which see the memory.
 
@@ -157,6 +183,7 @@ def cached_prompts(
             it goes on from a cached prompt (a probe of two prompts sees to it).
         ConfigError: no language model with adapters.
         TextError: no prompt, or one of `last` tokens or fewer.
+        ShapeError: ids beyond the vocabulary, or prompts longer than the host has positions.
 
     >>> import mmattn
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -169,6 +196,7 @@ def cached_prompts(
     torch.Size([2, 1, 97])
     """
     check_int("last", last), check_int("batch_size", batch_size)
+    prompts = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
     short = [row for row, prompt in enumerate(prompts) if len(prompt) <= last]
     if short or not len(prompts):
         raise TextError(f"prompts {short[:5]} have no token before the last {last}, which see the memory")

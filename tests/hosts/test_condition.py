@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
 from tests.hosts.memory_of_call import MemoryOfCall
@@ -197,6 +198,19 @@ def test_an_interrupted_forward_leaves_nothing(asked):
         handle.remove()
         assert torch.equal(body(ids).last_hidden_state, want)
         assert asked() == "none"
+
+
+@pytest.mark.parametrize("change", ["set_adapter", "delete_adapter"])
+def test_the_adapters_of_an_open_block_stay(asked, change):
+    """A block gives its memory to the adapters that were active where it began: others would be without, in silence."""
+    model = asked.model
+    model.add_adapter("second", mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=[1]))
+    with model.condition(asked.A):
+        with pytest.raises(ConditionError, match=f"{change} inside a condition block"):
+            getattr(model, change)("second")
+        assert asked() == "A", "a fresh adapter adds nothing"
+    assert model.active == ["default", "second"]
+    getattr(model, change)("second")
 
 
 # Asynchronous

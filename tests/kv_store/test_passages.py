@@ -73,7 +73,7 @@ def test_changed_weights_are_noticed() -> None:
     with torch.no_grad():
         model.host.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     for use in (lambda: answer(model, text(), memory=memory), lambda: passages.add([[7, 8]]), passages.check_current):
-        with pytest.raises(ConditionError, match="were changed since"):
+        with pytest.raises(ConditionError, match="have changed since"):
             use()
 
 

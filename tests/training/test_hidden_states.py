@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from mmattn import training
-from mmattn.errors import ConditionError
+from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.training import TextBatch, cached_hidden_states
 from tests import tiny
 
@@ -234,6 +234,50 @@ class TestNothingStale:
             got = [step(model, batch((0,))), off(), second()]
             assert cache.computed == 3
         assert all(map(same, got, want)) and not same(want[0], want[1]) and not same(want[0], want[2])
+
+    def test_autocast(self, tmp_path: Path) -> None:
+        """What the host computed under autocast serves only calls under autocast, in a block and in its folder."""
+        model = attach()
+
+        def under_autocast() -> Step:
+            with torch.autocast("cpu", torch.bfloat16):
+                return step(model, batch((0,)))
+
+        want = [step(model, batch((0,))), under_autocast()]
+        assert not same(*want)
+        for _ in range(2):
+            with cached_hidden_states(model, tmp_path) as cache:
+                got = [step(model, batch((0,))), under_autocast()]
+            assert all(map(same, got, want))
+        assert (cache.computed, cache.found) == (0, 2)
+
+    @torch.no_grad()
+    def test_another_dtype_inside_the_block(self, tmp_path: Path) -> None:
+        """Computed by the host as it is then, and found by a later block."""
+        model, given = attach(host=tiny.make("llama")).eval().to(torch.bfloat16), batch().kwargs()
+        real = given["attention_mask"].bool()
+        want = model(**given).logits[real]
+        for computed in (6, 0):
+            with cached_hidden_states(model.to(torch.float32), tmp_path) as cache:
+                model(**given)
+                logits = model.to(torch.bfloat16)(**given).logits[real]
+            assert cache.computed == computed
+            tiny.assert_close(logits, want, 6e-2)
+
+    def test_files_of_two_texts_that_were_exchanged(self, tmp_path: Path) -> None:
+        model = attach()
+        with cached_hidden_states(model, tmp_path):
+            step(model, batch((0,)))
+            step(model, batch((0,), seed=1))
+            one, other = sorted(tmp_path.rglob("*.safetensors"))
+            contents = one.read_bytes(), other.read_bytes()
+            one.write_bytes(contents[1])
+            other.write_bytes(contents[0])
+            with pytest.raises(AdapterFileError, match="another text or host"):
+                step(model, batch((0,)))
+            one.unlink()
+            other.unlink()
+            step(model, batch((0,)))
 
     def test_other_ids(self, tmp_path: Path) -> None:
         """Texts that begin or end alike, and a token that is also the padding, are texts of their own."""

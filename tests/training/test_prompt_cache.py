@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from peft.helpers import rescale_adapter_scale
 from torch import Tensor
 
 import mmattn
-from mmattn.errors import ConditionError, ConfigError, TextError
+from mmattn.errors import ConditionError, ConfigError, ShapeError, TextError
 from mmattn.training import cached_prompts
 from tests import tiny
 
@@ -97,14 +100,46 @@ def test_a_changed_or_trained_host_is_refused() -> None:
     weight = model.host.lm_head.weight
     with cached_prompts(model, texts()) as prompts:
         weight.requires_grad_()
-        with pytest.raises(ConditionError, match="weights of the host have changed or are trained"):
+        with pytest.raises(ConditionError, match="is trained, or its weights"):
             model(**prompts[[0, 1]], memory=memory)
         weight.requires_grad_(False).mul_(2)
-        with pytest.raises(ConditionError, match="weights of the host have changed"):
+        with pytest.raises(ConditionError, match="is trained, or its weights"):
             model(**prompts[[0, 1]], memory=memory)
     weight.requires_grad_()
     with pytest.raises(ConditionError, match="is trained, which changes"), cached_prompts(model, texts()):
         pass
+
+
+def test_arguments_of_a_block_serve_no_call_outside_it() -> None:
+    """Only the length of what the lower layers read is kept, so that a copy, or a later call, has no keys of theirs."""
+    model, memory = attach(), tiny.memory(2)
+    with cached_prompts(model, texts()) as prompts:
+        early, copied = prompts[[0, 1]], copy.deepcopy(prompts[[0, 1]])
+        with pytest.raises(ConditionError, match="inside their block"):
+            model(**copied, memory=memory)
+    for given in (early, prompts[[0, 1]]):
+        with pytest.raises(ConditionError, match="inside their block"):
+            model(**given, memory=memory)
+
+
+# peft 0.21 asks transformers by the old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", ["disabled", "scaled"])
+def test_another_lora_is_refused(change: str) -> None:
+    """Switched off, or with another scale, the LoRA of the host reads prompts otherwise."""
+    host = tiny.make("llama")
+    lora = peft.get_peft_model(host, peft.LoraConfig(r=3, target_modules=["k_proj", "v_proj"])).eval()
+    for name, parameter in lora.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+        parameter.requires_grad_(False)
+    model, memory = tiny.attach(host, layers=(1, 2)), tiny.memory(2)
+    with torch.no_grad(), cached_prompts(model, texts()) as prompts:
+        changed = lora.disable_adapter() if change == "disabled" else rescale_adapter_scale(lora, 0.25)
+        with changed, pytest.raises(ConditionError, match="LoRA or autocast have changed"):
+            model(**prompts[[0, 1]], memory=memory)
+        lora.requires_grad_(False)  # peft makes it trainable when it switches it on
+        assert model(**prompts[[0, 1]], memory=memory).logits.isfinite().all()
 
 
 def test_checkpointing_is_refused() -> None:
@@ -125,6 +160,8 @@ def test_checkpointing_is_refused() -> None:
         ({}, [], 1, TextError, "prompts .* have no token"),
         ({}, [[1, 2], [3]], 1, TextError, r"prompts \[1\] have no token before the last 1"),
         ({}, texts(), 0, ConfigError, "last"),
+        ({}, [[1, 2, tiny.VOCAB]], 1, ShapeError, f"ids from 1 to {tiny.VOCAB}"),
+        ({"family": "gpt2"}, [[1] * 131], 1, ShapeError, "of up to 131 tokens are longer"),
         ({"layers": (0,), "position": "before"}, texts(), 1, ConditionError, "below all trained ones"),
         ({"family": "mamba"}, texts(), 1, ConditionError, "does not cache keys and values of each layer"),
     ],

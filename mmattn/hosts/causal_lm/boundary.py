@@ -16,11 +16,11 @@ from torch import Tensor
 
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
-from mmattn.core.tensor_cache import TensorVersion
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
 from mmattn.hosts.replaced import Method, replace_method
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import TensorVersion
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Arguments, Call, ForwardStep
-from mmattn.hosts.interop.peft import active_lora, inner_host
+from mmattn.hosts.host_state import HostState
+from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.probe import bare_forward, is_close, output_of, relative_error, text_inputs, unreached
 from mmattn.hosts.recomputation import refuse_reentrant
 
@@ -262,9 +263,9 @@ class HostEmbeddingReader:
         """Return the weights of the host."""
         return self.model.host.parameters()
 
-    def state(self) -> Hashable:
-        """Return the active LoRA adapters."""
-        return active_lora(self.model.host)
+    def unchanged(self) -> Callable[[], bool]:
+        """Return a function that tells whether the host still computes as it does now."""
+        return HostState(self.model.host).holds
 
     def read(
         self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor

@@ -6,8 +6,7 @@ No adapter acts there and nothing is trained there, so the hidden states are a f
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,16 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
-from mmattn.core.tensor_cache import ModuleVersion, TensorVersion
 from mmattn.errors import ConditionError, ConfigError, MmattnError
 from mmattn.hosts.base import adapted
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.context import LayerOutput
-from mmattn.hosts.interop.peft import active_lora, has_peft, inner_host
+from mmattn.hosts.host_state import HostState
+from mmattn.hosts.interop.peft import has_peft, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.hosts.replaced import wrapped_forwards
-from mmattn.storage.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,10 +49,9 @@ class LowerLayers:
         host: PreTrainedModel = inner_host(model.host)
         # OPT calls the decoder inside its base model.
         self.reader: PreTrainedModel = host.get_decoder() or host.base_model
-        #: Number of outputs of each layer, None for a tensor; and the dtype of hidden states.
+        #: Number of outputs of each layer, None for a tensor.
         self.outputs: list[int | None] = []
-        self.dtype = torch.float32
-        self._fingerprint: tuple[ModuleVersion, TensorVersion, list[Tensor], object, str] | None = None
+        self._state: HostState | None = None
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
         """Let forwards skip these layers inside the block; they are run unless `skip` says otherwise."""
@@ -127,33 +124,11 @@ class LowerLayers:
         upper = {part for layer in self.layers[self.count :] for part in layer.modules()}
         return {name: part for name, part in self.reader.named_modules() if part not in upper}
 
-    def fingerprint(self) -> str:
-        """Return a sha256 of their weights and of the active LoRA; computed again when one has changed."""
-        lower = self.modules()
-        lora = tuple(one for one in active_lora(self.reader) if one[0] in lower)
-        if self._fingerprint is not None:
-            modules, version, tensors, earlier, digest = self._fingerprint
-            if modules.holds() and version.holds(tensors) and lora == earlier:
-                return digest
-        # Weights that accelerate has offloaded are new tensors after every call, from a file that does not change.
-        resident = [part for part in lower.values() if not getattr(getattr(part, "_hf_hook", None), "offload", False)]
-        tensors = [value for part in resident for value in _frozen(part).values()]
-        versions = ModuleVersion(resident), TensorVersion(tensors)
-        digests = [f"{name} {fingerprint(_frozen(part))}" for name, part in lower.items()]  # one module in memory
-        digest = hashlib.sha256("\n".join([*digests, str(lora)]).encode()).hexdigest()
-        self._fingerprint = (*versions, tensors, lora, digest)
-        return digest
-
-
-def _frozen(part: nn.Module) -> dict[str, Tensor]:
-    """Return frozen weights and buffers of a module itself; offloaded ones are loaded."""
-    tensors: dict[str, object] = {}
-    # Scales of quantised weights are neither parameters nor buffers, but part of the state dict.
-    part._save_to_state_dict(tensors, "", keep_vars=True)
-    tensors |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-    frozen = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and not value.requires_grad}
-    offloaded: Mapping[str, Tensor] | None = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
-    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in frozen.items()}
+    def state(self) -> HostState:
+        """Return with what they compute now: the same object until that changes."""
+        if self._state is None or not self._state.holds():
+            self._state = HostState(self.reader, self.modules())
+        return self._state
 
 
 def count_below(model: AdaptedCausalLM) -> int:
@@ -254,7 +229,6 @@ def _record(lower: LowerLayers, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
             f"the layers of {name} are not run once each, one after the other, on hidden states (b, l, d), so these "
             "cannot be cached"
         )
-    lower.dtype = states.dtype
     return whole, states
 
 

@@ -18,13 +18,13 @@ from typing_extensions import Self
 from mmattn.core.attention import attend
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import autocast_dtype
 from mmattn.errors import ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, Keywords, Positional
 from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads
 from mmattn.hosts.diffusion.heads import head_size, query_heads, split_heads, weight_of
 from mmattn.hosts.ownership import forget_compiled
+from mmattn.storage.tensor_cache import autocast_dtype
 
 if TYPE_CHECKING:
     from diffusers.models.attention_processor import Attention

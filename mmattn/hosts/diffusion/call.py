@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.protocols import View
-from mmattn.core.tensor_cache import TensorCache
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
 from mmattn.hosts.diffusion.scale import Grid, over_queries
+from mmattn.storage.tensor_cache import TensorCache
 
 #: What an attention layer or a block returns: the picture, or a tuple with it.
 Output = Tensor | tuple[Tensor, ...]

@@ -87,15 +87,6 @@ def inner_host(host: nn.Module) -> nn.Module:
     return host if base is None else base()
 
 
-def active_lora(host: nn.Module) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
-    """Return the LoRA adapters of peft that are active, by layer."""
-    return tuple(
-        (name, tuple(getattr(part, "active_adapters", ())), bool(getattr(part, "disable_adapters", False)))
-        for name, part in host.named_modules()
-        if hasattr(part, "active_adapters") and hasattr(part, "base_layer")
-    )
-
-
 def _is_of_peft(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "peft"
 

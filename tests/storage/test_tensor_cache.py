@@ -5,7 +5,7 @@ import torch
 
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tensor_cache import TensorVersion
+from mmattn.storage.tensor_cache import TensorVersion
 
 
 @pytest.mark.parametrize(

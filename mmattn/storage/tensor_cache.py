@@ -9,17 +9,29 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 T = TypeVar("T")
 #: Computed values by key, each of the type that its key has.
 Values = dict[Hashable, Any]
 
 
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler
+def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Count a step as an edit of the parameters: kernels of fused optimizers write to them without counting."""
+    increment_version([one for group in optimizer.param_groups for one in group["params"] if one.grad is not None])
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 class TensorVersion:
     """The state of some tensors: tells later whether one was edited in place or given other storage.
 
-    Storage is held, so that its address cannot come back with other contents. An edit through `tensor.data` goes
-    unnoticed: torch does not count it.
+    Storage is held, so that its address cannot come back with other contents. Steps of optimizers are edits. An edit
+    through `tensor.data`, such as `tensor.data.copy_`, goes unnoticed: torch does not count it.
 
     Args:
         tensors: the tensors.
@@ -49,7 +61,7 @@ def _state(tensors: list[Tensor]) -> list[list[object]]:
 
 
 class ModuleVersion:
-    """The sub-modules and parameters of some modules: tells later whether one was taken out or replaced.
+    """The sub-modules, parameters and buffers of some modules: tells later whether one was taken out or replaced.
 
     Args:
         modules: each for itself; its sub-modules have to be among them.
@@ -64,7 +76,8 @@ class ModuleVersion:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owners = [owner for one in modules for owner in (one._modules, one._parameters) if owner]
+        parts = ((one._modules, one._parameters, one._buffers) for one in modules)
+        owners = [owner for part in parts for owner in part if owner]
         self._contents = [(owner, tuple(owner.values())) for owner in owners]
 
     def holds(self) -> bool:

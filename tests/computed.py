@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -99,12 +101,15 @@ def outcome(cache: Cache, change: Change, folder: Path, **options: Any) -> str:
             off = distance(want, before)
             if off > CLOSE if change.is_equal else off < VISIBLE:
                 raise NotAPair(f"{change.name} changes the answer by {off:.2g}")
-            with change.made(subject):
-                found = _compared(ask, want)
-            is_for_a_while = change.apply(_adapted(cache, options)) is not None
-            if is_for_a_while:
+            try:
+                block = change.apply(subject)
+                with block or nullcontext():
+                    found = _compared(ask, want)
+            except MmattnError as refused:  # the change itself
+                return type(refused).__name__
+            if block is not None:
                 _compared(ask, before)
-        if is_for_a_while:
+        if block is not None:
             with ExitStack() as stack:
                 subject = _adapted(cache, options)
                 with change.made(subject):
@@ -126,6 +131,29 @@ def outcome_of_files(cache: Cache, folder: Path, first: dict[str, Any], second: 
             raise NotAPair(f"{second} changes the answer by {off:.2g}")
         with cache.open(other, folder / "old") as ask:
             return _compared(ask, want)
+
+
+def all_of(cases: Mapping[str, Callable[[Path], object]], folder: Path, least: int) -> None:
+    """Run many small cases and tell all faults together; those that are no pair do not count.
+
+    Args:
+        cases: each is given a folder of its own.
+        folder: for these.
+        least: how many must count.
+    """
+    faults, count = [], 0
+    for name, run in cases.items():
+        place = Path(mkdtemp(dir=folder))
+        try:
+            run(place)
+            count += 1
+        except NotAPair:
+            pass
+        except AssertionError as fault:
+            faults.append(f"{name}: {str(fault).splitlines()[0]}")
+        shutil.rmtree(place)
+    assert not faults, "\n".join(faults)
+    assert count >= least, f"{count} of {len(cases)} cases change an answer"
 
 
 def distance(got: Tensor, want: Tensor) -> float:

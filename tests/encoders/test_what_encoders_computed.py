@@ -6,12 +6,10 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,8 +17,8 @@ import mmattn
 from mmattn.data.row import Row
 from mmattn.data.row_memories import RowMemories
 from mmattn.encoders import HybridEncoder, NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
-from tests.computed import Ask, Cache, Change, NotAPair, Subject, outcome, outcome_of_files
-from tests.computed_changes import WAYS, config_changes, setting_changes
+from tests.computed import Ask, Cache, Change, Subject
+from tests.computed_changes import WAYS, setting_changes
 from tests.data.encoded_rows import Eye
 from tests.tiny_texts import save_encoder
 
@@ -77,7 +75,9 @@ def style() -> Subject:
 def _scores(index: mmattn.Index, encoder: Any) -> Tensor:
     hits = index.search(QUERIES, top_k=len(TEXTS), encoder=encoder)
     order = torch.tensor([sorted(range(len(ids)), key=ids.__getitem__) for ids in hits.ids])
-    return torch.cat([hits.scores.gather(1, order), hits.vectors.gather(1, order[..., None].expand_as(hits.vectors)).flatten(1)], 1)
+    return torch.cat(
+        [hits.scores.gather(1, order), hits.vectors.gather(1, order[..., None].expand_as(hits.vectors)).flatten(1)], 1
+    )
 
 
 @contextmanager

@@ -20,9 +20,13 @@ from mmattn.hosts import PassageCache
 from mmattn.training import cached_hidden_states, cached_prompts
 from tests import tiny, tiny_unets
 from tests.adapters.composed import composed_hosts
-from tests.computed import Ask, Cache, Subject
+from tests.computed import Ask, Cache, Subject, distance
 from tests.computed_changes import add
 
+#: Hosts of each build.
+FAMILIES = (
+    *("llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "granite", "smollm3", "cohere", "glm"),
+)
 IDS = tiny.text(2, 13)
 PASSAGES = [[8, 9, 10, 11, 12, 70, 71, 72, 73, 74, 75], [40, 33, 12, 13, 50, 51, 52, 53, 54, 55, 56, 57, 58]]
 PROMPTS = [[5, 6, 7, 8, 20, 21, 22, 23, 24, 25, 26], [50, 60, 70]]
@@ -123,6 +127,26 @@ def fill(host: Any, seed: int = 5) -> None:
             if "lora_B" in name and not up.any():
                 for weight in (up, weights[name.replace("lora_B", "lora_A")]):
                     weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4)
+
+
+def _answers(family: str, change: Callable[[Subject], object] | None = None, **settings: Any) -> Tensor | None:
+    """The logits of the bare host of a family with one change; None where it cannot run so."""
+    try:
+        subject = lm(family, **settings)
+        if change is not None:
+            change(subject)
+        with torch.no_grad():
+            logits: Tensor = subject.host(IDS).logits
+        return logits if torch.isfinite(logits).all() else None
+    except Exception:  # transformers judges its own config
+        return None
+
+
+def is_heard(family: str, change: Callable[[Subject], object] | None = None, **settings: Any) -> bool:
+    """Return whether a change of a bare host, or another setting of its config, changes its logits."""
+    before, after = _answers(family), _answers(family, change, **settings)
+    assert before is not None
+    return after is not None and after.shape == before.shape and distance(after, before) > 1e-3
 
 
 # Questions -----------------------------------------------------------------------------------------------------------
@@ -242,7 +266,9 @@ def _passage_folder_alone(subject: Subject, folder: Path) -> Iterator[Ask]:
 
 
 @contextmanager
-def _passage_file(subject: Subject, folder: Path, prefix: Any = (), again: int = 0, mapped: bool = False) -> Iterator[Ask]:
+def _passage_file(
+    subject: Subject, folder: Path, prefix: Any = (), again: int = 0, mapped: bool = False
+) -> Iterator[Ask]:
     file = folder / "saved"
 
     def ask() -> Tensor:

@@ -138,6 +138,8 @@ class OpenBlocks:
     def __init__(self) -> None:
         #: Open `condition` blocks, in any thread.
         self.conditions: list[Block] = []
+        #: The blocks of the graph that is being traced, whose compiler reads the variable and cannot set it.
+        self.traced: tuple[Block, ...] = ()
         self._warned = False
 
     def conditioned(self, call: Call | None, is_condition: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -151,6 +153,13 @@ class OpenBlocks:
     @contextlib.contextmanager
     def _opened(self, block: Block, of_caller: bool) -> Iterator[None]:
         """Open a block; one of the caller's code, not of a call with `memory=`, may be beneath a generator."""
+        if torch.compiler.is_dynamo_compiling():
+            outer, self.traced = self.traced, (*self.traced, block)
+            try:
+                yield
+            finally:
+                self.traced = outer
+            return
         traced = torch.compiler.is_compiling()
         if of_caller and not traced:
             block.thread, block.generator = threading.get_ident(), _generator_around(sys._getframe(1))
@@ -177,7 +186,10 @@ class OpenBlocks:
         """Return the memory of a call made here: that of the innermost block of this context."""
         is_set, call = False, None
         disabled: frozenset[str] = frozenset()
-        for block in reversed(_BLOCKS.get()):
+        blocks = _BLOCKS.get()
+        if torch.compiler.is_dynamo_compiling():
+            blocks += self.traced
+        for block in reversed(blocks):
             if block.home is self and block.is_open:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)

@@ -85,6 +85,57 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     assert seen == [seen[0]] * len(seen), f"graphs after each step: {seen}"
 
 
+KINDS = {
+    "tensor": lambda model, memory: memory.tokens,
+    "memory": lambda model, memory: memory,
+    "unchecked": lambda model, memory: mmattn.Memory(memory.tokens, memory.mask, check_finite=False),
+    "prepared": lambda model, memory: model.prepare(memory),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensor", *(pytest.param(one, marks=pytest.mark.slow) for one in KINDS if one != "tensor")]
+)
+@torch.no_grad()
+def test_the_adapted_model_is_one_graph_for_each_kind_of_memory(dynamo, kind):
+    """Invariant 7005: given by keyword, each time another object of another length: two graphs, one for all lengths."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    fast = torch.compile(model, backend=dynamo, fullgraph=True)
+    for slots in (5, 2, 11, 13):
+        memory = KINDS[kind](model, tiny.memory(ROWS, slots, seed=slots))
+        assert_close(fast(ids, memory=memory).logits, model(ids, memory=memory).logits)
+    assert dynamo.frame_count == 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_blocks_around_and_inside_the_graph_of_the_adapted_model(dynamo):
+    """Invariant 7005: as without a compiler, and nothing is left of a block that was opened inside."""
+    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    with_memory, bare = model(ids, memory=memory).logits, model(ids).logits
+    assert differs(with_memory, bare)
+    fast = torch.compile(model, backend=dynamo, fullgraph=True)
+
+    @torch.compile(backend=dynamo, fullgraph=True)
+    def inside(tokens):
+        with model.condition(tokens):
+            seen = model.host(ids).logits
+            with model.disable_adapter():
+                return seen, model(ids, memory=tokens).logits
+
+    for found, want in zip(inside(memory.tokens), (with_memory, bare), strict=True):
+        assert_close(found, want)
+    assert_close(fast(ids).logits, bare)
+    with model.condition(memory):
+        assert_close(fast(ids).logits, with_memory)
+        with model.condition(None):
+            assert_close(fast(ids).logits, bare)
+            assert_close(fast(ids, memory=memory).logits, with_memory)
+        with model.disable_adapter():
+            assert_close(fast(ids, memory=memory).logits, bare)
+    assert_close(model(ids).logits, bare)
+
+
 class Graphs:
     """A backend that keeps what it was asked to compile."""
 

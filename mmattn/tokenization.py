@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import secrets
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -12,7 +18,53 @@ from mmattn.errors import ConfigError, TextError, check_int
 
 if TYPE_CHECKING:
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+    from tokenizers import AddedToken
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class _Copy(NamedTuple):
+    """A private copy of a fast tokenizer, and what the original was when it was made."""
+
+    tokenizer: PreTrainedTokenizerBase
+    state: object
+    lock: Lock
+
+
+#: Stands for the special token of this id where other spellings of it are plain text; no text can contain it.
+_STAND_IN = f"\ue000{secrets.token_hex(8)}-{{}}\ue001"
+_COPIES: WeakKeyDictionary[PreTrainedTokenizerBase, _Copy] = WeakKeyDictionary()
+_COPYING = Lock()
+
+
+def call_tokenizer(tokenizer: PreTrainedTokenizerBase, *texts: Any, **options: Any) -> Any:
+    """Return what `tokenizer(*texts, **options)` returns, without a change that another thread could see.
+
+    A fast tokenizer is one object for all threads, and padding, truncation and `split_special_tokens` of a call are
+    settings of that object: a private copy is called in its place.
+    """
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return tokenizer(*texts, **options)
+    private = _private(tokenizer)
+    with private.lock:
+        return private.tokenizer(*texts, **options)
+
+
+def _private(tokenizer: PreTrainedTokenizerBase) -> _Copy:
+    """Return the private copy of a fast tokenizer, made anew where the original has changed."""
+    state = _state(tokenizer)
+    with _COPYING:
+        private = _COPIES.get(tokenizer)
+        if private is None or private.state != state:
+            private = _COPIES[tokenizer] = _Copy(copy.deepcopy(tokenizer), state, Lock())
+    return private
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> object:
+    """Return what ids depend on, without reading the vocabulary itself."""
+    backend: Any = tokenizer.backend_tokenizer
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor, tokenizer.special_tokens_map)
+    sides = (tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length)
+    return len(tokenizer), *map(repr, parts), *sides
 
 
 def check_text(texts: str | Iterable[str]) -> list[str]:
@@ -53,16 +105,12 @@ def tokenize(
     if not checked:
         return [], []
     options: dict[str, object] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    rows = [list(row) for row in tokenizer(checked, **options)["input_ids"]]
+    rows = [list(row) for row in call_tokenizer(tokenizer, checked, **options)["input_ids"]]
     special = {*tokenizer.all_special_ids, *reserved} - {tokenizer.unk_token_id}
     for number, row in enumerate(rows):
         found = special.intersection(row)
         if found:
-            token = tokenizer.convert_ids_to_tokens(min(found))
-            raise TextError(
-                f"text {number} spells the token {token!r}, which stands for something else here; take it out of the "
-                "text, or add it to the tokenizer as a special token: add_special_tokens([...])"
-            )
+            raise _spells(f"text {number}", tokenizer, min(found))
     before, after = _ends(tokenizer, options) if add_special_tokens else ([], [])
     extra = len(before) + len(after)
     if max_length is not None and max_length < extra:
@@ -73,9 +121,63 @@ def tokenize(
     return [before + row + after for row in rows], cut
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the special tokens of a tokenizer with their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return {str(token): number for number, token in added if token.special} | dict(named)
+
+
+def ids_with_plain(tokenizer: PreTrainedTokenizerBase, text: str, plain: Container[int]) -> list[int]:
+    """Return the ids of a text with its special tokens; those that begin at the places `plain` stay plain text.
+
+    Raises:
+        TextError: a special token whose plain text the tokenizer cannot spell otherwise.
+    """
+    special = special_ids(tokenizer)
+    known = set(special.values()) - {tokenizer.unk_token_id}
+    pattern = special_pattern(special)
+    tokens = [match[0] for match in pattern.finditer(text) if match.start() not in plain]
+    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+    ids = list(call_tokenizer(tokenizer, text, **options)["input_ids"])
+    more = Counter(one for one in ids if one in known) - Counter(special[token] for token in tokens)
+    if more and getattr(tokenizer, "backend_tokenizer", None) is not None:
+        private, names = _private(tokenizer), {token: _STAND_IN.format(special[token]) for token in tokens}
+        renamed = pattern.sub(lambda match: match[0] if match.start() in plain else names[match[0]], text)
+        with private.lock:
+            private.tokenizer.add_tokens([_stand_in(tokenizer, special[token], names[token]) for token in names])
+            ids = list(private.tokenizer(renamed, split_special_tokens=True, **options)["input_ids"])
+            back = {private.tokenizer.convert_tokens_to_ids(name): special[token] for token, name in names.items()}
+        more, ids = Counter(known.intersection(ids)), [back.get(one, one) for one in ids]
+    if more:
+        raise _spells("the text", tokenizer, min(more))
+    return ids
+
+
+def special_pattern(special: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of all special tokens; the longest counts where several begin."""
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+
+def _stand_in(tokenizer: PreTrainedTokenizerBase, token: int, name: str) -> AddedToken:
+    """Return a token of another name that takes the blanks beside it as a special token does."""
+    from tokenizers import AddedToken
+
+    flags = tokenizer.added_tokens_decoder.get(token, AddedToken(name, normalized=False))
+    about = {key: getattr(flags, key) for key in ("single_word", "lstrip", "rstrip", "normalized")}
+    return AddedToken(name, special=False, **about)
+
+
+def _spells(text: str, tokenizer: PreTrainedTokenizerBase, token: int) -> TextError:
+    return TextError(
+        f"{text} spells the token {tokenizer.convert_ids_to_tokens(token)!r}, which stands for something else here; "
+        "take it out of the text, or add it to the tokenizer as a special token: add_special_tokens([...])"
+    )
+
+
 def _ends(tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> tuple[list[int], list[int]]:
-    bare = list(tokenizer("a", **options)["input_ids"])
-    full = list(tokenizer("a", **options | {"add_special_tokens": True})["input_ids"])
+    bare = list(call_tokenizer(tokenizer, "a", **options)["input_ids"])
+    full = list(call_tokenizer(tokenizer, "a", **options | {"add_special_tokens": True})["input_ids"])
     start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
     return full[:start], full[start + len(bare) :]
 
@@ -130,7 +232,9 @@ class ClipTokenizer:
         return ids
 
     def _lengths(self, texts: list[str]) -> list[int]:
-        if hasattr(self.inner, "encode"):
+        if not texts or hasattr(self.inner, "encode"):
             return [len(self.inner.encode(text)) + 2 for text in texts]
         cleaned = [getattr(self.inner, "clean_fn", str)(text) for text in texts]
-        return [len(row) for row in self.inner.tokenizer(cleaned, verbose=False)["input_ids"]] if texts else []
+        return (
+            list(map(len, call_tokenizer(self.inner.tokenizer, cleaned, verbose=False)["input_ids"])) if texts else []
+        )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mmattn.adapters.token_spans import retokenize
 from mmattn.errors import TextError
+from mmattn.pipelines.templates import chat_ids, template_ids
+from mmattn.retrieval.chunking import chunk
+from mmattn.retrieval.rerank import Reranker
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
+from tests.tiny_texts import save_encoder
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +59,50 @@ def test_the_tokenizers_own_ends_stand_around_the_text_only(tokenizer: PreTraine
         tokenize(tokenizer, "a", 1, add_special_tokens=True)
 
 
-def test_the_tokenizer_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast) -> None:
-    before = tokenizer("a </s> b")["input_ids"]
-    tokenize(tokenizer, "a </s> b")
-    assert tokenizer("a </s> b")["input_ids"] == before
+def _ways(folder: Path, tokenizer: Any) -> dict[str, Callable[[], object]]:
+    """What reads a text with a tokenizer that it was given."""
+    reranker = Reranker(save_encoder(folder, labels=1))
+    reranker.tokenizer = tokenizer
+    ids = torch.tensor([tokenizer("the woods", add_special_tokens=False)["input_ids"]])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}</s>"
+    return {
+        "texts": lambda: tokenize(tokenizer, ["a </s> b", "the woods"], 5, add_special_tokens=True),
+        "a template": lambda: template_ids(tokenizer, "<s>{question}</s>", {"{question}": "a </s> b"}),
+        "a conversation": lambda: chat_ids(tokenizer, [{"role": "user", "content": "a </s> b"}]),
+        "chunks": lambda: chunk(["the woods in spring"], 5, tokenizer=tokenizer),
+        "a reranker": lambda: reranker(["the woods"], [["a </s> b", "the bluebell"]]),
+        "two tokenizers": lambda: retokenize(ids, torch.ones_like(ids).bool(), tokenizer, tokenizer),
+    }
+
+
+@pytest.mark.parametrize("way", ["texts", "a template", "a conversation", "chunks", "a reranker", "two tokenizers"])
+def test_a_tokenizer_keeps_its_settings(tokenizer: PreTrainedTokenizerFast, way: str, tmp_path: Path) -> None:
+    """Invariant 4003: settings of a call of the user's stay as they are, for they are those of all threads."""
+    tokenizer = copy.deepcopy(tokenizer)
+    read = _ways(tmp_path, tokenizer)[way]
+    before = read()
+    options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": 7}
+    for split in (True, False):
+        tokenizer(["a </s> b", "the woods in spring"], split_special_tokens=split, **options)
+        backend = tokenizer.backend_tokenizer
+        state = backend.padding, backend.truncation, backend.encode_special_tokens
+        assert state[0] is not None and state[1] is not None and state[2] is split
+        assert repr(read()) == repr(before)
+        assert (backend.padding, backend.truncation, backend.encode_special_tokens) == state
+
+
+def test_a_tokenizer_that_changes_is_read_anew(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Invariant 4003: tokens, ends and normalizers that come later count."""
+    tokenizer = copy.deepcopy(tokenizer)
+    (before,), _ = tokenize(tokenizer, "the Woods <picture>", add_special_tokens=True)
+    tokenizer.add_tokens(["<picture>"])
+    (ids,), _ = tokenize(tokenizer, "the Woods <picture>", add_special_tokens=True)
+    assert tokenizer.convert_tokens_to_ids("<picture>") in ids and len(ids) < len(before)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    (lower,), _ = tokenize(tokenizer, "the Woods <picture>", add_special_tokens=True)
+    assert lower == tokenizer("the woods <picture>")["input_ids"] != ids
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    assert tokenize(tokenizer, "the Woods <picture>", add_special_tokens=True)[0] == [lower[1:-1]]
 
 
 def test_a_reserved_word_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:

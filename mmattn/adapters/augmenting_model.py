@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmattn.adapters.key_rotation import Rotations, read_rotations
 from mmattn.adapters.language_models import (
     cache_name,
+    call_by_name,
     depth_of,
     device_of,
     embeddings_of,
@@ -199,8 +200,9 @@ class AugmentingModel:
             raise ConfigError(
                 "spans of characters come from two fast tokenizers (is_fast), the host's and that of the lm"
             )
-        # The head is not needed.
-        self._body: nn.Module = getattr(lm, "base_model", lm)
+        # The head is not needed, and LoRA stands in the model that peft wraps.
+        inner: Any = getattr(lm, "get_base_model", lambda: lm)()
+        self._body: nn.Module = getattr(inner, "base_model", inner)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._cache_name = cache_name(self._body)
         self._check_eval()
@@ -282,7 +284,7 @@ class AugmentingModel:
         layers: list[tuple[Tensor, Tensor]] = []
         if self.caches:
             with torch.inference_mode(False), torch.no_grad():
-                out = self._body(**inputs, **{self._cache_name: new_cache()}, use_cache=True)
+                out = call_by_name(self._body, **inputs, **{self._cache_name: new_cache()}, use_cache=True)
             cached = getattr(given_cache(out), "layers", ())
             layers = [(one.keys, one.values) for one in cached if hasattr(one, "keys")]
         if len(layers) != self.depth or any(keys is None or keys.shape[2] != ids.shape[1] for keys, _ in layers):
@@ -296,7 +298,9 @@ class AugmentingModel:
         """Prove with two texts of two tokens that the first token's state does not depend on the second token."""
         ids = torch.tensor([[1, 1], [1, 0]], device=device_of(embeddings_of(self.lm)))
         with torch.inference_mode(False), torch.no_grad():
-            out = self._body(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+            out = call_by_name(
+                self._body, input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True
+            )
         one, other = out.hidden_states[-1][:, 0]
         rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
         if bool(((one - other).abs() > rounding).any()):
@@ -358,7 +362,9 @@ class AugmentingModel:
             if self._positions:
                 inputs["position_ids"] = token_places(real)[:, past:]
             cache = earlier.cache if earlier is not None else new_cache() if keep else None
-            out = self._body(**inputs, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True)
+            out = call_by_name(
+                self._body, **inputs, **{self._cache_name: cache}, use_cache=keep, output_hidden_states=True
+            )
             # Hidden states begin with the embeddings.
             states = {layer: out.hidden_states[layer + 1] for layer in layers}
             for new in states.values():

@@ -74,6 +74,11 @@ class AdapterLayers(Reader):
         self.places = [(layer, self.position) for layer in self.layers]
         self.name = "default"
 
+    @property
+    def adapter_config(self) -> AdapterConfig:
+        """The settings, under the name of their entry in a state dict: torch's DCP looks up the name of every entry."""
+        return self.config
+
     def _add_reader(self, norm: bool | None, resampler: Resampler | None = None) -> None:
         """Add the norm and the resampler of a memory, as the settings have them."""
         if norm:

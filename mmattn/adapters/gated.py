@@ -8,7 +8,7 @@ With x (b, l, d) the output of a host layer, M (b, m, e) the memory and α, β g
 Departures from the paper: the block comes after a host layer instead of before the next one (the same point of the
 stack; `position="before"` has it the other way); a gate may be one number, one per head or one per channel; the memory
 is normalised once for all layers; a token that may attend to nothing passes through bit for bit, feed-forward included.
-Norms, position and feed-forward can be those of the models that followed: see `pretrained.py`.
+Norms, position and feed-forward can be those of the models that followed: see `published_gated.py`.
 """
 
 from __future__ import annotations

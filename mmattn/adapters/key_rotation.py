@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.errors import AttachError
 
 #: By how many positions the text is moved: far enough that slow frequencies are told apart.
@@ -61,6 +62,11 @@ def read_rotations(
     """Return the rotation of the keys of each layer with their positions."""
     length = positions.shape[1]
     distance = max(min(DISTANCE, (max_positions or length + DISTANCE) - length), 1)
+    if is_on_disk(host):
+        raise AttachError(
+            f"the rotary frequencies of {type(host).__name__} are on the disk, and its keys are turned by them: leave "
+            "offload_to_disk_path out, or attach before apply_group_offloading"
+        )
     has_frequencies = any(name.endswith("inv_freq") for name, _ in host.named_buffers())
     longer = keys_at(torch.cat([positions, positions[:, :1] + BEYOND], 1)) if has_frequencies else {}
     here, there = keys_at(positions), keys_at(positions + distance)

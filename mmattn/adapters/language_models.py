@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,10 +69,17 @@ def given_cache(values: Mapping[str, object]) -> object:
     >>> given_cache({"input_ids": [1, 2], "cache": "of the text so far"})
     'of the text so far'
     """
-    return next((values[name] for name in CACHE_NAMES if values.get(name) is not None), None)
+    # Asked for by the names that are there: outputs of transformers log that a name is deprecated when they are asked.
+    return next((values[name] for name in values if name in CACHE_NAMES and values[name] is not None), None)
+
+
+def call_by_name(model: Callable[..., Any], **kwargs: object) -> Any:
+    """Call a model and return its outputs by name, also where its config says return_dict=False."""
+    by_name = getattr(getattr(model, "config", None), "return_dict", True)
+    return model(**kwargs) if by_name else model(**kwargs, return_dict=True)
 
 
 def cache_name(model: nn.Module) -> str:
     """Return the name under which a model takes its cache."""
     known = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in known and "past_key_values" not in known else "past_key_values"
+    return next((name for name in ("past_key_values", "cache_params", "cache") if name in known), "past_key_values")

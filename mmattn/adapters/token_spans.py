@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError
+from mmattn.tokenization import call_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ def retokenize(
     for number, (all_ids, mask) in enumerate(zip(input_ids.tolist(), real.tolist(), strict=True)):
         ids = [token for token, is_real in zip(all_ids, mask, strict=True) if is_real]
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        again, new = (one(text, add_special_tokens=False, return_offsets_mapping=True) for one in (tokenizer, other))
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        again, new = (call_tokenizer(one, text, **options) for one in (tokenizer, other))
         if again["input_ids"] != ids:
             raise ConditionError(
                 f"row {number} has ids that its tokenizer does not give for their text {text!r:.40}, so that spans of "

@@ -122,9 +122,9 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
 
     from mmattn.errors import TextError
     from mmattn.retrieval.chunking import chunk
-    from mmattn.storage.files import write_text
+    from mmattn.storage.files import files_below, write_text
 
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _TEXTS and path.is_file())
+    paths = [path for path in map(Path, files_below(folder)) if path.suffix.lower() in _TEXTS]
     texts: dict[str, str] = {}
     for path in paths:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,24 @@ class Slots:
         if self.mask is None:
             return self
         return Slots(self.memory.masked_fill(~self.mask[..., None], 0), self.mask, self.scores, self.positions)
+
+
+#: Dtypes of weights that are computed with as they are stored.
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether the weight of a layer may be read: a `Linear` that is its weight times its input, and no more.
+
+    Hooks bring in weights that are offloaded or stored in 8 bits only while the layer runs: call the layer instead.
+    """
+    return (
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.dtype in _COMPUTED
+        and layer.weight.device.type != "meta"
+        and not (layer._forward_pre_hooks or layer._forward_hooks or "forward" in layer.__dict__)
+    )
 
 
 class KeyValueHeads(nn.Module):
@@ -169,8 +187,7 @@ class KeyValueHeads(nn.Module):
     @property
     def is_linear(self) -> bool:
         """True if keys and values of a slot are a plain matrix times the slot."""
-        plain = type(self.k_proj) is nn.Linear and type(self.v_proj) is nn.Linear
-        return plain and self.k_norm is None and self.rotary is None
+        return self.k_norm is None and self.rotary is None and all(map(is_plain_linear, (self.k_proj, self.v_proj)))
 
     def absorbs(self, queries: int, memory: Tensor, lengths: tuple[int, ...] | None = None) -> bool:
         """Return whether `queries` queries per row of a memory cost less absorbed."""
@@ -183,9 +200,10 @@ class KeyValueHeads(nn.Module):
         return absorbing_pays(queries, mean, rows, memory.element_size() < 4, dim=e, heads=heads)
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the dtype of the weights; under autocast as it is."""
+        """Return a tensor in the dtype of the weights; under autocast, and for quantised weights, as it is."""
         dtype = self.k_proj.weight.dtype
-        return tensor if tensor.dtype is dtype or autocast(tensor) else tensor.to(dtype)
+        as_it_is = tensor.dtype is dtype or dtype not in _COMPUTED or autocast(tensor)
+        return tensor if as_it_is else tensor.to(dtype)
 
     def heads(self, projected: Tensor) -> Tensor:
         """View (b, m, n·k) as (b, n, m, k) for any number n of heads."""

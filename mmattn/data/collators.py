@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmattn.data.row import Row, make_row, row_memory
+from mmattn.data.row import Row, check_mapping, make_row, row_memory
 from mmattn.data.row_memories import MemorySource
 from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, pack
 from mmattn.errors import ConfigError, TextError, check_int
@@ -166,6 +166,7 @@ class MemoryCollator:
             ShapeError: a memory that is none, or memories of several widths.
         """
         for row in rows:
+            check_mapping(row)
             if self.column not in row:
                 raise ConfigError(
                     f"the rows have no column {self.column!r} of memories, only {', '.join(row)}: name it with "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmattn.data.row import Row, make_row, text_of_label
 from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.storage.files import files_below
 from mmattn.storage.json_files import parse_json
 
 PICTURES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
@@ -57,7 +58,7 @@ def read_folder(
             layout, or pictures and lines that cannot be used.
     """
     folder = _split_folder(Path(path), split)
-    files = sorted(_walk(folder))
+    files = sorted(map(Path, files_below(folder)))
     pictures = [file for file in files if file.suffix.lower() in PICTURES]
     captions = _source_of_texts(folder, pictures, template)
     if captions.endswith(".jsonl"):
@@ -182,15 +183,6 @@ def _classes(
         label = picture.parent.name.replace("_", " ").replace("-", " ")
         rows.append(make_row({"image": str(picture), "text": text_of_label(label, template)}, host))
     return FileRows(rows, f"{_count(len(rows), 'picture')} in {_count(len(full), 'class folder')}{other}", left_out)
-
-
-def _walk(folder: Path) -> list[Path]:
-    """Return every file but those in hidden folders and what macOS leaves behind."""
-    paths = []
-    for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        paths += [Path(place) / name for name in files if not name.startswith((".", "__"))]
-    return paths
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders import load_image
+from mmattn.encoders.media_files import undecoded
 from mmattn.errors import ConfigError, ImageError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import file_fingerprint
@@ -84,6 +85,7 @@ def make_row(values: Mapping[str, object], host: str = "language", folder: Path 
     ('Cats purr.',)
     """
     keys = KEYS[check_choice("host", host, tuple(KEYS))]
+    check_mapping(values)
     for key in values:
         if key not in keys and key not in UNUSED:
             close = difflib.get_close_matches(str(key), keys, n=1)
@@ -107,7 +109,18 @@ def make_row(values: Mapping[str, object], host: str = "language", folder: Path 
         return Row(text, "", images, passages, memory, picture)
     pictures = [*_several("image", values.get("image")), *_several("images", values.get("images"))]
     images = tuple(_picture(one, folder) for one in pictures)
-    return Row(text, _text(values, "prompt", needed=False), images, passages, memory)
+    metadata = values.get("metadata")
+    about = metadata if isinstance(metadata, Mapping) else None
+    return Row(text, _text(values, "prompt", needed=False), images, passages, memory, metadata=about)
+
+
+def check_mapping(row: object) -> None:
+    """Refuse rows that are tables, as `datasets` hands them out in the formats of arrow, pandas and polars."""
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            f"a row must be a dict of its columns, got {type(row).__name__}: take a dataset in another format, "
+            "dataset.with_format(None)"
+        )
 
 
 def row_memory(value: object) -> Memory | None:
@@ -118,7 +131,7 @@ def row_memory(value: object) -> Memory | None:
         value = Memory.load(value)
     if not isinstance(value, Memory):
         try:
-            tokens = torch.as_tensor(value)
+            tokens = _table(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ShapeError(f"the memory of a row must be vectors (m, e), and this is no table: {error}") from error
         if not tokens.numel():
@@ -131,6 +144,15 @@ def row_memory(value: object) -> Memory | None:
             f"the memory of a row must have one row, and this one has {value.batch}: select one, memory[i]"
         )
     return value
+
+
+def _table(value: Any) -> Tensor:
+    """Return nested lists, arrays and tensors as a tensor; numpy has ragged rows as an array of arrays."""
+    if hasattr(value, "dtype") and not isinstance(value, Tensor):
+        value = list(value) if value.dtype.kind == "O" else value.copy()  # torch warns of those that are read-only
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+        return torch.stack([_table(one) for one in value])
+    return torch.as_tensor(value)
 
 
 def text_of_label(label: str, template: str | None = None) -> str:
@@ -176,12 +198,16 @@ def _checked(key: str, value: object) -> str:
 def _several(key: str, value: object) -> list[object]:
     if value is None or (isinstance(value, str) and not value):
         return []
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and undecoded(value) is value:
         raise ConfigError(f"{key!r} must be one or a list of them, got an object")
+    kind, dims = getattr(getattr(value, "dtype", None), "kind", ""), getattr(value, "ndim", 0)
+    if dims == 4 or (dims == 1 and kind in ("O", "U")):  # pictures of one size, or a list in the format of numpy
+        return list(value)  # type: ignore[call-overload]
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _picture(value: object, folder: Path | None) -> object:
+    value = undecoded(value)
     return _file("image", value, folder) if isinstance(value, (str, Path)) else value
 
 
@@ -246,6 +272,7 @@ def memory_kinds(rows: Iterable[Row]) -> set[str]:
 
 def content_sha256(kind: str, part: object) -> str:
     """Return the sha256 of the content of a part, equal for equal files, bytes, texts, arrays or memories."""
+    part = undecoded(part)
     if kind == "passages" and isinstance(part, str):
         return hashlib.sha256(part.encode()).hexdigest()
     if isinstance(part, (str, PathLike)):

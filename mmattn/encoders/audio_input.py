@@ -7,6 +7,7 @@ its own rate and with all its channels; channels are averaged, and the rate is c
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from torch import Tensor
 
-from mmattn.encoders.media_files import as_list, is_array, open_binary
+from mmattn.encoders.media_files import as_list, is_array, open_binary, undecoded
 from mmattn.errors import AudioError, check_float, check_int, import_extra
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def load_audio(
     """Read one sound as a mono waveform (samples,), float32 with full scale 1, at a sampling rate.
 
     Args:
-        source: path, bytes, open binary file, array or tensor (samples,) or (channels, samples), or a dict
-            {"array": …, "sampling_rate": …} as `datasets` has it. Integers are scaled by their range.
+        source: path, bytes, open binary file, array or tensor (samples,) or (channels, samples), or a value of an
+            `Audio` column of `datasets`: a dict {"array": …, "sampling_rate": …} or {"bytes": …, "path": …}, or a
+            decoder of torchcodec. Integers are scaled by their range.
         sampling_rate: samples in a second of the result.
         source_rate: samples in a second of an array; by default `sampling_rate`. Files say their own.
         max_seconds: longer sounds are refused; `stream_audio` reads them in pieces.
@@ -124,11 +126,19 @@ def sound_list(sounds: object) -> list[object]:
 
 def _opened(source: object, source_rate: int, block: float, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
     """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
+    source = undecoded(source)
+    if hasattr(source, "get_all_samples"):
+        samples = source.get_all_samples()
+        source, source_rate = samples.data, samples.sample_rate
     if isinstance(source, Mapping):
-        rate = source.get("sampling_rate")
-        if "array" not in source or not isinstance(rate, int):
-            raise AudioError(f"a sound is a dict of 'array' and an int 'sampling_rate'; got {sorted(map(str, source))}")
-        source, source_rate = source["array"], rate
+        try:
+            source_rate, array = operator.index(source["sampling_rate"]), source["array"]
+        except (KeyError, TypeError) as error:
+            raise AudioError(
+                "a sound is a dict of 'array' and an int 'sampling_rate', or of 'bytes' and 'path'; got "
+                f"{sorted(map(str, source))}"
+            ) from error
+        source = torch.tensor(array) if isinstance(array, list) else array
     if is_array(source):
         check_int("source_rate", source_rate)
         name, samples = _of_array(source)

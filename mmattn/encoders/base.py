@@ -306,7 +306,8 @@ def load_text_encoder(
     Args:
         name: "minilm", any other name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
             `HybridEncoder` or `NameEncoder`, or "KIND:NAME" of a registered encoder.
-        pooling: of a `TextEncoder`; None for the mean. The others give one slot, and take None or "none".
+        pooling: of a `TextEncoder`; None for that of its folder, otherwise the mean. The others give one slot, and take
+            None or "none".
         device: where it runs.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +32,8 @@ class HybridEncoder(TextEncoderBase):
     A text encoder represents the meaning of a text, and may not distinguish names that it has not been trained on:
     all-MiniLM-L6-v2 reads letters without their accents. The n-grams represent the spelling: 2 to 4 letters in a row
     within a word, lower-case, counted with signs at hashed places (feature hashing, arXiv 0902.2206;
-    `HashingVectorizer` of scikit-learn). Both parts have length 1, and so has the whole vector.
+    `HashingVectorizer` of scikit-learn). Composed and decomposed letters (NFC, NFD) are the same. Both parts have
+    length 1, and so has the whole vector.
 
     Queries may have other words than entries ("What is the currency of Lima?", "currency of Lima"): `fit_queries`
     learns a linear map from queries to entries, which `encode_query` applies.
@@ -81,6 +83,7 @@ class HybridEncoder(TextEncoderBase):
         return cls.load(name, device)
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
         dense = self.model.encode(texts, batch_size=batch_size, progress=progress)
         counts = torch.zeros(0, self.ngrams)
         if texts:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmattn.encoders.media_files import as_list, is_array, open_binary
 from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
+from mmattn.storage.files import files_below
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -35,8 +36,8 @@ def load_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image:
     it was.
 
     Args:
-        source: path, bytes, open binary file, PIL image, or numpy array or tensor (height, width),
-            (height, width, 1|3|4) or (1|3|4, height, width).
+        source: path, bytes, open binary file, PIL image, a dict {"bytes": …, "path": …} as `datasets` has it, or numpy
+            array or tensor (height, width), (height, width, 1|3|4) or (1|3|4, height, width).
         max_pixels: larger images are refused from their header, before they are decoded.
 
     Raises:
@@ -64,16 +65,16 @@ def image_list(images: object) -> list[object]:
 
 
 def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return files as they are, and the picture files of folders in the order of their names."""
+    """Return files as they are, and the picture files in folders, at any depth, in the order of their names."""
     formats = import_extra("PIL.Image", "vision").registered_extensions()
     endings = {ending for ending, kind in formats.items() if kind != "PDF"}
     files: list[str] = []
     for path in (os.fspath(item) for item in paths):
         if os.path.isdir(path):
-            names = sorted(name for name in os.listdir(path) if os.path.splitext(name)[1].lower() in endings)
-            if not names:
+            found = [file for file in files_below(path) if os.path.splitext(file)[1].lower() in endings]
+            if not found:
                 raise ImageError(f"the folder {path!r} has no pictures; name one that has, or the pictures themselves")
-            files += [os.path.join(path, name) for name in names]
+            files += found
         elif os.path.isfile(path):
             files.append(path)
         else:

@@ -15,12 +15,15 @@ from mmattn.errors import MmattnError
 if TYPE_CHECKING:
     from numpy import ndarray
 
+#: Methods of the decoders of torchcodec, as which `datasets` hands out sounds and videos.
+DECODERS = ("get_all_samples", "get_frame_at")
 _ADDRESSES = ("http://", "https://", "data:", "s3://", "gs://", "rtsp://", "rtmp://")
 
 
 @contextmanager
 def open_binary(source: object, kind: str, error: type[MmattnError]) -> Iterator[tuple[BinaryIO, str]]:
     """Yield the open file of a path, bytes or binary file, at its beginning, and its name in messages."""
+    source = undecoded(source)
     if isinstance(source, (str, os.PathLike)):
         path = os.fsdecode(source)
         if path.lower().startswith(_ADDRESSES):
@@ -58,6 +61,13 @@ def _not_empty(file: BinaryIO, name: str, kind: str, error: type[MmattnError]) -
     return file
 
 
+def undecoded(source: object) -> object:
+    """Return the bytes or path of {"bytes": …, "path": …}, as `datasets` has undecoded files; others as they are."""
+    if not (isinstance(source, Mapping) and set(source) == {"bytes", "path"}):
+        return source
+    return source["path"] if source["bytes"] is None else source["bytes"]
+
+
 def is_array(source: object) -> TypeGuard[Tensor | ndarray]:
     """Tell tensors and numpy arrays from other objects."""
     return isinstance(source, Tensor) or hasattr(source, "__array_interface__")
@@ -67,7 +77,10 @@ def as_list(
     values: object, kind: str, error: type[MmattnError], *, batch_dims: int, single: tuple[type, ...] = ()
 ) -> list[object]:
     """Return one medium, an iterable of several, or an array of `batch_dims` dimensions of them, as a list."""
-    if isinstance(values, (str, bytes, bytearray, memoryview, os.PathLike, *single)) or hasattr(values, "read"):
+    values = undecoded(values)
+    if isinstance(values, (str, bytes, bytearray, memoryview, os.PathLike, *single)):
+        return [values]
+    if any(hasattr(values, name) for name in ("read", *DECODERS)):
         return [values]
     if is_array(values):
         return list(values) if len(values.shape) == batch_dims else [values]

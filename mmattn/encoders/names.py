@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,7 +20,7 @@ from mmattn.errors import ShapeError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors
-from mmattn.tokenization import check_text
+from mmattn.tokenization import check_text, refuse_empty
 
 if TYPE_CHECKING:
     import numpy
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _PLACES = 1 << 16
 _NGRAMS = range(2, 5)
 _PARTS = ("words", "ngrams")
+#: Question marks, also Arabic and full-width ones, and blanks at the end of a text.
+_END = re.compile(r"[\s?\u061f\uff1f]+\Z")
 
 
 @register_encoder("names")
@@ -36,9 +40,10 @@ class NameEncoder(HybridEncoder):
 
     A sentence encoder takes names that are one letter apart for the same, most of all among very many. Here it reads
     the common words of a text alone ("currency of"), each distinct sequence of them once. Beside it are two sparse
-    vectors of the whole text: its words, and its sequences of 2 to 4 letters, case and accents kept. Features that are
-    rare in the texts of `fit` weigh more (inverse document frequency, as in BM25). All three are projected to w numbers
-    by fixed random matrices (Johnson and Lindenstrauss 1984) and have the same length.
+    vectors of the whole text: its words, and its sequences of 2 to 4 letters, case and accents kept. Question marks and
+    blanks at the end do not count, and composed and decomposed letters (NFC, NFD) are the same. Features that are rare
+    in the texts of `fit` weigh more (inverse document frequency, as in BM25). All three are projected to w numbers by
+    fixed random matrices (Johnson and Lindenstrauss 1984) and have the same length.
 
     Args:
         name: of the text encoder, as for `TextEncoder`.
@@ -88,6 +93,7 @@ class NameEncoder(HybridEncoder):
         texts = [*check_text(queries), *check_text(entries)]
         if len(queries) != len(entries) or not texts:
             raise ShapeError(f"each query needs its entry; got {len(queries)} queries and {len(entries)} entries")
+        _refuse_wordless(texts)
         counts = Counter(word for text in texts for word in set(_words(text)))
         self.common_words = frozenset(word for word, count in counts.items() if count >= self.common * len(texts))
         frequencies = [(self._features(part, texts) != 0).sum(0) for part in _PARTS]
@@ -98,6 +104,7 @@ class NameEncoder(HybridEncoder):
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
         if not texts:
             return Memory(torch.zeros(0, 1, self.dim, device=self.device))
+        _refuse_wordless(texts)
         parts = [self._meaning(texts, batch_size, progress)]
         for number, part in enumerate(_PARTS):
             counts = self._features(part, texts)
@@ -155,9 +162,13 @@ class NameEncoder(HybridEncoder):
         return {"weights": self.weights, **super()._weights()}
 
 
+def _refuse_wordless(texts: Sequence[str]) -> None:
+    refuse_empty([len(_words(text)) for text in texts])
+
+
 def _words(text: str) -> list[str]:
-    # A question mark is no part of the name before it.
-    return text.rstrip("?").split()
+    # A question mark is no part of the name before it, and a letter with an accent has two spellings in Unicode.
+    return _END.sub("", unicodedata.normalize("NFC", text)).split()
 
 
 def _ngrams(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmattn.encoders.base import FrozenEncoder, ImageEncoder
 from mmattn.encoders.images import MAX_PIXELS
-from mmattn.encoders.media_files import as_list, is_array, open_binary
+from mmattn.encoders.media_files import as_list, is_array, open_binary, undecoded
 from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches
@@ -177,7 +177,8 @@ def stream_frames(source: object, *, fps: float | None = None, max_pixels: int =
     them.
 
     Args:
-        source: path, bytes or open binary file, or an iterable of (time in seconds, image) as they arrive.
+        source: path, bytes or open binary file, a value of a `Video` column of `datasets` (a decoder of torchcodec or
+            a dict {"bytes": …, "path": …}), or an iterable of (time in seconds, image) as they arrive.
         fps: frames of each second, by time; None for all.
         max_pixels: videos with larger frames are refused.
 
@@ -217,8 +218,13 @@ def stream_frames(source: object, *, fps: float | None = None, max_pixels: int =
 def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
     """Yield all frames of a video."""
     with contextlib.ExitStack() as stack:
+        source = undecoded(source)
         is_file = isinstance(source, (str, bytes, bytearray, memoryview)) or hasattr(source, "read")
-        if isinstance(source, Iterable) and not is_file and not is_array(source):
+        pairs: Iterable[object]
+        if hasattr(source, "get_frame_at"):
+            shown = map(source.get_frame_at, range(len(source)))  # type: ignore[arg-type]
+            name, pairs = "the video", ((float(frame.pts_seconds), frame.data) for frame in shown)
+        elif isinstance(source, Iterable) and not is_file and not is_array(source):
             name, pairs = "the stream", source
         else:
             file, name = stack.enter_context(open_binary(source, "video", VideoError))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmattn.adapters.language_models import call_by_name
 from mmattn.data.row import row_memory
 from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
@@ -18,6 +19,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.base import pipeline
 from mmattn.pipelines.generation import generate_rows
 from mmattn.progress import counted
+from mmattn.tokenization import call_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -168,7 +170,7 @@ class HarnessModel:
     def _ids(self, text: str) -> list[int]:
         """Return the ids of a text with its begin token, which a chat template may have written already."""
         plain = self.add_bos_token is not None or text.startswith(str(self.tokenizer.decode([self.begin])))
-        ids = list(self.tokenizer(text, add_special_tokens=not plain, verbose=False)["input_ids"])
+        ids = list(call_tokenizer(self.tokenizer, text, add_special_tokens=not plain, verbose=False)["input_ids"])
         return [self.begin, *ids] if self.add_bos_token and ids[:1] != [self.begin] else ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -273,7 +275,7 @@ def log_likelihoods(
     """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
     rows = [[*before, *after[:-1]] for before, after in zip(contexts, continuations, strict=True)]
     device = next(model.parameters()).device
-    logits = model(**collate(rows, memory).to(device).kwargs()).logits
+    logits = call_by_name(model, **collate(rows, memory).to(device).kwargs()).logits
     scores = []
     for number, (row, after) in enumerate(zip(rows, continuations, strict=True)):
         row_logits = logits[number, len(row) - len(after) : len(row)].float()

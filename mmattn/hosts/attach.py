@@ -13,7 +13,7 @@ from mmattn.errors import AttachError, ConfigError
 from mmattn.hosts.base import AdaptedModel, adapted
 from mmattn.hosts.diffusion.heads import is_of_diffusers
 from mmattn.hosts.interop.quantised import stored
-from mmattn.hosts.ownership import check_host
+from mmattn.hosts.ownership import check_host, outside_modes
 from mmattn.lazy import Registry
 
 Kind = TypeVar("Kind", bound=type[AdaptedModel])
@@ -60,7 +60,8 @@ def attach(
         ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier call,
             or memory would not reach a layer. Nothing is changed then.
     """
-    model = adapted_model(host, path, require_memory)
+    with outside_modes():
+        model = adapted_model(host, path, require_memory)
     if adapter is not None or not model.attaches_bare:
         with stored(model.host):
             model.add_adapter(name, adapter)

@@ -43,7 +43,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class AdaptedModel(HookedModel):
-    """A host and its adapters; what `attach` returns. Whatever is not found here is looked up on the host.
+    """A host and its adapters; what `attach` returns. Other attributes are read, set and deleted on the host.
 
     A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
     registered with `register_host`. By default adapters act by hooks before and after the modules that the sites name.

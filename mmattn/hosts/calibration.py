@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmattn.adapters.gated_block import BlockLayers, Gate
 from mmattn.hosts.context import step_of
 from mmattn.hosts.hooks import HookedModel
+from mmattn.hosts.ownership import outside_modes
 from mmattn.hosts.probe import in_eval_mode
 
 #: Hidden states of a block that are measured.
@@ -18,8 +19,11 @@ MOST = 8192
 
 
 @contextlib.contextmanager
-def calibrating(model: HookedModel) -> Iterator[None]:
-    """Calibrate the fresh gated adapters of a model by what they read in the forwards inside the block."""
+def calibrating(model: HookedModel, processes: int = 1) -> Iterator[None]:
+    """Calibrate the fresh gated adapters of a model by what they read in the forwards inside the block.
+
+    Of several processes each reads rows of its own, and all calibrate by those of all.
+    """
     adapters = fresh_adapters(model)
     states: dict[nn.Module, list[Tensor]] = {block: [] for adapter in adapters for block in adapter.blocks.values()}
 
@@ -32,10 +36,27 @@ def calibrating(model: HookedModel) -> Iterator[None]:
         yield
     for adapter in adapters:
         read = {layer: states[adapter.block(layer)] for layer in adapter.layers}
-        tokens = {layer: torch.cat(parts) for layer, parts in read.items() if parts}
+        tokens = {layer: _thinned(parts, MOST // processes) for layer, parts in read.items() if parts}
+        if processes > 1:
+            tokens = _of_all_processes(tokens, processes)
         # Of one token there is no spread.
         if len(tokens) == len(read) and min(map(len, tokens.values())) > 1:
-            adapter.calibrate({layer: one[:: -(-len(one) // MOST)] for layer, one in tokens.items()})
+            with outside_modes():
+                adapter.calibrate(tokens)
+
+
+def _thinned(parts: list[Tensor], most: int) -> Tensor:
+    """Return at most so many of some hidden states (n, d), evenly spread."""
+    states = torch.cat(parts)
+    return states[:: max(1, -(-len(states) // most))]
+
+
+def _of_all_processes(tokens: dict[int, Tensor], processes: int) -> dict[int, Tensor]:
+    """Return the hidden states (n, d) of each layer in all processes."""
+    gathered: list[dict[int, Tensor]] = [{} for _ in range(processes)]
+    torch.distributed.all_gather_object(gathered, {layer: one.cpu() for layer, one in tokens.items()})
+    layers = dict.fromkeys(layer for one in gathered for layer in one)
+    return {layer: torch.cat([one[layer] for one in gathered if layer in one]) for layer in layers}
 
 
 def fresh_adapters(model: HookedModel) -> list[BlockLayers]:

@@ -138,8 +138,8 @@ class OpenBlocks:
     def __init__(self) -> None:
         #: Open `condition` blocks, in any thread.
         self.conditions: list[Block] = []
-        #: The blocks of the graph that is being traced, whose compiler reads the variable and cannot set it.
-        self.traced: tuple[Block, ...] = ()
+        #: Blocks opened in the graph that is being traced, where no context variable can be set.
+        self._traced: list[Block] = []
         self._warned = False
 
     def conditioned(self, call: Call | None, is_condition: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -154,16 +154,15 @@ class OpenBlocks:
     def _opened(self, block: Block, of_caller: bool) -> Iterator[None]:
         """Open a block; one of the caller's code, not of a call with `memory=`, may be beneath a generator."""
         if torch.compiler.is_dynamo_compiling():
-            outer, self.traced = self.traced, (*self.traced, block)
+            self._traced.append(block)
             try:
                 yield
             finally:
-                self.traced = outer
+                self._traced.pop()
             return
-        traced = torch.compiler.is_compiling()
-        if of_caller and not traced:
+        if of_caller:
             block.thread, block.generator = threading.get_ident(), _generator_around(sys._getframe(1))
-        if block.is_condition and not traced:
+        if block.is_condition:
             self.conditions.append(block)
         blocks = _BLOCKS.get()
         while blocks and not blocks[-1].is_open:  # left in another context
@@ -172,10 +171,10 @@ class OpenBlocks:
         try:
             yield
         finally:
-            step = None if traced else FORWARD.get()
+            step = FORWARD.get()
             if step is not None and block.call is not None and step.call is block.call:
                 FORWARD.set(step.outer)  # it was interrupted: torch runs no hooks after KeyboardInterrupt
-            if block.is_condition and not traced:
+            if block.is_condition:
                 self.conditions.remove(block)
             block.is_open, block.call, block.generator = False, None, None
             blocks = _BLOCKS.get()
@@ -186,10 +185,7 @@ class OpenBlocks:
         """Return the memory of a call made here: that of the innermost block of this context."""
         is_set, call = False, None
         disabled: frozenset[str] = frozenset()
-        blocks = _BLOCKS.get()
-        if torch.compiler.is_dynamo_compiling():
-            blocks += self.traced
-        for block in reversed(blocks):
+        for block in reversed((*_BLOCKS.get(), *self._traced)):
             if block.home is self and block.is_open:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.errors import AttachError
+from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.context import Call, ForwardStep, Keywords, Positional
+from mmattn.hosts.context import Call, ForwardStep, Handle, Keywords, Positional
+from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
 from mmattn.hosts.layers import find_layers, layers_width
 from mmattn.hosts.probe import host_inputs, probe_adapter, random_ids
-
-#: Outputs of transformers with one value or vector per row.
-OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "embeddings", "pooler_output")
 
 
 def check_reads_at_once(adapter: AdapterLayers, host: nn.Module) -> None:
@@ -30,6 +28,12 @@ def check_reads_at_once(adapter: AdapterLayers, host: nn.Module) -> None:
             f"{type(adapter.config).__name__} follows a text token by token (chunks, another model, images in the "
             f"text), but {type(host).__name__} reads its input at once: take a GatedAdapter with visible_segments='all'"
         )
+
+
+def _drops_layers(host: nn.Module) -> bool:
+    """Return whether a host leaves layers out at random in training (LayerDrop)."""
+    configs = (vars(part.config) for part in host.modules() if hasattr(part, "config"))
+    return any(value for config in configs for name, value in config.items() if name.endswith("layerdrop"))
 
 
 @register_host
@@ -60,6 +64,7 @@ class AdaptedEncoder(AdaptedModel):
         self.path, layers = find_layers(host, path)
         part = host.get_submodule(self.path.rpartition(".")[0])
         self.width = layers_width(layers, [getattr(part, "config", None), text_config(host)])
+        self.encoder_outputs = EncoderOutputs()
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -83,15 +88,44 @@ class AdaptedEncoder(AdaptedModel):
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
-        probe_adapter(self, adapter, partial(host_inputs, self.host), None, OUTPUTS)
+        probe_adapter(self, adapter, partial(host_inputs, self.host), None, any_output=True)
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the sites that must be reached; the view of the memory is made at each of them."""
-        names = [name for name in call.sources if name in self.active and name not in disabled]
-        sites = [(layer, self.adapter(name).position) for name in names for layer in self.adapter(name).layers]
+        sources = self._sources(call, disabled)
+        if any(self.encoder_outputs.match(value, sources) for value in kwargs.values()):
+            return ForwardStep(self, host, None, {})  # the layers have run, with these memories
+        sites = [(layer, self.adapter(name).position) for name in sources for layer in self.adapter(name).layers]
         return ForwardStep(self, host, None, {site: [] for site in sites})
+
+    def _sources(self, call: Call, disabled: frozenset[str]) -> Sources:
+        """Return memory and scale of each adapter that acts in a call."""
+        return {
+            name: (source, call.scales.get(name, 1.0))
+            for name, source in call.sources.items()
+            if name in self.active and name not in disabled
+        }
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an output that memory did not reach at some layers, but for those that training drops."""
+        super().check_reached(layers)
+        if not (self.host.training and _drops_layers(self.host)):
+            raise ConditionError(
+                f"memory did not reach layers {list(layers)} of {type(self.host).__name__}, which did not run: give "
+                "their inputs, not their outputs"
+            )
+
+    def install_hooks(self) -> list[Handle]:
+        """Hook the adapters to host and layers, and note with which memories the layers were run."""
+        part = self.host.get_submodule(self.path.rpartition(".")[0])
+        return [*super().install_hooks(), part.register_forward_hook(self._note_encoder)]
+
+    def _note_encoder(self, encoder: nn.Module, args: Positional, output: EncoderOutput) -> None:
+        call, disabled = self.open_blocks.in_force()[1:]
+        if call is not None and not torch.compiler.is_compiling():
+            self.encoder_outputs.add(output, self._sources(call, disabled))
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
@@ -100,7 +134,7 @@ class AdaptedEncoder(AdaptedModel):
         for inputs in host_inputs(self.host, rows):
             for name, value in inputs.items():
                 if name == "input_ids":
-                    inputs[name] = random_ids(self.host, rows, 7, generator)
+                    inputs[name] = random_ids(self.host, rows, 7, generator).view(*value.shape[:-1], 7)
                 elif value.is_floating_point():
                     inputs[name] = torch.randn(value.shape, generator=generator, device=generator.device).to(value)
             inputs.pop("attention_mask", None)

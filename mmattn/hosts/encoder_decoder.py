@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.language_models import device_of, given_cache
-from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
+from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel
-from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory
+from mmattn.hosts.causal_lm.cache_memory import check_with_memory, noted
 from mmattn.hosts.causal_lm.generation import asked, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.encoder import check_reads_at_once
+from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
 from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
 from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, random_ids, token_ids
-from mmattn.storage.tensor_cache import TensorVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,10 +36,6 @@ _DEPTHS = {
     DECODER: ("decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers"),
     ENCODER: ("encoder_layers", "num_layers", "encoder_num_hidden_layers", "num_hidden_layers"),
 }
-#: The output of an encoder, its last hidden states first or by name.
-EncoderOutput = Tensor | tuple[object, ...] | Mapping[str, object]
-#: By adapter, a memory and its scale.
-Sources = Mapping[str, tuple[BoundMemory, Scale]]
 
 
 @register_host
@@ -103,7 +98,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
         length = LENGTH if adapter.sites[0].part == DECODER else None
-        probe_adapter(self, adapter, partial(_inputs, self.host), length)
+        host: PreTrainedModel = self.host
+        probe_adapter(self, adapter, partial(_inputs, host), length, any_output=not host.can_generate())
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """Return the decoder's ids or embeddings of this forward, and the length of its cache."""
@@ -133,7 +129,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if call.rows is None:  # inside generate they were checked before, or computed
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
         text = self.text_state(call, args, kwargs)
-        if text.cache is not None and not hasattr(text.cache, READ):
+        if text.cache is not None and noted(text.cache) is None:
             check_with_memory(self.host, call, text)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
@@ -212,44 +208,6 @@ def _inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
     """Yield inputs of the encoder with a text for the decoder."""
     for inputs in host_inputs(host, rows):
         yield inputs | {"decoder_input_ids": token_ids(host, rows)}
-
-
-class EncoderOutputs:
-    """The memories with which outputs of an encoder were computed, for as long as the outputs live."""
-
-    def __init__(self) -> None:
-        self._computed: MutableMapping[Tensor, tuple[Sources, dict[str, TensorVersion]]] = WeakTensorKeyDictionary()
-
-    def __reduce__(self) -> tuple[type[EncoderOutputs], tuple[()]]:
-        return EncoderOutputs, ()
-
-    def add(self, output: EncoderOutput, sources: Sources) -> None:
-        """Note what an encoder returned with these memories."""
-        states = _first_states(output)
-        if states is not None and sources:
-            versions = {name: TensorVersion(source.sources()) for name, (source, _) in sources.items()}
-            self._computed[states] = dict(sources), versions
-
-    def match(self, output: EncoderOutput, sources: Sources) -> bool:
-        """Return whether outputs are those that the encoder returned with these memories as they are now."""
-        states = _first_states(output)
-        earlier, versions = ({}, {}) if states is None else self._computed.get(states, ({}, {}))
-        if sources.keys() != earlier.keys():
-            return False
-        for name, (source, scale) in sources.items():
-            tensors = source.sources()
-            same = versions[name].holds(tensors) if tensors else source is earlier[name][0]
-            if not (same and bool(scale == earlier[name][1])):
-                return False
-        return True
-
-
-def _first_states(output: EncoderOutput) -> Tensor | None:
-    """Return the last hidden states (b, l, d) among the outputs of an encoder."""
-    if isinstance(output, Tensor):
-        return output
-    values = output.values() if isinstance(output, Mapping) else output
-    return next((one for one in values if isinstance(one, Tensor)), None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteE
 from mmattn.hosts.attach import adapted_model, attach
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.hub import local_folder
+from mmattn.hosts.ownership import outside_modes
 from mmattn.hosts.saving import SETTINGS, STATE, Description, host_fingerprint, host_sizes, saved_settings
 from mmattn.models.loading import read_weights
 
@@ -65,11 +66,12 @@ def load(
     if isinstance(host, AdaptedModel):
         host = host.host
     try:
-        model = adapted_model(host, path)
-        if os.path.isfile(folder):
-            settings, tensors = model.read_single_file(folder)
-        else:
-            settings, tensors = _read_state(model, folder, name) or _read_folder(model, folder)
+        with outside_modes():
+            model = adapted_model(host, path)
+            if os.path.isfile(folder):
+                settings, tensors = model.read_single_file(folder)
+            else:
+                settings, tensors = _read_state(model, folder, name) or _read_folder(model, folder)
     except AttachError as error:
         raise AdapterFileError(f"cannot load an adapter onto {type(host).__name__}: {error}") from error
     return _attach_with(host, settings, tensors, name, path, dtype)
@@ -166,6 +168,7 @@ def _fingerprints(model: AdaptedModel) -> Iterator[str | None]:
             yield host_fingerprint(model, dtype)
 
 
+@outside_modes()
 def _attach_with(
     host: nn.Module,
     settings: AdapterConfig,
@@ -175,7 +178,7 @@ def _attach_with(
     dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> AdaptedModel:
     chosen = _saved_dtype(tensors) if dtype == "auto" else dtype
-    target = chosen or torch.get_default_dtype()
+    target = chosen or torch.promote_types(torch.get_default_dtype(), torch.float32)
     for key, tensor in tensors.items():
         if tensor.dtype != target and tensor.is_floating_point() and not tensor.to(target).isfinite().all():
             raise NonFiniteError(
@@ -199,6 +202,7 @@ def _saved_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
+@outside_modes()
 def load_published(
     host: nn.Module,
     family: str,

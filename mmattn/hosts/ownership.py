@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
@@ -27,8 +28,21 @@ from mmattn.hosts.replaced import replace_method, restore_methods
 MARK = "_mmattn"
 
 
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Make and measure tensors as outside of `torch.inference_mode`, autocast and a default device."""
+    accelerator = torch.accelerator.current_accelerator()
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.device("cpu"))
+        for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 class AttachedModel(nn.Module):
-    """A host and the adapters beside it. Whatever is not found here is looked up on the host.
+    """A host and the adapters beside it. Whatever is not found here is looked up, set and deleted on the host.
 
     The host keeps its own modules, hooks apart: `host.state_dict()`, `save_pretrained` and every tool that walks the
     host see it as it was. `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
@@ -130,6 +144,39 @@ class AttachedModel(nn.Module):
                 raise
             return host_attribute(self.host, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_hf_hook":
+            self._check_hook(value)
+        owner = self._owner(name)
+        if owner is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(owner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        owner = self._owner(name)
+        if owner is None:
+            super().__delattr__(name)
+        else:
+            delattr(owner, name)
+
+    def _owner(self, name: str) -> nn.Module | None:
+        """Return the module of the host at which a read of a public attribute ends; None where it ends here."""
+        host: nn.Module | None = vars(self).get("host")
+        # While this object is made, and with the marks of other libraries, what is set is set here.
+        if host is None or name.startswith("_") or vars(host).get(MARK) is not self or _holds(self, name):
+            return None
+        return next((part for part in (host, inner_host(host)) if _holds(part, name)), None)
+
+    def _check_hook(self, hook: object) -> None:
+        """Refuse to be offloaded by accelerate, which looks weights up in `state_dict()`; set before any is moved."""
+        if any(hasattr(one, "weights_map") for one in getattr(hook, "hooks", (hook,))):
+            self.__dict__.pop("_old_forward", None)
+            raise ConditionError(
+                "accelerate looks weights up in state_dict(), and that of an adapted model leaves the frozen host out: "
+                "give model.host to cpu_offload, disk_offload or dispatch_model"
+            )
+
     def _get_name(self) -> str:
         # By this name a Trainer of transformers knows whose labels are to be shifted.
         return type(inner_host(self.host)).__name__
@@ -168,6 +215,7 @@ class AttachedModel(nn.Module):
         self._check_no_block("set_adapter")
         self.active = selected
 
+    @outside_modes()
     def add_adapter(self, name: str, adapter: AdapterConfig | None = None) -> None:
         """Put another adapter on the host, active beside those that are.
 
@@ -177,7 +225,8 @@ class AttachedModel(nn.Module):
 
         Raises:
             AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
-            ConditionError: memory cannot reach its layers, or the adapters were unloaded.
+            ConditionError: memory cannot reach its layers, the adapters were unloaded, or weights are made on the meta
+                device here.
         """
         if not isinstance(name, str):
             raise AttachError(
@@ -202,6 +251,13 @@ class AttachedModel(nn.Module):
                 f"{type(adapter).__name__}.build must return an AdapterLayers, got {type(built).__name__}: subclass "
                 "mmattn.adapters.base.AdapterLayers"
             )
+        if any(one.is_meta for one in (*built.parameters(), *built.buffers())):
+            raise ConditionError(
+                f"the weights of the adapter {name!r} were made on the meta device, without values: attach and load "
+                "outside of init_empty_weights()"
+            )
+        if torch.get_default_dtype().itemsize < 4:
+            built.float()
         built.name = name
         built.attach_to(self)
         built.initialise(self)
@@ -244,6 +300,13 @@ class AttachedModel(nn.Module):
         """Print the numbers in the words of peft."""
         trained, total = self.trainable_parameters()
         print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    """Return whether a module or its class has an attribute, and not only `__getattr__` of it."""
+    fields = vars(module)
+    registered = (fields[kind] for kind in ("_parameters", "_buffers", "_modules"))
+    return name in fields or hasattr(type(module), name) or any(name in one for one in registered)
 
 
 def forget_compiled() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.diffusers_hooks import dtype_of
+from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import FORWARD, Arguments, Handle, LayerOutput, OpenBlocks, Positional
 from mmattn.hosts.ownership import AttachedModel
@@ -84,29 +85,30 @@ def unreached(host: nn.Module, sites: Sequence[Callable[[int], Handle]], output:
     return [site for site in range(len(sites)) if torch.equal(changed[site + 1], changed[0])]
 
 
-def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], names: Sequence[str], rows: int) -> Tensor:
-    """Call the host with the first arguments that it accepts, and return its outputs of these names (b, …)."""
+def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], rows: int, any_output: bool = False) -> Tensor:
+    """Call the host with the first arguments that it accepts; return its logits, or every output (b, …)."""
     name, message, cause = type(host).__name__, "", None
     for kwargs in inputs:
         try:
-            out = host(**kwargs)
+            out = call_by_name(host, **kwargs)
         except MmattnError:
             raise
         except Exception as error:
             shapes = ", ".join(
                 f"{key} {tuple(value.shape)}" for key, value in kwargs.items() if isinstance(value, Tensor)
             )
-            message = message or f"{name} cannot be called with {shapes}: {type(error).__name__}: {error}"
-            cause = cause or error
+            if not message:
+                message, cause = f"{name} cannot be called with {shapes}: {type(error).__name__}: {error}", error
             continue
-        outputs = [getattr(out, output, None) for output in names]
+        outputs = out.values() if any_output and isinstance(out, Mapping) else [getattr(out, "logits", None)]
         parts = [one.flatten(1) for one in outputs if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
-        if not parts:
-            raise AttachError(
-                f"{name} returns no {' or '.join(names)}, by which to see that memory matters: attach to the model "
-                "with its head (AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
-            )
-        return torch.cat(parts, 1)
+        if parts:
+            return torch.cat(parts, 1)
+        wanted = "output with a row for each row of its input" if any_output else "logits"
+        message = message or (
+            f"{name} returns no {wanted}, by which to see that memory matters: attach to the model with its head "
+            "(AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
+        )
     raise AttachError(message or f"there are no example inputs for {name}") from cause
 
 
@@ -115,7 +117,7 @@ def probe_adapter(
     adapter: AdapterLayers,
     inputs: Inputs,
     length: int | None = LENGTH,
-    names: Sequence[str] = ("logits",),
+    any_output: bool = False,
 ) -> int | None:
     """Check that changes of the hidden states at an adapter's layers reach the output."""
     host, position = model.host, adapter.position
@@ -151,9 +153,8 @@ def probe_adapter(
         return install
 
     with model.open_blocks.conditioned(None):
-        lost = set(
-            unreached(host, [hook(one) for one in layers], lambda rows: output_of(host, inputs(rows), names, rows))
-        )
+        hooks = [hook(one) for one in layers]
+        lost = set(unreached(host, hooks, lambda rows: output_of(host, inputs(rows), rows, any_output)))
     lost |= {site for site in range(len(layers)) if site + 1 not in axes}
     if lost:
         raise ConditionError(
@@ -230,6 +231,7 @@ def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
         text = next(text_inputs(host, rows))
         for shape in _picture_shapes(host):  # models that compare texts with pictures need both
             yield text | {"pixel_values": _drawn(host, rows, shape)}
+        yield {key: value[:, None] for key, value in text.items()}  # multiple choice
     names = ("input_values", "input_features") if name == "inputs" else (name,) if name != "input_ids" else ()
     for name in names:
         for shape in _picture_shapes(host) if name == "pixel_values" else _sound_shapes(host):
@@ -239,7 +241,7 @@ def host_inputs(host: nn.Module, rows: int) -> Iterator[dict[str, Tensor]]:
 def _drawn(host: nn.Module, rows: int, shape: tuple[int, ...]) -> Tensor:
     """Return the same random input in every row."""
     one = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return one.repeat(rows, *[1] * len(shape)).to(device_of(host), next(host.parameters()).dtype)
+    return one.repeat(rows, *[1] * len(shape)).to(device_of(host), dtype_of(host))
 
 
 def _picture_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 from mmattn import __version__
 from mmattn.adapters.adapter_config import FORMAT, FORMAT_VERSION, adapter_settings, check_config
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.serialization import save_folder
 from mmattn.adapters.settings import adapter_kinds
@@ -233,8 +234,8 @@ def host_sizes(model: AttachedModel, position: str) -> dict[str, int]:
 def host_fingerprint(model: AttachedModel, dtype: torch.dtype | None = None) -> str | None:
     """Return the fingerprint of a host's weights, or None where some of them are elsewhere."""
     inner = inner_host(model.host)
-    # Offloaded, or in other processes.
-    if shards(inner) or any(one.device.type == "meta" or hasattr(one, "full_tensor") for one in inner.parameters()):
+    elsewhere = any(one.device.type == "meta" or hasattr(one, "full_tensor") for one in inner.parameters())
+    if elsewhere or is_on_disk(inner) or shards(inner):  # offloaded, or in other processes
         return None
     return fingerprint(inner.state_dict(), dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import os
@@ -42,8 +43,8 @@ def make_answer(model: object, processor: Any, batch_size: int, batched: bool) -
             "address, or a function (question, evidence) -> answer"
         )
     if batched:
-        return lambda questions, evidence: list(model(questions, evidence))
-    return lambda questions, evidence: [str(model(*one)) for one in zip(questions, evidence, strict=True)]
+        return model
+    return lambda questions, evidence: [model(*one) for one in zip(questions, evidence, strict=True)]
 
 
 def _split(question: str, evidence: Sequence[Any]) -> tuple[list[Any], str]:
@@ -54,6 +55,7 @@ def _split(question: str, evidence: Sequence[Any]) -> tuple[list[Any], str]:
 
 def _model(model: Any, processor: Any) -> Answer:
     """Ask a model of transformers as it is, in its chat template if it has one, without sampling."""
+    processor = copy.deepcopy(processor)  # padding and the pad token are settings of a tokenizer
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

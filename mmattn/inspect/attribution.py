@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mmattn.adapters.language_models import call_by_name
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
 from mmattn.hosts.base import AdaptedModel
 from mmattn.inspect.record_attention import record
@@ -139,7 +140,8 @@ def _without(memory: Memory, owner: Tensor, sources: Tensor) -> Memory:
 def _probability(model: AdaptedModel, row: Tensor, memory: Memory | None, name: str, start: int) -> Tensor:
     """Compute the probabilities (b, t) of the tokens from `start` on, each after those before it."""
     ids = row if memory is None else row.expand(memory.batch, -1)
-    logits = model(input_ids=ids, memory=None if memory is None else {name: memory}).logits[:, start - 1 : -1].float()
+    options = {} if memory is None else {"memory": {name: memory}}
+    logits = call_by_name(model, input_ids=ids, **options).logits[:, start - 1 : -1].float()
     return logits.log_softmax(-1).gather(2, ids[:, start:, None].to(logits.device))[..., 0].exp().cpu()
 
 

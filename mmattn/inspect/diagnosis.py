@@ -15,7 +15,7 @@ from mmattn.adapters.language_models import given_cache
 from mmattn.adapters.serialization import load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError
+from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Call, Keywords
@@ -43,7 +43,7 @@ def doctor(
     A model that answers questions from pictures or texts is asked the same questions with right, other, blank, moved
     and no evidence, alone, again and in batches. The verdict FAIL comes from exact tests with an error level of 1 % for
     all of them together; it takes some 30 questions to tell anything. A counterfactual is another row that asks the
-    same and has another answer. An answer is right if it has the text of its row as words of its own.
+    same and has another answer. An answer is right if it has the text of its row as words or a number of its own.
 
     An adapted model is checked on a batch: whether memory arrives, and only where it may, in each active adapter. It is
     called some twenty times without gradients; hooks, modes and random states are restored. Of what has rows and no
@@ -54,10 +54,11 @@ def doctor(
             model or pipeline of transformers that takes pictures or texts; a pipeline of ours that takes pictures; the
             address of an endpoint of the OpenAI shape ("http://…/v1"); or an adapted model.
         data: rows with a prompt (the question), a text (its answer), and images or passages, or their file or folder,
-            see `mmattn.training.read_rows`; for an adapted model what it is called with, by name, `memory` included.
+            see `mmattn.training.read_rows`; `metadata={"kind": ...}` names the kind of a question. For an adapted model
+            what it is called with, by name, `memory` included.
         processor: of a model of transformers; a tokenizer if it reads texts only.
         batched: the function takes lists of questions and of their evidence, and returns a list.
-        batch_size: questions in a batch; for an endpoint requests at once.
+        batch_size: questions in a batch, at most; for an endpoint requests at once.
         max_questions: questions are drawn from the data, at most so many.
 
     Returns:
@@ -69,7 +70,8 @@ def doctor(
         ConditionError: no adapter is active, or the batch has a cache.
     """
     if not isinstance(model, AdaptedModel):
-        items = read_items(data, max_questions)
+        check_int("batch_size", batch_size)
+        items = read_items(data, check_int("max_questions", max_questions))
         return examine(make_answer(model, processor, batch_size, batched), items, batch_size)
     _check_batch(data)
     batch: Keywords = data  # type: ignore[assignment]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from os import PathLike, fspath
 from random import Random
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ Change = Callable[[Tensor], Tensor]
 """From a picture (height, width, 3) in numbers from 0 to 255 to a changed one."""
 BLANK = "(This page is left blank.)"
 #: Passages that the evidence is moved among.
-DISTRACTORS = 4
+DISTRACTORS = 7
 COLOURS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
 #: Changes that undo a wrong preprocessing, and what is wrong if a model answers better then.
 ALTERATIONS: dict[str, tuple[Change, str]] = {
@@ -38,7 +40,8 @@ ALTERATIONS: dict[str, tuple[Change, str]] = {
 class Item(NamedTuple):
     """A question about the evidence of a row, with its answer; and evidence of another row with what follows from it.
 
-    `other_answer` is None if the other row asks something else; else the other evidence is a counterfactual.
+    `other_answer` is None if the other row asks something else; else the other evidence is a counterfactual. `kind` is
+    the kind of the question, if the metadata of its row have one.
     """
 
     row: int
@@ -47,6 +50,7 @@ class Item(NamedTuple):
     parts: Parts
     other: Parts
     other_answer: str | None
+    kind: str = ""
 
 
 def read_items(data: object, count: int) -> list[Item]:
@@ -58,12 +62,14 @@ def read_items(data: object, count: int) -> list[Item]:
         ConfigError: rows without a question or evidence, or all with the same answer or evidence.
     """
     rows = _rows(data)
+    if not rows:
+        raise ConfigError("doctor needs rows with questions, got none")
     parts = [encoded_parts(row) for row in rows]
-    bad = [number for number, row in enumerate(rows) if not (row.prompt.strip() and parts[number])]
-    if bad or not rows:
+    bad = [number for number, row in enumerate(rows) if not (row.prompt.strip() and row.text.strip() and parts[number])]
+    if bad:
         raise ConfigError(
-            f"{len(bad)} of {len(rows)} rows lack a question or evidence, such as {bad[:3]}: give each a prompt, its "
-            "answer as text, and image, images, passage or passages"
+            f"{len(bad)} of {len(rows)} rows lack a question, an answer or evidence, such as {bad[:3]}: give each a "
+            "prompt, its answer as text, and image, images, passage or passages"
         )
     by_question: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
@@ -73,12 +79,15 @@ def read_items(data: object, count: int) -> list[Item]:
         row, keys = rows[number], [content_key(*part) for part in parts[number]]
         candidates = (by_question[row.prompt], range(len(rows)))
         others = [one for some in candidates for one in random.sample(some, min(len(some), 1000))]
-        others = [one for one in others if not is_right(rows[one].text, row.text)]
+        others = [
+            one for one in others if not (is_right(rows[one].text, row.text) or is_right(row.text, rows[one].text))
+        ]
         other = next((one for one in others if [content_key(*part) for part in parts[one]] != keys), None)
         if other is None:
             raise ConfigError(f"no row has another answer and other evidence than row {number}: give more rows")
         text = rows[other].text if rows[other].prompt == row.prompt else None
-        items.append(Item(number, row.prompt, row.text, parts[number], parts[other], text))
+        kind = str((row.metadata or {}).get("kind") or "")
+        items.append(Item(number, row.prompt, row.text, parts[number], parts[other], text, kind))
     return items
 
 
@@ -129,11 +138,51 @@ def moved(place: str, number: int, items: Sequence[Item]) -> list[object]:
 
 
 def is_right(expected: str, answer: str) -> bool:
-    """Return True if an answer has the expected text as words of its own, whatever its capitals and line breaks.
+    """Return True if an answer has the expected text as words or a number of its own.
 
-    >>> is_right("red", "It is Red."), is_right("red", "It is covered.")
+    Capitals, line breaks, full-width letters and the spelling of accents do not matter. In scripts without blanks
+    between words it may stand anywhere, but not in a longer number or after a negation.
+
+    >>> is_right("red", "It is Red."), is_right("red", "It is covered."), is_right("3", "It is 3.5.")
+    (True, False, False)
+    >>> is_right("红色", "他的车是红色的。"), is_right("是", "不是")
     (True, False)
     """
-    phrase, text = (" ".join(one.lower().split()) for one in (expected, answer))
-    before, after = (r"(?<!\w)" if phrase[:1].isalnum() else "", r"(?!\w)" if phrase[-1:].isalnum() else "")
-    return re.search(before + re.escape(phrase) + after, text) is not None
+    phrase, text = _plain(expected), _plain(answer)
+    phrase = phrase.rstrip(_ENDS) or phrase
+    place = text.find(phrase)
+    while place >= 0:
+        if not (_joined(text, place, True) or _joined(text, place + len(phrase), False)):
+            return True
+        place = text.find(phrase, place + 1)
+    return False
+
+
+#: What may stand after the expected text, where it ends a sentence.
+_ENDS = " .,;:!?。、！？，！；：।؟"
+_LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff]"
+"""Letters and digits but of Thai, Lao, Burmese, Khmer, Japanese, Chinese and Korean, whose words touch each other."""
+_WORD = re.compile(_LETTER + "{2}")
+#: Particles follow a Korean word without a blank, but nothing stands before it.
+_STARTED = re.compile(r"(?<=[\uac00-\ud7af])[\uac00-\ud7af]|(?<=[不没沒非無无未])|(?<=ไม่)")
+#: Digits with a separator between them, a sign or point before a digit, and Chinese numerals.
+_NUMBER = re.compile(
+    rf"(?<=\d)[.,:/⁄'’–-]?\d|(?<=\d[.,:/⁄'’–-])\d|(?<=[.–-])(?<!{_LETTER}[.–-])\d"
+    "|(?<=[零〇一二三四五六七八九十百千万萬])[零〇一二三四五六七八九十百千万萬]"
+)
+
+
+@lru_cache(4096)
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text.replace("−", "-")).casefold().split())
+
+
+def _joined(text: str, place: int, start: bool) -> bool:
+    """Return True if a word or number goes on across a place, at the start or the end of a phrase."""
+    letters = place
+    while letters and unicodedata.category(text[letters - 1])[0] == "M":
+        letters -= 1
+    pair = text[max(letters - 1, 0) : letters] + text[place : place + 1]
+    marked = pair[:1].isalnum() and unicodedata.category(pair[-1])[0] == "M"
+    started = start and _STARTED.match(text, place)
+    return bool(marked or started or _WORD.fullmatch(pair) or _NUMBER.match(text, place))

@@ -6,25 +6,34 @@ Verdicts are exact tests (binomial, McNemar, Fisher) at one error level for all 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
+from numbers import Number
 from random import Random
 
+from mmattn.errors import ConfigError
 from mmattn.inspect.answering import Answer
 from mmattn.inspect.evidence import ALTERATIONS, Item, blank, contents, is_right, moved
 from mmattn.inspect.report import LookingReport
 from mmattn.inspect.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
 
-#: Questions that are asked one by one, at most.
-ALONE = 40
+#: Questions that are asked one by one, at most; and how many of them without evidence, too.
+ALONE, WITHOUT = 64, 24
 #: Share of the answers that must follow the evidence.
 LOOKS = 0.25
 #: Share of the answers that may differ when the same is asked again.
 STEADY = 0.02
+#: Share of the answers of a kind that may stay whatever the evidence, and questions that a kind needs.
+STAYS, KIND = 0.5, 8
+#: Sizes of small batches, in turn: odd and even, and many rows are the last.
+SMALL = (3, 2)
 #: Below this accuracy pictures are altered, to see whether they are read better then.
 GOOD = 0.9
-OWN, AGAIN, OTHER, BATCHES = "right evidence", "again", "other evidence", ("in batches", "in other batches")
+OWN, AGAIN, OTHER, SHUFFLED, NONE = "right evidence", "again", "other evidence", "shuffled", "none"
+BATCHES = "in batches", "in other batches"
 PLACES = ("first", "in the middle", "last")
+PARTS = "first part alone", "last part alone"
 
 Checks = dict[str, tuple[float, str, str]]
 """By name of a check: its p-value, the figures, and what is wrong if it failed."""
@@ -35,17 +44,42 @@ class Asker:
 
     def __init__(self, answer: Answer, items: Sequence[Item], batch_size: int) -> None:
         self.answer, self.items, self.batch_size = answer, items, batch_size
-        self.count, self.texts = 0, dict[str, list[str]]()
+        self.count, self.texts, self.refusal = 0, dict[str, list[str]](), ""
+        self.words = {item.answer for item in items}
 
-    def ask(self, kind: str, evidence: Callable[[int], list[object]], numbers: Sequence[int]) -> None:
-        """Ask items of these numbers, in batches."""
+    def ask(
+        self,
+        kind: str,
+        evidence: Callable[[int], list[object]],
+        numbers: Sequence[int],
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Ask items of these numbers, in batches whose sizes take turns."""
         texts = self.texts.setdefault(kind, [""] * len(self.items))
-        for start in range(0, len(numbers), self.batch_size):
-            batch = numbers[start : start + self.batch_size]
-            answers = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
+        start, turns = 0, cycle(sizes or [self.batch_size])
+        while batch := numbers[start : start + min(next(turns), self.batch_size)]:
+            given = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
+            answers = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else [given]
+            if len(answers) != len(batch) or not all(isinstance(one, (str, Number)) for one in answers):
+                raise ConfigError(f"{len(batch)} questions need as many texts for answers, got {given!r:.60}")
             for number, text in zip(batch, answers, strict=True):
-                texts[number] = text
+                texts[number] = str(text)
+            start += len(batch)
         self.count += len(numbers)
+
+    def ask_without(self, numbers: Sequence[int]) -> None:
+        """Ask without evidence, unless that was refused before."""
+        if not self.refusal:
+            try:
+                self.ask(NONE, lambda one: [], numbers)
+            except Exception as error:
+                self.texts.pop(NONE, None)
+                self.refusal = f"not possible, {type(error).__name__}: {error}"
+
+    def said(self, kind: str, number: int) -> str:
+        """Return which answers of the data an answer has, but for those that the question has."""
+        text, question = self.texts[kind][number], self.items[number].question
+        return ", ".join(sorted(one for one in self.words if is_right(one, text) and not is_right(one, question)))
 
     def right(self, kind: str, numbers: Sequence[int] | None = None) -> list[bool]:
         """Return which answers are right, of all items or those of some numbers."""
@@ -65,36 +99,33 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
     """Return the report on a function from questions and the evidence of each to answers."""
     begin, n, notes = time.perf_counter(), range(len(items)), dict[str, str]()
     asker, order = Asker(answer, items, batch_size), Random(0).sample(n, len(n))
-    checks = _alone(asker, order[:ALONE])
-    checks |= _in_batches(asker, order[:ALONE])
+    later = _alone(asker, order)
+    later |= _in_batches(asker, order[:ALONE])
     asker.ask(OWN, asker.own, order[ALONE:])
     asker.ask(OTHER, asker.other, order[ALONE:])
-    follows, looks = _looks(asker)
-    checks = looks | checks
-    asker.ask("shuffled", lambda one: asker.own((one + 1) % len(n)), n)
+    asker.ask(SHUFFLED, lambda one: asker.own((one + 1) % len(n)), n)
     asker.ask("blank", lambda one: blank(items[one].parts), n)
-    try:
-        asker.ask("none", lambda one: [], n)
-    except Exception as error:
-        del asker.texts["none"]
-        notes["no evidence"] = f"not possible, {type(error).__name__}: {error}"
+    asker.ask_without(order[WITHOUT:])
+    if asker.refusal:
+        notes["no evidence"] = asker.refusal
+    follows, checks = _looks(asker)
+    kinds, of_kinds = _kinds(asker)
+    checks |= of_kinds | later
     if all(kind == "passages" for item in items for kind, _ in item.parts):
         checks |= _among_passages(asker)
-    elif all(len(item.parts) > 1 for item in items):
-        checks |= _by_part(asker)
+    elif any(len(item.parts) > 1 for item in items):
+        checks |= _by_part(asker, [one for one in n if len(items[one].parts) > 1])
     else:
         notes["position"] = "not checked: give rows with passages, or with two pictures or more each"
     right = asker.right(OWN)
     if sum(right) < GOOD * len(n) and any(kind == "pictures" for item in items for kind, _ in item.parts):
-        for name, (change, cause) in ALTERATIONS.items():
-            asker.ask(name, lambda one, change=change: contents(items[one].parts, change), n)  # type: ignore[misc]
-            altered = asker.right(name)
-            checks[f"pictures {name}"] = mcnemar(altered, right), f"{_of(altered)} right, not {_of(right)}", cause
+        checks |= _altered(asker)
     contrasts = [one for one in n if items[one].other_answer is not None]
     answered = [is_right(str(items[one].other_answer), asker.texts[OTHER][one]) for one in contrasts]
     figures = {OWN: right, "… by looking": follows} | ({"counterfactual": answered} if answered else {})
-    figures |= {kind: asker.right(kind) for kind in asker.texts}
-    figures = {kind: one for kind, one in figures.items() if kind not in (AGAIN, OTHER)}
+    figures |= {kind: [right[one] for one in numbers] for kind, numbers in kinds.items()}
+    whole = [kind for kind in asker.texts if kind not in (AGAIN, OTHER, *PARTS)]
+    figures |= {kind: asker.right(kind) for kind in whole}
     title = f"{len(n)} questions, {asker.count:,} answers in {time.perf_counter() - begin:.0f} s"
     report = LookingReport(
         [], f"{title}; FAIL is an error once in {1 / LEVEL:.0f}", figures, follows, items, asker.texts
@@ -107,18 +138,25 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
     return report
 
 
-def _alone(asker: Asker, numbers: Sequence[int]) -> Checks:
-    """Ask items one by one, twice with the right evidence and once with other, which is first at every second item."""
-    # Right answers to new questions, and after other evidence.
-    questions, firsts = set[str](), (list[bool](), list[bool]())
-    for turn, number in enumerate(numbers):
-        for kind in (OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, OTHER):
-            asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
+def _alone(asker: Asker, order: Sequence[int]) -> Checks:
+    """Ask items one by one, twice with the right evidence, and with none and other: before at every second item."""
+    # By which is asked first, the right evidence or less: right answers to new questions, and those without it.
+    questions, firsts, kept = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
+    for turn, number in enumerate(order[:ALONE]):
+        for kind in (NONE, OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, NONE, OTHER):
+            if kind != NONE:
+                asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
+            elif turn < WITHOUT:
+                asker.ask_without([number])
         if asker.items[number].question not in questions:
             firsts[turn % 2].append(asker.right(OWN, [number])[0])
+        if turn < WITHOUT:
+            kept[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
         questions.add(asker.items[number].question)
-    differ = sum(asker.texts[OWN][one] != asker.texts[AGAIN][one] for one in numbers)
+    numbers, half = order[:ALONE], min(len(order), ALONE) // 2
+    differ = sum(asker.said(OWN, one) != asker.said(AGAIN, one) for one in numbers)
     late = mcnemar(asker.right(AGAIN, numbers), asker.right(OWN, numbers)) < LEVEL
+    halves = asker.right(OWN, numbers[:half]), asker.right(OWN, numbers[half:])
     return {
         "the same call again": (
             binomial_tail(differ, len(numbers), STEADY),
@@ -126,37 +164,87 @@ def _alone(asker: Asker, numbers: Sequence[int]) -> Checks:
             "the second is right, a call gets the evidence of the one before" if late else "sampling, dropout, a race",
         ),
         "earlier calls": (
-            fisher(*firsts),
-            f"asked first {_of(firsts[0])} right, asked after other evidence {_of(firsts[1])}",
-            "something of an earlier call is kept, such as a cache by the question",
+            3 * min(fisher(*firsts), fisher(*kept), fisher(*halves)),
+            f"right before other evidence {_of(firsts[0])}, after it {_of(firsts[1])}; without the right evidence "
+            f"{_of(kept[1])}, after it {_of(kept[0])}; at the beginning {_of(halves[0])}, later {_of(halves[1])}",
+            "something of an earlier call is kept, such as its evidence or a cache by the question",
         ),
     }
 
 
 def _looks(asker: Asker) -> tuple[list[bool], Checks]:
-    """Return which answers follow the evidence: right, and with other evidence what follows from that."""
-    follows = [
-        ok and (not is_right(item.answer, text) if item.other_answer is None else is_right(item.other_answer, text))
-        for item, text, ok in zip(asker.items, asker.texts[OTHER], asker.right(OWN), strict=True)
-    ]
-    p = 1 - binomial_tail(sum(follows) + 1, len(follows), LOOKS)
+    """Return which answers follow the evidence: right, and with other evidence what follows from that.
+
+    Too few are right and change with other evidence, or too few counterfactuals are answered rightly both times, of
+    those that are answered at all: with an answer of the data, and not "I do not know".
+    """
+    changes, follows, decided = [], [], []
+    for number, (item, text, right) in enumerate(zip(asker.items, asker.texts[OTHER], asker.right(OWN), strict=True)):
+        changes.append(right and not is_right(item.answer, text))
+        follows.append(changes[-1] if item.other_answer is None else right and is_right(item.other_answer, text))
+        if item.other_answer is not None and asker.said(OWN, number) and asker.said(OTHER, number):
+            decided.append(follows[-1])
+    groups = [changes, decided] if len(decided) >= KIND else [changes]
+    p = len(groups) * min(1 - binomial_tail(sum(one) + 1, len(one), LOOKS) for one in groups)
     return follows, {"looks": (p, f"{_of(follows)} answers follow the evidence", _why_not(asker))}
+
+
+def _kinds(asker: Asker) -> tuple[dict[str, list[int]], Checks]:
+    """Return the questions of each kind, as their rows name it or by what is answered; and compare what they answer.
+
+    An answer stays if it is the same with other and shuffled evidence, though that is wrong for certain: the other
+    evidence is a counterfactual, or the answer was wrong from the start.
+    """
+    said = [[asker.said(kind, one) for kind in (OWN, OTHER, SHUFFLED)] for one in range(len(asker.items))]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, item in enumerate(asker.items):
+        if item.kind or said[number][0]:
+            groups[f"kind {item.kind}" if item.kind else f"answers {said[number][0]!r}"].append(number)
+    groups = {kind: numbers for kind, numbers in groups.items() if len(numbers) >= KIND}
+    stays = [
+        words[0] != "" and len(set(words)) == 1 and (item.other_answer is not None or not right)
+        for words, item, right in zip(said, asker.items, asker.right(OWN), strict=True)
+    ]
+    stuck = {kind: [stays[one] for one in numbers] for kind, numbers in groups.items()}
+    p = {kind: len(groups) * binomial_tail(sum(one), len(one), STAYS) for kind, one in stuck.items()}
+    if not p:
+        return groups, {}
+    kind = min(p, key=p.__getitem__)
+    fault = "the evidence is ignored there"
+    return groups, {"kinds": (p[kind], f"{kind}: {_of(stuck[kind])} stay whatever the evidence", fault)}
 
 
 def _in_batches(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Ask in batches, twice in other company; go on one by one if those of these numbers are answered otherwise."""
-    n = len(asker.items)
+    n, size = len(asker.items), asker.batch_size
     order = Random(1).sample(range(n), n)
-    asker.ask(BATCHES[0], asker.own, order)
-    asker.ask(BATCHES[1], asker.own, order[::2] + order[1::2])
-    single, twice = (
-        [a and b for a, b in zip(*(asker.right(kind, numbers) for kind in kinds), strict=True)]
+    asker.ask(BATCHES[0], asker.own, order, (size, max(size - 1, 1)))
+    asker.ask(BATCHES[1], asker.own, order[::2] + order[1::2], SMALL)
+    alone, batched = (
+        [sum(two) for two in zip(*(asker.right(kind, numbers) for kind in kinds), strict=True)]
         for kinds in ((OWN, AGAIN), BATCHES)
     )
-    p = mcnemar(single, twice)
-    asker.batch_size = 1 if p < LEVEL else asker.batch_size
+    worse, better = ([a > b for a, b in zip(*pair, strict=True)] for pair in ((alone, batched), (batched, alone)))
+    p, figure = (
+        mcnemar(worse, better),
+        f"{sum(worse)} of {len(numbers)} answered worse in batches, {sum(better)} better",
+    )
+    asker.batch_size = 1 if p < LEVEL else size
     fault = f"rows or requests are mixed, or padding is read (after {asker.count} answers)"
-    return {"batches": (p, f"twice right alone {_of(single)}, in two batches {_of(twice)}", fault)}
+    return {
+        "batches": (p, figure, fault),
+        "alone": (mcnemar(better, worse), figure, "evidence is lost where it comes alone"),
+    }
+
+
+def _altered(asker: Asker) -> Checks:
+    """Ask with altered pictures, to see whether they are read better then."""
+    right, checks = asker.right(OWN), dict[str, tuple[float, str, str]]()
+    for name, (change, cause) in ALTERATIONS.items():
+        asker.ask(name, lambda one, change=change: contents(asker.items[one].parts, change), range(len(right)))  # type: ignore[misc]
+        altered = asker.right(name)
+        checks[f"pictures {name}"] = mcnemar(altered, right), f"{_of(altered)} right, not {_of(right)}", cause
+    return checks
 
 
 def _among_passages(asker: Asker) -> Checks:
@@ -172,12 +260,11 @@ def _among_passages(asker: Asker) -> Checks:
     }
 
 
-def _by_part(asker: Asker) -> Checks:
+def _by_part(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Compare items whose first part alone tells the answer with those whose last part does."""
-    n = range(len(asker.items))
-    asker.ask("first part alone", lambda one: asker.own(one)[:1], n)
-    asker.ask("last part alone", lambda one: asker.own(one)[-1:], n)
-    ends = list(zip(*map(asker.right, (OWN, "first part alone", "last part alone")), strict=True))
+    asker.ask(PARTS[0], lambda one: asker.own(one)[:1], numbers)
+    asker.ask(PARTS[1], lambda one: asker.own(one)[-1:], numbers)
+    ends = list(zip(*(asker.right(kind, numbers) for kind in (OWN, *PARTS)), strict=True))
     by_first, by_last = ([right for right, *end in ends if end == only] for only in ([True, False], [False, True]))
     figure = f"told by the first part {_of(by_first)} right, by the last {_of(by_last)}"
     return {

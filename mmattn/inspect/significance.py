@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
 #: Error level of all tests together.
@@ -10,12 +11,16 @@ LEVEL = 0.01
 
 
 def binomial_tail(count: int, total: int, share: float) -> float:
-    """Return the probability of `count` or more of `total` (at most 1,000), each with the probability `share`.
+    """Return the probability of `count` or more of `total`, each with the probability `share`.
 
-    >>> binomial_tail(2, 2, 0.5)
+    >>> round(binomial_tail(2, 2, 0.5), 6)
     0.25
     """
-    return sum(math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count, total + 1))
+    if count <= 0 or share in (0.0, 1.0):
+        return float(count <= total * share)
+    ways, log = math.lgamma, (math.log(share), math.log1p(-share))
+    terms = ((ways(total + 1) - ways(k + 1) - ways(total - k + 1), k) for k in range(count, total + 1))
+    return math.fsum(math.exp(comb + k * log[0] + (total - k) * log[1]) for comb, k in terms)
 
 
 def interval(count: int, total: int) -> tuple[float, float]:
@@ -25,14 +30,15 @@ def interval(count: int, total: int) -> tuple[float, float]:
     (0.0, 0.309)
     """
     steps = [step / 1000 for step in range(1001)]
-    low = max((one for one in steps if binomial_tail(count, total, one) <= 0.025), default=0.0)
-    return low, min((one for one in steps if binomial_tail(count + 1, total, one) >= 0.975), default=1.0)
+    above = bisect_right(steps, 0.025, key=lambda one: binomial_tail(count, total, one))
+    high = bisect_left(steps, 0.975, key=lambda one: binomial_tail(count + 1, total, one))
+    return steps[max(above - 1, 0)], steps[min(high, 1000)]
 
 
 def mcnemar(better: Sequence[bool], worse: Sequence[bool]) -> float:
     """Return the one-sided p-value of the first of each pair being right more often (McNemar 1947).
 
-    >>> mcnemar([True] * 5, [False] * 4 + [True])
+    >>> round(mcnemar([True] * 5, [False] * 4 + [True]), 6)
     0.0625
     """
     gains, losses = (sum(x > y for x, y in zip(a, b, strict=True)) for a, b in ((better, worse), (worse, better)))

@@ -62,12 +62,18 @@ class Trial:
         """Return the output for a memory, or for None with the adapters disabled."""
         with torch.random.fork_rng(cuda_devices(self.model)):
             if memory is not None:
-                return _first_output(self.model(**self.batch, memory={self.name: memory}))
+                return self._first_output(self.model(**self.batch, memory={self.name: memory}))
             with self.model.disable_adapter():
-                return _first_output(self.model(**self._bare()))
+                return self._first_output(self.model(**self._bare()))
 
     def _bare(self) -> Arguments:
         return {key: value for key, value in self.batch.items() if key not in self.model.memory_keywords}
+
+    def _first_output(self, out: Tensor | tuple[Tensor, ...]) -> Tensor:
+        output = out if isinstance(out, Tensor) else out[0]
+        if len(output) < self.memory.batch:  # multiple choice has a memory for each choice
+            output = output.reshape(self.memory.batch, -1)
+        return output.to(torch.promote_types(output.dtype, torch.float32))
 
     @cached_property
     def output(self) -> Tensor:
@@ -86,7 +92,7 @@ class Trial:
         for hook in bare._hooks:
             hook.remove()
         with torch.random.fork_rng(cuda_devices(self.model)), bare.disable_adapter():
-            return _first_output(bare.host(**self._bare()))
+            return self._first_output(bare.host(**self._bare()))
 
     @cached_property
     def noise(self) -> float:
@@ -133,11 +139,6 @@ class Trial:
     def first_tokens(self) -> Tensor | None:
         """Return the first token that may attend to each slot (b, m), the text's length for none; None for all."""
         return self.adapter.first_tokens(self.slots, self.batch)
-
-
-def _first_output(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    output = out if isinstance(out, Tensor) else out[0]
-    return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def apart(output: Tensor, expected: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ beyond its entry, so that writing one entry changes no other.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 
@@ -197,10 +198,15 @@ def write_bank(
     dtype: torch.dtype | None,
     tables: Tables,
 ) -> None:
-    """Write the tables of a bank, the dtype of its pages, and the fingerprints of its adapters."""
-    prints = {name: fingerprint(weights(model.adapter(name))) for name in names}
+    """Write the tables of a bank, the dtype of its pages, and the digests of its adapters."""
+    prints = {name: _digest(model.adapter(name)) for name in names}
     about = {"adapters": prints, "dtype": None if dtype is None else NAMES[dtype]}
     write_tensors(path, tables, {"format": BANK, "mmattn_version": __version__, **about})
+
+
+def _digest(adapter: AdapterLayers) -> str:
+    """Return a sha256 of the settings of an adapter and of the weights that pages depend on."""
+    return hashlib.sha256(f"{adapter.config!r} {fingerprint(weights(adapter))}".encode()).hexdigest()
 
 
 def read_bank(
@@ -232,10 +238,10 @@ def _check_adapters(path: str | PathLike[str], model: AdaptedModel, prints: Mapp
                 f"{', '.join(map(repr, model.adapters))}: attach that adapter under this name, or build the bank again "
                 "with model.bank(memory)"
             )
-        if fingerprint(weights(model.adapter(name))) != expected:
+        if _digest(model.adapter(name)) != expected:
             raise AdapterFileError(
-                f"the pages in {str(path)!r} were computed with other weights than those adapter {name!r} has here: "
-                "load that adapter, or build the bank again with model.bank(memory)"
+                f"the pages in {str(path)!r} were computed with other weights or settings than those adapter {name!r} "
+                "has here: load that adapter, or build the bank again with model.bank(memory)"
             )
     return list(prints)
 

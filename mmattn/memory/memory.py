@@ -33,7 +33,7 @@ class Memory:
         segments: (b, m) int, the segment (image, passage) of each slot, counted from 0 in each row; negative for none.
         scores: (b, m) float, relevance of each slot (a retriever's score).
         sources: for each row one entry per slot: any JSON value that names where the slot came from.
-        check_finite: refuse NaN and infinity in slots that may be attended to; a compiled graph cannot.
+        check_finite: refuse NaN and infinity in slots that may be attended to.
 
     Raises:
         ShapeError: tensors or sources whose sizes do not fit, or tokens or scores that are not floating point.
@@ -65,7 +65,7 @@ class Memory:
         )
         self.sources = None if sources is None else [list(row) for row in sources]
         self.finite_checked = check_finite
-        if check_finite and not torch.compiler.is_compiling():  # a graph reads no values
+        if check_finite:
             self.check_finite()
 
     @property
@@ -99,7 +99,12 @@ class Memory:
         return self.tokens.dtype
 
     def check_finite(self) -> None:
-        """Raise `NonFiniteError` for NaN or infinity in slots that may be attended to, or in their scores."""
+        """Raise `NonFiniteError` for NaN or infinity in slots that may be attended to, or in their scores.
+
+        A graph that is being traced cannot read values: there nothing is checked.
+        """
+        if torch.compiler.is_compiling():
+            return
         for name, value in (("values", self.tokens.detach()), ("scores", self.scores)):
             if value is None or not value.numel():
                 continue

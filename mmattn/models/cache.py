@@ -9,12 +9,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.catalogue import CATALOGUE, Pretrained
 from mmattn.models.packages import check_file, package_folders
-from mmattn.storage.files import lock_folder, sync_folder, write_text
+from mmattn.storage.files import files_below, lock_folder, sync_folder, write_text
 from mmattn.storage.fingerprints import file_fingerprint
+from mmattn.storage.json_files import read_json, validated
 
 #: Written beside a model: what it was made of.
 SOURCE = "source.json"
@@ -106,11 +108,7 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
                     shutil.copyfile(path, result / path.name)
         about: dict[str, object] = {"name": name, "title": entry.title, "license": entry.license}
         about |= {"source": entry.source, "packages": entry.packages, "sha256": entry.files}
-        about["files"] = {
-            path.relative_to(result).as_posix(): file_fingerprint(path)
-            for path in sorted(result.rglob("*"))
-            if path.is_file()
-        }
+        about["files"] = _fingerprints(result)
         write_text(result / SOURCE, json.dumps(about, indent=2) + "\n")
         os.rename(result, folder)
         sync_folder(folder.parent)
@@ -121,12 +119,19 @@ def _convert(name: str, entry: Pretrained, folder: Path) -> None:
 def _check_files(name: str, folder: Path) -> None:
     """Raise AdapterFileError if files of a folder are missing or were changed."""
     try:
-        files = json.loads((folder / SOURCE).read_text("utf-8"))["files"]
-        whole = all(file_fingerprint(folder / file) == digest for file, digest in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        about = validated(SOURCE, dict[str, Any], read_json(folder / SOURCE))
+        files = validated(SOURCE, dict[str, str], about.get("files"))
+        whole = files == _fingerprints(folder)
+    except (OSError, AdapterFileError):
         whole = False
     if not whole:
         raise AdapterFileError(f"{str(folder)!r} is damaged: remove it, and {name} is made anew")
+
+
+def _fingerprints(folder: Path) -> dict[str, str]:
+    """Return the fingerprint of every file of a model, by its place in the folder."""
+    paths = [Path(path) for path in files_below(folder)]
+    return {path.relative_to(folder).as_posix(): file_fingerprint(path) for path in paths if path != folder / SOURCE}
 
 
 def _tell(line: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from mmattn.errors import TextError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.memory import Memory, SearchedMemory
+from mmattn.pipelines.templates import template_ids
 from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
@@ -34,21 +34,6 @@ def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -
         else:
             rows.append(prompt)
     return rows
-
-
-def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, fields: Mapping[str, str]) -> list[int]:
-    """Return the ids of a template with texts for its fields: its special tokens are tokens, those in texts plain."""
-    special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-    ids: list[int] = []
-    for piece in re.split(f"({pattern})", template) if special else [template]:
-        if piece in special:
-            ids.append(int(tokenizer.convert_tokens_to_ids(piece)))
-        elif piece:
-            for field, text in fields.items():
-                piece = piece.replace(field, text)
-            ids += tokenize(tokenizer, [piece])[0][0] if piece else []
-    return ids
 
 
 def prompt_with(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Prompt:

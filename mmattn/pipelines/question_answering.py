@@ -28,7 +28,7 @@ from mmattn.retrieval.entries import Id
 from mmattn.retrieval.index import Index
 from mmattn.storage.files import open_regular
 from mmattn.storage.json_files import MAX_JSON, parse_json
-from mmattn.tokenization import check_text
+from mmattn.tokenization import check_text, tokenize
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -140,8 +140,8 @@ class QuestionAnsweringPipeline(IndexPipeline):
         assert isinstance(prompt, str)
         (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
         begin, end = bos_and_eos(self.tokenizer)
-        prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        ids = [begin, *prompt_ids, *self.tokenizer(f" {text}", add_special_tokens=False)["input_ids"], end]
+        (prompt_ids, text_ids), _ = tokenize(self.tokenizer, [prompt, f" {text}"])
+        ids = [begin, *prompt_ids, *text_ids, end]
         words = [self.tokenizer.decode([token]) for token in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(prompt_ids), title=f"{prompt} {text}")
 
@@ -299,5 +299,6 @@ def _encode_unique(encoder: TextEncoderBase, texts: list[str], progress: bool) -
     """Return vectors (n, e) of n texts; equal texts are encoded once."""
     unique = list(dict.fromkeys(texts))
     number = {text: row for row, text in enumerate(unique)}
-    vectors = encoder.encode(unique, batch_size=128, progress=progress).tokens[:, 0]
+    encode = getattr(encoder, "encode_document", encoder.encode)
+    vectors = encode(unique, batch_size=128, progress=progress).tokens[:, 0]
     return vectors[[number[text] for text in texts]].cpu()

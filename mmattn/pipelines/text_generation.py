@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmattn.adapters.language_models import call_by_name, device_of
 from mmattn.errors import AdapterFileError, TextError
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trace import Trace
@@ -17,6 +18,7 @@ from mmattn.pipelines.build import load_host
 from mmattn.pipelines.config import ModelReference
 from mmattn.pipelines.generation import stream_generate
 from mmattn.pipelines.question_answering import Answer, IndexPipeline, Source
+from mmattn.tokenization import call_tokenizer, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,9 +72,9 @@ class _Continuation:
         self.size: int = vars(pipe.model.adapter("default").config)["chunk_size"]
         #: For each chunk the passage of each slot.
         self.passages: dict[tuple[int, ...], list[str]] = {}
-        ids = self.tokenizer(text)["input_ids"]
+        (ids,), _ = tokenize(self.tokenizer, text, add_special_tokens=True)
         # Padded to whole chunks, so that the last one ends with the prompt and is searched at once.
-        line = self.tokenizer("\n")["input_ids"][-1:]
+        line = call_tokenizer(self.tokenizer, "\n")["input_ids"][-1:]
         input_ids = torch.tensor([line * (-len(ids) % self.size) + ids], device=pipe.device)
         pad = self.tokenizer.pad_token_id
         self.arguments = {
@@ -151,7 +153,7 @@ class _Continuation:
         """Return the probability (b, t) of each generated token of a text (1, l), for each row of a memory."""
         options = {} if memory is None else {"memory": memory}
         rows = ids if memory is None else ids.expand(memory.batch, -1)
-        logs = self.model(rows, **options).logits[:, self.begin - 1 : -1].log_softmax(-1)
+        logs = call_by_name(self.model, input_ids=rows, **options).logits[:, self.begin - 1 : -1].log_softmax(-1)
         return logs.gather(2, rows[:, self.begin :, None])[..., 0].exp()
 
     def retrieve(self, chunks: Tensor) -> Memory:
@@ -190,16 +192,17 @@ def read_passages(
         layer: whose hidden states are used.
         batch_size: passages at once.
     """
-    embeddings, decoder = host.get_input_embeddings().weight, host.get_decoder() or host.base_model
+    embeddings, decoder = host.get_input_embeddings(), host.get_decoder() or host.base_model
     slots: list[Tensor] = []
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
         longest = max(map(len, part))
         # Any padding will do: attention is causal.
-        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part], device=embeddings.device)
-        states = decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part])
+        ids = ids.to(device_of(embeddings))
+        states = call_by_name(decoder, input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-        both = torch.cat([_scaled(before), _scaled(embeddings[ids])], -1)
+        both = torch.cat([_scaled(before), _scaled(embeddings(ids))], -1)
         slots += [row[: len(text)].clone() for row, text in zip(both, part, strict=True)]
     return slots
 

@@ -19,7 +19,7 @@ from mmattn.pipelines.base import ImagePipeline
 from mmattn.pipelines.build import check_tokenizer, resolve
 from mmattn.pipelines.config import PipelineConfig
 from mmattn.progress import tracked
-from mmattn.tokenization import check_text
+from mmattn.tokenization import call_tokenizer, check_text
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, ModelMixin
@@ -74,7 +74,8 @@ class PromptEncoder(nn.Module):
             vocabulary = sorted(word for word in self.tokenizer.get_vocab() if not word.startswith("["))
             raise TextError(f"{unknown!r} has words this model never saw; it knows: {', '.join(vocabulary)}")
         padding = "max_length" if self.attends_to_padding else True
-        inputs = self.tokenizer(texts, padding=padding, truncation=True, return_tensors="pt").to(self.encoder.device)
+        options = {"padding": padding, "truncation": True, "return_tensors": "pt"}
+        inputs = call_tokenizer(self.tokenizer, texts, **options).to(self.encoder.device)
         mask = None if self.attends_to_padding else inputs["attention_mask"]
         states: Tensor = self.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
         return states, inputs["attention_mask"].bool()
@@ -85,7 +86,7 @@ class PromptEncoder(nn.Module):
         # A vocabulary of pieces spells any word; one of whole words does not.
         if unknown is None or self.tokenizer.unk_token == self.tokenizer.eos_token:
             return None
-        return next((text for text in texts if unknown in self.tokenizer(text)["input_ids"]), None)
+        return next((text for text in texts if unknown in call_tokenizer(self.tokenizer, text)["input_ids"]), None)
 
     def null(self) -> Tensor | None:
         """Return states (1, m, e) of no prompt, or None if the host then reads nothing."""
@@ -93,7 +94,8 @@ class PromptEncoder(nn.Module):
 
     def tokens(self, prompt: str) -> list[str]:
         """Return the tokens of a prompt, one for each state."""
-        return self.tokenizer.convert_ids_to_tokens(self.tokenizer(prompt, truncation=True)["input_ids"])
+        ids = call_tokenizer(self.tokenizer, prompt, truncation=True)["input_ids"]
+        return self.tokenizer.convert_ids_to_tokens(ids)
 
 
 class DiffusionHost(nn.Module):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmattn.errors import ConfigError, ShapeError, check_int
-from mmattn.tokenization import check_text
+from mmattn.tokenization import call_tokenizer, check_text
 
 # Scripts that put no spaces between words: Thai, Lao, Tibetan, Myanmar, Khmer; Chinese and Japanese with their marks.
 _SPACELESS = (
@@ -126,7 +126,7 @@ def _tokens(document: str, tokenizer: Any) -> list[tuple[Span, int]]:
         )
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     units: list[tuple[Span, int]] = []
-    for offsets in tokenizer(document, return_offsets_mapping=True, **options)["offset_mapping"]:
+    for offsets in call_tokenizer(tokenizer, document, return_offsets_mapping=True, **options)["offset_mapping"]:
         start, end = _trimmed(document, *offsets)
         blank = start == end
         if units and (blank or start < units[-1][0][1]):

@@ -95,7 +95,8 @@ class _Passages:
         self.device = getattr(encoder, "device", None)
 
     def __call__(self, texts: list[str], batch_size: int) -> Memory:
-        memory = self.encoder.encode(texts, batch_size=batch_size)
+        encode = getattr(self.encoder, "encode_document", self.encoder.encode)
+        memory = encode(texts, batch_size=batch_size)
         if memory.length != 1:
             raise ConfigError(
                 f"an entry of an index has one vector, and the encoder gave {memory!r}; use an encoder that pools"

@@ -20,7 +20,8 @@ from mmattn.tokenization import check_text
 class Encoder(Protocol):
     """Encodes texts to vectors.
 
-    An encoder that encodes queries in another way than entries also has `encode_query(texts) -> Memory`.
+    An encoder that encodes queries in another way than entries also has `encode_query(texts) -> Memory`, and one that
+    encodes entries in another way than texts `encode_document(texts) -> Memory`.
     """
 
     @property
@@ -147,7 +148,7 @@ class EmbeddingSpace:
                 raise TextError(f"query {number} is empty: it would find anything; leave it out")
         return self._encode(texts, encoder or self.encoder, "encode_query")
 
-    def _encode(self, texts: list[str], encoder: Encoder | None, verb: str = "encode") -> Memory:
+    def _encode(self, texts: list[str], encoder: Encoder | None, verb: str = "encode_document") -> Memory:
         if encoder is None:
             raise ConfigError(
                 "texts need an encoder, and this index has none: give encoder= when building or opening it, or vectors"

@@ -43,7 +43,8 @@ class Index:
     in a store in memory a search sees one version from its beginning to its end.
 
     A higher score is better: the cosine, the inner product, or the negative squared distance, computed in float64 from
-    the full vectors, whatever the store. Entries of equal score come in the order of adding.
+    the full vectors and rounded to float32, whatever the store. Entries of equal rounded score come in the order of
+    adding.
 
     Stores: "exact" misses nothing. "hnsw", "ivf" and "ivfpq" (faiss) are approximate: they may miss some of the best k,
     with a filter more of them, and the last two may then give fewer than k. "pgvector", "qdrant" and "lancedb" hold

@@ -67,8 +67,9 @@ class MultiVectorIndex(Index):
     """An index whose entries and queries have several vectors each, such as one per token: late interaction.
 
     The score of an entry is MaxSim: the sum over the vectors of a query of the largest cosine, or inner product, with a
-    vector of the entry, in float64. A search scores every entry, or `num_candidates` of them: those with the nearest
-    mean vectors. Hits become a memory of all vectors of each entry, and a slot has the score of its entry.
+    vector of the entry, computed in float64 and rounded to float32. A search scores every entry, or `num_candidates` of
+    them: those with the nearest mean vectors. Hits become a memory of all vectors of each entry, and a slot has the
+    score of its entry.
 
     Items are texts, which need an encoder, or the vectors of each entry: a memory (n, m, e), whose mask says which are
     real, a tensor (n, m, e), or a list of tensors or arrays (m, e). The metric is "cosine" or "ip".

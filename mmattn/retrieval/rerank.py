@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, TextError, check_int
 from mmattn.models.loading import load_pretrained
-from mmattn.tokenization import check_text, refuse_empty, text_length, tokenize, warn_cut
+from mmattn.tokenization import call_tokenizer, check_text, refuse_empty, text_length, tokenize, warn_cut
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ class Reranker(nn.Module):
         with torch.no_grad():
             for start in range(0, len(order), batch_size):
                 batch = order[start : start + batch_size]
-                inputs = self.tokenizer(
+                inputs = call_tokenizer(
+                    self.tokenizer,
                     [queries[number] for number in batch],
                     [texts[number] for number in batch],
                     padding=True,

@@ -84,7 +84,7 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         return await answering.answer(request, body)
 
     pipe = engine.pipe
-    if isinstance(pipe, IndexPipeline):
+    if isinstance(pipe, IndexPipeline) and getattr(pipe.encoder, "pooling", None) != "none":
 
         @app.post("/v1/embeddings", responses=errors(400, 401, 404, 413, 429, 500, 504), **guarded)
         async def embeddings(body: EmbeddingRequest) -> JSONResponse:

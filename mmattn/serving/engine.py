@@ -16,6 +16,7 @@ from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
 from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers, token_logprob
+from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from mmattn.pipelines.base import Pipeline
 
 PAGE = 16
+#: Tokens of a prompt that say how the text of an answer goes on.
+_BEFORE = 4
 #: Of a step on the CPU, so that a long prompt does not hold up those who write.
 TOKENS = 512
 
@@ -103,6 +106,7 @@ class Writer:
         self.job, self.tokenizer, self.ends = job, tokenizer, ends
         self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
         self._sent, self._scored = 0, 0  # characters, log-probabilities
+        self._special = set(special_ids(tokenizer).values())
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
@@ -122,7 +126,12 @@ class Writer:
         return Piece(new, len(tokens), reason, self._logprobs(tokens, end))
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if self.job.echoes:  # the first blank of an answer is there behind a prompt only
+            before, new = self.job.ids[-_BEFORE:], [token for token in tokens if token not in self._special]
+            head, whole = self.tokenizer.decode(before), self.tokenizer.decode([*before, *new])
+            if whole.startswith(head):
+                return str(whole[len(head) :])
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
         """Return those that no piece had, of the tokens that begin before the end."""

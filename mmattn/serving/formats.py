@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmattn.serving.engine import Piece
 from mmattn.serving.sampling import TokenLogprob
+from mmattn.serving.token_texts import Alignment, text_offsets, token_bytes
+from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +53,9 @@ class Format:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": number, "created": int(time.time()), "model": self.model}
         self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}
+        self._bytes: dict[int, bytes] = {}
+        self._alignments: dict[int, Alignment] = {}
+        self._special = set(special_ids(self.tokenizer).values())
 
     def response(self, choices: Sequence[Content], is_chunk: bool = False, tokens: int | None = None) -> Content:
         """Return a response, or an event of a stream; with the usage after so many new tokens."""
@@ -71,9 +75,10 @@ class Format:
         choice: Content = {"index": number, "finish_reason": piece.finish_reason, "logprobs": None}
         if not self.chat:
             echo = self.echoes.get(number) if is_first else None
+            text = piece.text if echo is None else echo.text + piece.text
             if self.logprobs is not None:
-                choice["logprobs"] = self._text_logprobs(number, piece.logprobs, echo)
-            return choice | {"text": piece.text if echo is None else echo.text + piece.text}
+                choice["logprobs"] = self._text_logprobs(number, text, piece.logprobs, echo)
+            return choice | {"text": text}
         if self.logprobs is not None:
             content = [self._token(one.token, one.logprob) | {"top_logprobs": self._top(one)} for one in piece.logprobs]
             choice["logprobs"] = {"content": content, "refusal": None}
@@ -83,26 +88,40 @@ class Format:
     def _top(self, one: TokenLogprob) -> list[Content]:
         return [self._token(token, logprob) for token, logprob in one.top]
 
-    def _token(self, token: int, logprob: float) -> Content:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _bytes_of(self, token: int) -> bytes:
+        if token not in self._bytes:
+            self._bytes[token] = token_bytes(self.tokenizer, token)
+        return self._bytes[token]
 
-    def _text_logprobs(self, number: int, logprobs: Sequence[TokenLogprob], echo: Echo | None) -> Content:
-        first = [] if echo is None else [self.tokenizer.decode([echo.ids[0]])]
+    def _text_of(self, token: int) -> str:
+        return self._bytes_of(token).decode(errors="replace")
+
+    def _token(self, token: int, logprob: float) -> Content:
+        return {"token": self._text_of(token), "logprob": logprob, "bytes": list(self._bytes_of(token))}
+
+    def _text_logprobs(self, number: int, text: str, logprobs: Sequence[TokenLogprob], echo: Echo | None) -> Content:
+        asked = [] if echo is None else list(echo.ids)
         scored = [*(echo.logprobs or () if echo is not None else ()), *logprobs]
-        tokens = [*first, *(self.tokenizer.decode([one.token]) for one in scored)]
-        top = [{self.tokenizer.decode([token]): value for token, value in one.top} for one in scored]
-        offset, offsets = self._offsets.get(number, 0), list[int]()
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[number] = offset
+        # The text of an answer has no special tokens.
+        spelled = [*map(self._bytes_of, asked)]
+        spelled += [b"" if one.token in self._special else self._bytes_of(one.token) for one in logprobs]
+        alignment = self._alignments.setdefault(number, Alignment())
         return {
-            "tokens": tokens,
-            "token_logprobs": [*([None] * len(first)), *(one.logprob for one in scored)],
-            "top_logprobs": [*([None] * len(first)), *top],
-            "text_offset": offsets,
+            "tokens": [self._text_of(token) for token in (*asked, *(one.token for one in logprobs))],
+            "token_logprobs": [*([None] * bool(asked)), *(one.logprob for one in scored)],
+            "top_logprobs": [*([None] * bool(asked)), *map(self._top_texts, scored)],
+            "text_offset": text_offsets(alignment, text, spelled),
         }
+
+    def _top_texts(self, one: TokenLogprob) -> Content:
+        """Return the most likely tokens by their texts; of parts of characters that look alike the bytes tell more."""
+        texts: Content = {}
+        for token, logprob in one.top:
+            text = self._text_of(token)
+            if text in texts:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes_of(token))
+            texts.setdefault(text, logprob)
+        return texts
 
 
 def as_event(content: Content) -> str:

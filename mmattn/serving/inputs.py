@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,10 @@ from mmattn.encoders.images import load_image
 from mmattn.errors import ConfigError, ImageError, ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
-from mmattn.pipelines.generation import Prompt, template_ids
+from mmattn.pipelines.generation import Prompt
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+from mmattn.pipelines.templates import chat_ids, template_ids
 from mmattn.retrieval.index import Index
 from mmattn.serving.engine import Limits
 from mmattn.serving.requests import AssistantMessage, ChatRequest, CompletionRequest, Message
@@ -60,7 +60,8 @@ def _own_index(pipe: Any, documents: list[dict[str, JsonValue]] | None, max_docu
         raise ConfigError("this model reads no documents: leave them out")
     if len(documents) > max_documents:
         raise ConfigError(f"{len(documents)} documents are more than the {max_documents} that are allowed")
-    return pipe.make_index(documents)
+    # Nothing of an answer names a document by its id.
+    return pipe.make_index([{key: value for key, value in one.items() if key != "id"} for one in documents])
 
 
 def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None) -> tuple[Prompt, Memory | None]:
@@ -71,30 +72,22 @@ def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None
         return (whole if isinstance(prompt, str) else prompt), hits
     if memory is None and isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
         raise ImageError("this model describes a picture, and the request has none")
+    if isinstance(prompt, str) and not prompt.strip() and "{question}" in pipe.config.prompt:
+        return template_ids(pipe.tokenizer, pipe.config.prompt, {"{question}": ""}), memory
     return (pipe.make_prompt(prompt) if isinstance(prompt, str) else prompt), memory
 
 
 def _chat_ids(pipe: Pipeline, messages: Sequence[Message | AssistantMessage]) -> list[int]:
     """Return the ids of a conversation in the host's chat template, special tokens in its contents as plain text."""
-    from jinja2 import TemplateError
-
     if pipe.tokenizer.chat_template is None:
         raise ConfigError("the host has no chat template, so it answers one message of a user: give that one only")
     if "{passages}" in pipe.config.prompt:
         raise ConfigError("this model reads passages before one question: give one message of a user")
-    key = secrets.token_hex(8)
-    fields: dict[str, str] = {}
-    named: list[dict[str, str]] = []
-    for number, message in enumerate(messages):
-        row = {"content": message.text} | ({"name": message.name} if message.name else {})
-        places = {name: f"{key}-{number}-{name}-" for name in row}
-        fields |= {places[name]: text for name, text in row.items()}
-        named.append({"role": "system" if message.role == "developer" else message.role, **places})
-    try:
-        template = str(pipe.tokenizer.apply_chat_template(named, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise ConfigError(f"the chat template of the host refuses these messages: {error}") from error
-    return template_ids(pipe.tokenizer, template, fields)
+    rows: list[dict[str, str]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        rows.append({"role": role, "content": message.text} | ({"name": message.name} if message.name else {}))
+    return chat_ids(pipe.tokenizer, rows)
 
 
 def _vector_memory(vectors: Sequence[Sequence[float]], pipe: Pipeline) -> Memory:

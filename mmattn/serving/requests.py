@@ -16,7 +16,11 @@ NoList = Annotated[list[JsonValue], Field(max_length=0)] | None
 NoObject = Annotated[dict[str, JsonValue], Field(max_length=0)] | None
 #: False, and not the 0 that equals it.
 No = Annotated[Literal[False] | None, BeforeValidator(lambda value: repr(value) if type(value) is int else value)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+#: In JSON 2.0 is an integer, too.
+Int = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+]
+Ids = Annotated[list[Annotated[Int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Vector = Annotated[list[float], Field(min_length=1)]
 
 
@@ -38,10 +42,10 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    top_k: Int | None = Field(None, ge=-1)
+    seed: Int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    n: int | None = Field(None, ge=1, le=128)
+    n: Int | None = Field(None, ge=1, le=128)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     user: str | None = None
@@ -86,10 +90,10 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)] = ""
     image: str | None = None  # a data URL
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Int | None = Field(None, ge=0)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = Field(None, ge=1, le=1)
+    logprobs: Int | None = Field(None, ge=0, le=20)
+    best_of: Int | None = Field(None, ge=1, le=1)
     suffix: Literal[""] | None = None
 
     @property
@@ -186,10 +190,10 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[Annotated[Message | AssistantMessage, Field(discriminator="role")]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Int | None = Field(None, ge=0, le=20)
     response_format: TextFormat | None = None
     tools: NoList = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -209,8 +213,6 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are names of one limit: give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: say logprobs=true, or leave it out")
         return self
@@ -223,7 +225,9 @@ class ChatRequest(GenerationRequest):
     @property
     def most_tokens(self) -> int | None:
         """New tokens of an answer, at most."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return min(
+            (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
+        )
 
     @property
     def pictures(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -9,10 +10,21 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from mmattn import __version__
+from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 from mmattn.serving.engine import Engine
 from mmattn.serving.inputs import memory_width
+
+#: A text that is not blank, for Python and for JSON Schema, whose spaces differ.
+_TEXT = r"[^\s\u001c-\u001f\u0085]"
+#: The largest number of a vector (float32).
+_LARGEST = 3.4028234663852886e38
+_BEYOND = (
+    "Refused with 400 beyond what this schema can say: a prompt that leaves no room for its answer, ids of special "
+    "tokens alone as a question, texts without a token, messages that the chat template of the host refuses, pictures "
+    "that are damaged or too large, and vectors with which the model overflows."
+)
 
 
 class ErrorDetail(BaseModel):
@@ -33,36 +45,123 @@ class Error(BaseModel):
 def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
     """Return the schema of the interface of this server; bodies that do not fit get 400, and not FastAPI's 422."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
+        schema = get_openapi(title=app.title, version=__version__, description=_BEYOND, routes=app.routes)
         for operations in schema["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        pipe, limits, width = engine.pipe, engine.limits, memory_width(engine.pipe)
-        most = {"max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens, "n": limits.max_requests}
-        read = {
-            "documents": isinstance(pipe, QuestionAnsweringPipeline),
-            "image": isinstance(pipe, ImageToTextPipeline),
-            "memory": width is not None,
-        }
-        for kind in schema["components"]["schemas"].values():
-            fields = kind.get("properties", {})
-            for field in read.keys() & fields.keys():
-                if not read[field]:
-                    del fields[field]
-            if "model" in fields:
-                fields["model"]["enum"] = [name]
-            if "documents" in fields and pipe.config.memory is not None and pipe.config.memory.fields:
-                text = {"type": "string", "pattern": r"\S"}
-                fields["documents"]["anyOf"][0]["items"] |= {
-                    "properties": dict.fromkeys(pipe.config.memory.fields, text),
-                    "required": list(pipe.config.memory.fields),
-                }
-            if "memory" in fields:
-                fields["memory"]["anyOf"][0]["items"] |= {"minItems": width, "maxItems": width}
-            for field in most.keys() & fields.keys():
-                fields[field]["anyOf"][0]["maximum"] = most[field]
+        kinds = schema["components"]["schemas"]
+        for kind in kinds.values():
+            _narrow_fields(kind.get("properties", {}), name, engine)
+        if not isinstance(engine.pipe, ImageToTextPipeline):
+            kinds["Message"]["properties"]["content"]["anyOf"][1]["items"] = {"$ref": "#/components/schemas/TextPart"}
+            del kinds["PicturePart"], kinds["ImageUrl"]
+        if "EmbeddingRequest" in kinds:
+            one, many = kinds["EmbeddingRequest"]["properties"]["input"]["anyOf"]
+            one["pattern"] = many["items"]["pattern"] = _TEXT
+        kinds["ChatRequest"]["allOf"] = [*_common_rules(engine), *_chat_rules(engine.pipe)]
+        kinds["CompletionRequest"]["allOf"] = [*_common_rules(engine), *_completion_rules(engine)]
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
+    """Narrow the fields of a kind of body to what this server takes, and remove those that it does not."""
+    pipe, limits, width = engine.pipe, engine.limits, memory_width(engine.pipe)
+    most = {"max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens, "n": limits.max_requests}
+    # Scores come with the hits of a search alone.
+    needs_scores = any(getattr(pipe.model.adapter(one).config, "score_bias", False) for one in pipe.model.active)
+    read = {
+        "documents": bool(_document_fields(pipe)),
+        "image": isinstance(pipe, ImageToTextPipeline),
+        "memory": width is not None and not needs_scores,
+    }
+    for field in read.keys() & fields.keys():
+        if not read[field]:
+            del fields[field]
+    if "model" in fields:
+        fields["model"]["enum"] = [name]
+    if "documents" in fields:
+        documents, required = fields["documents"]["anyOf"][0], _document_fields(pipe)
+        documents["maxItems"] = limits.max_documents
+        texts = {"text": {"type": ["string", "null"]}} | dict.fromkeys(required, {"type": "string", "pattern": _TEXT})
+        documents["items"] |= {"properties": texts, "required": required}
+    vocabulary = getattr(pipe.model.config, "vocab_size", None)
+    if "prompt" in fields and vocabulary is not None:
+        ids = fields["prompt"]["anyOf"][2]
+        ids["items"]["maximum"] = vocabulary - 1
+        fields["prompt"]["anyOf"][3]["items"] = ids
+    if "memory" in fields:
+        numbers = {"type": "number", "minimum": -_LARGEST, "maximum": _LARGEST}
+        fields["memory"]["anyOf"][0]["items"] |= {"minItems": width, "maxItems": width, "items": numbers}
+    for url in fields.keys() & {"image", "url"}:
+        fields[url] |= {"pattern": "^data:[^,]*;base64,"}
+    for field in most.keys() & fields.keys():
+        fields[field]["anyOf"][0]["maximum"] = most[field]
+
+
+def _document_fields(pipe: Pipeline) -> list[str]:
+    """Return the fields that the documents of a request must have; none where no documents are read."""
+    if not isinstance(pipe, QuestionAnsweringPipeline):
+        return []
+    if pipe.config.task == "passage-answering":
+        return ["text"]
+    return list((pipe.config.memory.fields if pipe.config.memory else None) or [])
+
+
+def _given(field: str, schema: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """Return what is true of bodies that have a field, by default with any value but null."""
+    return {"properties": {field: schema or {"not": {"type": "null"}}}, "required": [field]}
+
+
+def _common_rules(engine: Engine) -> list[dict[str, Any]]:
+    """Return what both kinds of bodies must fulfil beyond their single fields."""
+    sources = ["memory", *(["documents"] if _document_fields(engine.pipe) else ["image"])]
+    return [
+        {"if": _given("stream_options"), "then": _given("stream", {"const": True})},
+        {"not": {"allOf": [_given(source) for source in sources]}},
+    ]
+
+
+def _chat_rules(pipe: Pipeline) -> list[dict[str, Any]]:
+    """Return what the messages of a conversation must fulfil."""
+    rules: list[dict[str, Any]] = [
+        {"if": _given("top_logprobs", {"type": "integer", "minimum": 1}), "then": _given("logprobs", {"const": True})}
+    ]
+    picture = _given("type", {"const": "image_url"})
+    seen = _given("content", {"type": "array", "contains": picture})
+    if isinstance(pipe, ImageToTextPipeline):
+        once = {"properties": {"content": {"contains": picture, "minContains": 0, "maxContains": 1}}}
+        rules.append(
+            {"properties": {"messages": {"items": once, "contains": seen, "minContains": 0, "maxContains": 1}}}
+        )
+        rules.append({"if": _given("memory"), "then": {"properties": {"messages": {"not": {"contains": seen}}}}})
+        if "{question}" not in pipe.config.prompt:
+            rules.append({"anyOf": [_given("memory"), _given("messages", {"contains": seen})]})
+    if pipe.tokenizer.chat_template is None or "{passages}" in pipe.config.prompt:
+        rules.append(_given("messages", {"maxItems": 1, "items": _given("role", {"const": "user"})}))
+    if isinstance(pipe, QuestionAnsweringPipeline):
+        user, text = _given("role", {"const": "user"}), {"type": "string", "pattern": _TEXT}
+        parts = {"type": "array", "contains": _given("text", text)}
+        asks = {"if": user, "then": _given("content", {"anyOf": [text, parts]})}
+        rules.append({"anyOf": [_given("memory"), _given("messages", {"contains": user, "items": asks})]})
+    return rules
+
+
+def _completion_rules(engine: Engine) -> list[dict[str, Any]]:
+    """Return what prompts must fulfil."""
+    pipe, most = engine.pipe, engine.limits.max_requests
+    rules: list[dict[str, Any]] = []
+    for n in sorted({most // (most // n + 1) + 1 for n in range(1, most + 1)}):
+        few = {"anyOf": [{"type": "string"}, {"items": {"type": "integer"}}, {"maxItems": most // n}]}
+        rule = {"properties": {"prompt": few}}
+        rules.append(rule if n == 1 else {"if": _given("n", {"type": "integer", "minimum": n}), "then": rule})
+    if isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
+        rules.append({"anyOf": [_given("memory"), _given("image")]})
+    if isinstance(pipe, QuestionAnsweringPipeline):
+        text = {"type": "string", "pattern": _TEXT}
+        asks = {"anyOf": [text, {"items": {"anyOf": [text, {"type": ["array", "integer"]}]}, "type": "array"}]}
+        rules.append({"anyOf": [_given("memory"), _given("prompt", asks)]})
+    return rules
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

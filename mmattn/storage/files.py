@@ -289,6 +289,22 @@ class FileFolder:
             return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
 
 
+def files_below(folder: Path) -> list[str]:
+    """Return the files of a folder and of the folders in it, sorted; none that are hidden or that macOS leaves behind.
+
+    Links are followed, and a folder that is reached twice counts once.
+    """
+    paths: list[str] = []
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith((".", "__"))]
+        if real not in seen:
+            paths += [os.path.join(place, name) for name in files if not name.startswith((".", "__"))]
+        seen.add(real)
+    return sorted(paths)
+
+
 def is_address(path: Path) -> bool:
     """Return True for an address with a scheme, which fsspec reads."""
     return "://" in os.fspath(path)

@@ -237,9 +237,10 @@ def fetch(
     sharded: bool,
     done: TrainingResult,
     steps: int,
+    begun: Iterator[Sequence[object]] | None = None,
 ) -> Iterator[FetchedBatch]:
-    """Yield the batches of the next steps of a run."""
-    ordered = itertools.islice(_in_order(batches, done.epoch, done.batch_in_epoch), steps)
+    """Yield the batches of the next steps of a run; `begun` are those of the first epoch, where that was opened."""
+    ordered = itertools.islice(_in_order(batches, done.epoch, done.batch_in_epoch, begun), steps)
     for step, (epoch, place, batch) in enumerate(ordered, start=done.global_step):
         seeded = [(row, derive_seed(config.seed, "row", step, number)) for number, row in enumerate(batch)]
         shares = split_between_processes(seeded, processes.index, processes.count, config.gradient_accumulation_steps)
@@ -252,19 +253,28 @@ def fetch(
         yield FetchedBatch(epoch, place, len(batch), micro_batches)
 
 
-def _in_order(batches: Batches, epoch: int, start: int) -> Iterator[tuple[int, int, Sequence[object]]]:
+def _in_order(
+    batches: Batches, epoch: int, start: int, begun: Iterator[Sequence[object]] | None
+) -> Iterator[tuple[int, int, Sequence[object]]]:
     """Yield epoch, place in it and rows of each batch, epoch after epoch."""
     for number in itertools.count(epoch):
-        if isinstance(batches, EpochBatches):
-            rest: Iterable[Sequence[object]] = batches.epoch(number, start)
+        if begun is not None and not number:
+            rest: Iterable[Sequence[object]] = itertools.islice(begun, start, None)
         else:
-            rest = itertools.islice(batches, start, None)
+            rest = epoch_of(batches, number, start)
         place = start
         for place, batch in enumerate(rest, start=start + 1):
             yield number, place - 1, batch
         if not place:
             raise ConfigError("the data has no rows to train on")
         start = 0
+
+
+def epoch_of(batches: Batches, number: int, start: int = 0) -> Iterator[Sequence[object]]:
+    """Return the batches of an epoch, from batch `start` on."""
+    if isinstance(batches, EpochBatches):
+        return batches.epoch(number, start)
+    return itertools.islice(batches, start, None)
 
 
 def prefetched(items: Iterator[T], ahead: int) -> Generator[T, None, None]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.data.row import Row
-from mmattn.data.sampling import Batches, derive_seed
+from mmattn.data.sampling import Batches, EpochBatches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.calibration import calibrating, fresh_adapters
@@ -36,7 +36,7 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_parameters
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
-from mmattn.training.distributed import FetchedBatch, Processes, fetch, prefetched
+from mmattn.training.distributed import FetchedBatch, Processes, epoch_of, fetch, prefetched
 from mmattn.training.evaluation import evaluate, loss_of
 from mmattn.training.metrics import MEASURED, DryRunEnded, Figures, StepClock, cost, is_dry_run
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
@@ -208,6 +208,7 @@ class _Run:
         self.optimizer = self.accelerator.prepare_optimizer(torch.optim.AdamW(groups, betas=(0.9, 0.98)))
         for parameter in self.parameters.values():
             parameter.data.copy_(self.processes.from_first(parameter.data))
+        self.begun: Iterator[Sequence[object]] | None = None  # the first epoch, where calibration has opened it
         self.measured: dict[str, float] = {}  # of this step, beside its loss
         self.clock = StepClock()
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
@@ -228,11 +229,12 @@ class _Run:
         model, batches = self.model, self.batches
         if not isinstance(model, AdaptedModel) or not fresh_adapters(model):
             return
-        if isinstance(batches, Iterator):
-            rest, batches = batches, list(islice(batches, 1))
-            self.batches = chain(batches, rest)
+        begun = epoch_of(batches, 0)
+        first_batch = list(islice(begun, 1))
+        if not isinstance(batches, EpochBatches) or batches.batches_per_epoch is None:
+            self.begun = chain(first_batch, begun)  # a stream may give its rows once
         whole = replace(self.processes, index=0, count=1)  # nothing may depend on the number of processes
-        first = next(fetch(batches, self.config, whole, self.collate, self.sharded, TrainingResult(), steps=1))
+        first = next(fetch(first_batch, self.config, whole, self.collate, self.sharded, TrainingResult(), steps=1))
         with calibrating(model):
             for part in first.micro_batches:
                 loss_of(self.loss, part.batch, part.seeds, self.collate, self.accelerator)
@@ -338,7 +340,9 @@ class _Run:
     def _fetch(self) -> Generator[FetchedBatch, None, None]:
         """Return the batches from where the run is, made ready for this process."""
         steps = 0 if self.done.stopped_early else self.total - self.done.global_step
-        fetched = fetch(self.batches, self.config, self.processes, self.collate, self.sharded, self.done, steps)
+        fetched = fetch(
+            self.batches, self.config, self.processes, self.collate, self.sharded, self.done, steps, self.begun
+        )
         return prefetched(fetched, self.config.dataloader_prefetch_factor)
 
     def _is_evaluated(self, step: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import call_by_name
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
 from mmattn.hosts.causal_lm.output_head import OutputHead, has_output_head, last_hidden_states, output_head
@@ -39,7 +40,7 @@ def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None)
         chunk_size = AUTO_CHUNK if has_output_head(model) else None
     if chunk_size is not None:
         return _chunked_nats(model, batch.kwargs(), batch.labels, chunk_size)
-    logits = model(**batch.kwargs()).logits[:, :-1].float()
+    logits = call_by_name(model, **batch.kwargs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
     return nats.view(labels.shape)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import cache_name, check_ids, device_of, given_cache
 from mmattn.errors import ConditionError, ShapeError, TextError, check_int
-from mmattn.hosts.causal_lm.cache_memory import READ
+from mmattn.hosts.causal_lm.cache_memory import note
 from mmattn.hosts.causal_lm.lower_layers import LowerLayers, lower_layers
 from mmattn.hosts.context import Keywords, Positional
 from mmattn.hosts.host_state import HostState
@@ -113,7 +113,7 @@ class PromptCache:
             layer.keys = layer.keys[chosen] if upper else layer.keys.expand(len(chosen), -1, -1, -1)
             layer.values = layer.values[chosen] if upper else layer.values.expand(len(chosen), -1, -1, -1)
         self._calls[cache] = self.states[chosen]
-        setattr(cache, READ, False)
+        note(cache, False)
         last = self._arguments(chosen, slice(self.length, None), self.mask[chosen])
         return last | {cache_name(self.lower.reader): cache}
 

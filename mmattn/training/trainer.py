@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.serialization import load_folder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
+from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.optimization import parameter_groups
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
@@ -46,7 +51,8 @@ def adapter_trainer() -> type:
             kwargs: keyword arguments of the Trainer.
 
         Raises:
-            ConfigError: `TrainingArguments.ddp_find_unused_parameters` is True.
+            ConfigError: `ddp_find_unused_parameters` of the arguments is True, or `dispatch_batches` of their
+                `accelerator_config`.
         """
 
         optimizer: torch.optim.Optimizer | None
@@ -68,6 +74,7 @@ def adapter_trainer() -> type:
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
                 arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
+                _read_in_every_process(arguments)
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
@@ -102,7 +109,8 @@ def adapter_trainer() -> type:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_complete(Path(self.args.output_dir))
-            self._calibrate()
+            # A checkpoint holds the calibration of the run that is resumed.
+            self._calibrates = not resume_from_checkpoint
             config = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
@@ -111,15 +119,26 @@ def adapter_trainer() -> type:
                 if config is not None and cached is not None:
                     config.use_cache = cached
 
-        def _calibrate(self) -> None:
-            """Calibrate fresh adapters by the first rows, also of a run that is resumed, whose weights follow."""
-            model, args = self.accelerator.unwrap_model(self.model), self.args
-            size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list[Mapping[str, object]], object]:
+            """The micro-batches of a step; by those of the first, fresh adapters are calibrated."""
+            batches, items = super().get_batch_samples(*args, **kwargs)
+            if self._calibrates:
+                self._calibrates = False
+                self._calibrate(batches)
+            return batches, items
+
+        def _calibrate(self, batches: Sequence[Mapping[str, object]]) -> None:
+            """Calibrate fresh adapters by batches that are trained on next: a stream may give its rows once."""
+            model: Any = self.accelerator.unwrap_model(self.model)
             if not fresh_adapters(model):
                 return
-            with torch.random.fork_rng(devices=[]), calibrating(model), self.autocast_smart_context_manager():
-                inputs = self._prepare_inputs(self.data_collator(list(islice(self.train_dataset, size))))
-                model(**inputs)
+            with (
+                torch.random.fork_rng(devices=[]),
+                calibrating(model, self.accelerator.num_processes),
+                self.autocast_smart_context_manager(),
+            ):
+                for batch in batches:
+                    model(**self._prepare_inputs(dict(batch)))
 
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
         def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:
@@ -140,12 +159,27 @@ def adapter_trainer() -> type:
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
-            load_weights(trained_parameters(self.accelerator.unwrap_model(self.model)), tensors, resume_from_checkpoint)
+            adapted: Any = self.accelerator.unwrap_model(self.model)
+            for adapter in fresh_adapters(adapted):
+                folder = os.path.join(resume_from_checkpoint, "" if adapter.name == DEFAULT else adapter.name)
+                adapter.load_state_dict(load_folder(folder)[1])  # its calibration, which is not trained
+            load_weights(trained_parameters(adapted), tensors, resume_from_checkpoint)
 
         def _load_best_model(self) -> None:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     return AdapterTrainer
+
+
+def _read_in_every_process(arguments: TrainingArguments) -> None:
+    """Have each process read an `IterableDataset` and keep its part of it, instead of being sent slices of tensors."""
+    config = arguments.accelerator_config
+    if config.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True sends slices of tensors to other processes, and a memory is none: leave it out, so "
+            "that each process reads the dataset and keeps its part"
+        )
+    config.dispatch_batches = False
 
 
 def last_complete(folder: Path) -> str | None:

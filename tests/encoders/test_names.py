@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mmattn.encoders import HybridEncoder, NameEncoder
 from mmattn.encoders.base import load_text_encoder
-from mmattn.errors import AdapterFileError, ConfigError, ShapeError
+from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests.tiny_texts import save_encoder
 
@@ -39,6 +41,43 @@ def test_names_that_differ_by_a_letter_an_accent_or_a_blank_are_apart(encoder: N
     query = encoder.encode_query(f"What pays {names[0]}?").tokens[0, 0]
     scores = vectors @ query
     assert scores.isfinite().all() and scores[0] > 0.9 and scores[1:].max() < scores[0] - 0.03
+
+
+@pytest.mark.parametrize("kind", [NameEncoder, HybridEncoder])
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_name_in_two_spellings_of_unicode_is_one(folder: Path, kind: Any, form: str) -> None:
+    """Invariant 4004: whichever of them was fitted; compatibility letters stay letters of their own."""
+    encoder = kind(folder)
+    encoder.fit(*([unicodedata.normalize(form, text) for text in texts] for texts in (QUESTIONS, TITLES)))
+    for texts in (QUESTIONS, TITLES, ["currency of Ångström", "currency of Việt Nam", "currency of 한국"]):
+        composed, decomposed = (
+            encoder.encode([unicodedata.normalize(one, t) for t in texts]) for one in ("NFC", "NFD")
+        )
+        assert composed.tokens.isfinite().all() and torch.equal(composed.tokens, decomposed.tokens)
+        queries = [encoder.encode_query([unicodedata.normalize(one, t) for t in texts]) for one in ("NFC", "NFD")]
+        assert torch.equal(queries[0].tokens, queries[1].tokens)
+    one, other = encoder.encode(["currency of ﬁn", "currency of fin"]).tokens
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("end", ["? ", "?\n", "\n", " ?", "??\r\n", "？", "؟", "? ?", "?\u00a0", "\u3000"])
+def test_blanks_and_question_marks_at_the_end_are_no_part_of_a_name(encoder: NameEncoder, end: str) -> None:
+    """Invariant 4004."""
+    asked = [question.rstrip("?") for question in QUESTIONS]
+    assert torch.equal(encoder.encode([text + end for text in asked]).tokens, encoder.encode(asked).tokens)
+    assert not torch.equal(encoder.encode(["pays Who? Lima"]).tokens, encoder.encode(["pays Who Lima"]).tokens)
+
+
+def test_texts_without_words_are_refused(folder: Path) -> None:
+    """Invariant 4004: in `fit` and in `encode`, and nothing is changed."""
+    encoder = NameEncoder(folder, width=WIDTH)
+    before = encoder.fingerprint
+    for texts in (["", ""], ["?", " \n"], ["a", "?"]):
+        with pytest.raises(TextError, match="is empty"):
+            encoder.fit(["a", "b"], texts)
+        with pytest.raises(TextError, match="is empty"):
+            encoder.encode(texts)
+    assert encoder.fingerprint == before and not encoder.common_words and encoder.query_projection is None
 
 
 def test_the_meaning_is_that_of_common_words_and_each_sequence_of_them_is_encoded_once(

@@ -11,6 +11,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     CLIPConfig,
     CLIPModel,
+    CLIPSegConfig,
+    CLIPSegForImageSegmentation,
+    WhisperConfig,
+    WhisperForAudioClassification,
 )
 
 import mmattn
@@ -19,6 +23,7 @@ from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_model
 
 SETTINGS: dict[str, Any] = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2}
+LAYERS = {"layers": 3, "attention_heads": 4, "ffn_dim": 48}
 PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -75,3 +80,63 @@ def test_what_is_refused() -> None:
 def test_hosts_of_maps_are_refused(family: str) -> None:
     with pytest.raises(AttachError, match=r"\(b, l, \d+\)"):
         mmattn.attach(tiny_model(family, AutoModelForImageClassification), mmattn.GatedAdapter(**SETTINGS))
+
+
+def whisper(**more: Any) -> WhisperForAudioClassification:
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in LAYERS.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = WhisperConfig(vocab_size=101, d_model=32, max_source_positions=30, num_labels=3, **sizes, **tokens, **more)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return WhisperForAudioClassification(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_of_the_layers_are_refused_unless_the_memory_is_in_them(training: bool) -> None:
+    """Invariant 2002."""
+    host = whisper()
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2)))
+    host.train(training)
+    sounds = torch.randn(2, 80, 60, generator=torch.Generator().manual_seed(1))
+    blind, wanted = host.encoder(sounds), model(sounds, memory=memory()).logits
+    assert not torch.allclose(model(sounds).logits, wanted)
+    for given in (blind, (blind.last_hidden_state,)):
+        with pytest.raises(
+            ConditionError, match=r"did not reach layers \[0, 1, 2\].*did not run: give their inputs, not their outputs"
+        ):
+            model(encoder_outputs=given, memory=memory())
+        with pytest.raises(ConditionError, match="did not run"), model.condition(memory()):
+            host(encoder_outputs=given)
+    assert torch.equal(model(encoder_outputs=blind).logits, model(sounds).logits)
+    with model.condition(memory()):
+        seeing = host.encoder(sounds)
+        assert torch.equal(host(encoder_outputs=seeing).logits, wanted)
+    with pytest.raises(ConditionError, match="did not run"):
+        model(encoder_outputs=seeing, memory=memory(seed=1))
+
+
+def test_layers_that_training_drops_need_not_run() -> None:
+    """Invariant 2002."""
+    host = whisper(encoder_layerdrop=1.0)
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2)))
+    assert model.train()(torch.randn(2, 80, 60), memory=memory()).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_embeddings_that_stand_for_a_part_are_refused_beside_a_memory_for_it() -> None:
+    """Invariant 2002: CLIPSeg runs no text where it is given embeddings of one."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 101, "eos_token_id": 2, "max_position_embeddings": 16}
+    vision = sizes | {"image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    host = CLIPSegForImageSegmentation(
+        CLIPSegConfig(text_config=text, vision_config=vision, projection_dim=24, extract_layers=[0, 1, 2], reduce_dim=8)
+    ).eval()
+    path = "clip.text_model.encoder.layers"
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS), path=path))
+    ids, embeddings = torch.tensor([[5, 9, 2], [4, 6, 2]]), torch.randn(2, 24)
+    bare = model(pixel_values=PICTURES, input_ids=ids).logits
+    assert not torch.allclose(model(pixel_values=PICTURES, input_ids=ids, memory=memory()).logits, bare)
+    with pytest.raises(ConditionError, match=r"did not reach layers \[0, 2\] of CLIPSegForImageSegmentation"):
+        model(pixel_values=PICTURES, conditional_embeddings=embeddings, memory=memory())

@@ -13,6 +13,7 @@ import mmattn
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.inspect.evidence import plain_pictures
+from mmattn.inspect.significance import binomial_tail, interval
 from tests.inspect import servers, tiny_readers
 from tests.inspect.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
 
@@ -108,7 +109,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 def test_a_server_that_mixes_up_its_clients(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with servers.serving(mixed=True) as url:
         code, out, err = run(capsys, "--url", url, "-o", tmp_path / "report.json", "-o", tmp_path / "report.html")
-    assert code == 1 and "FAIL  batches" in out and "(after 200 answers)" in out, out + err
+    assert code == 1 and "FAIL  batches" in out and "(after 224 answers)" in out, out + err
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["ok"] and len(report["items"]) == 40 and report["figures"]["in batches"]["of"] == 40
     page = (tmp_path / "report.html").read_text()
@@ -134,6 +135,41 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert code == 2 and "not for a folder" in err
     code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")
     assert code == 2 and "--host" in err
+
+
+@pytest.mark.parametrize("name", ["max_questions", "batch_size"])
+@pytest.mark.parametrize("value", [0, -3, True, 7.0, None])
+def test_numbers_of_questions_that_cannot_be(name: str, value: Any) -> None:
+    """Invariant 5007."""
+    with pytest.raises(ConfigError, match=name):
+        mmattn.doctor(tiny_readers.chain, passage_rows(7), **{name: value})
+
+
+@pytest.mark.parametrize("rows", [[], [{"prompt": "Who?", "passages": ["Ann."], "text": " "}]])
+def test_rows_that_cannot_be_asked(rows: Any) -> None:
+    """Invariant 5007."""
+    with pytest.raises(ConfigError, match=r"none|empty"):
+        mmattn.doctor(tiny_readers.chain, rows)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    "given", [None, [], ["no", "no"], {"generated_text": "no"}, [{"generated_text": "no"}], [None]]
+)
+def test_answers_that_are_no_texts(given: Any, batched: bool) -> None:
+    """Invariant 5007."""
+    with pytest.raises(ConfigError, match="1 questions need as many texts"):
+        mmattn.doctor(lambda question, evidence: given, passage_rows(7), batched=batched)
+
+
+def test_more_questions_than_there_are() -> None:
+    """Invariant 5007."""
+    report = mmattn.doctor(tiny_readers.chain, passage_rows(23), max_questions=5000)
+    assert report.ok and len(report.items) == 23
+
+
+def test_tests_of_many_questions() -> None:
+    assert binomial_tail(2500, 5000, 0.5) == pytest.approx(0.5, abs=0.01) and interval(5000, 5000)[1] == 1.0
 
 
 def test_few_questions_are_not_enough_to_fail() -> None:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from transformers import default_data_collator
 
 import mmattn
 from mmattn import training
+from mmattn.errors import ConditionError
 from tests import tiny
 from tests.interop import tokenised
 
@@ -50,3 +52,23 @@ def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
         two = tokenised.weights(mmattn.load(tiny.make("llama"), folder))
         for name, value in two.items():
             tiny.assert_close(value - before[name], one[name] - before[name], 1e-3)
+
+
+@pytest.mark.parametrize("verb", ["cpu_offload", "disk_offload"])
+def test_the_host_is_offloaded_and_the_adapted_model_refused(verb: str, tmp_path: Path) -> None:
+    """Invariant 3005: refused before a weight is moved, or accelerate would find none to bring back."""
+    folder = [str(tmp_path)] if verb == "disk_offload" else []
+    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(2), tiny.memory(2)
+    before = set(vars(model))
+    with torch.no_grad():
+        want = model(ids, memory=memory).logits
+        with pytest.raises(ConditionError, match=r"give model\.host to cpu_offload"):
+            getattr(accelerate, verb)(model, *folder, execution_device="cpu")
+        assert set(vars(model)) == before and not any(one.is_meta for one in model.parameters())
+        assert torch.equal(model(ids, memory=memory).logits, want)
+        getattr(accelerate, verb)(model.host, *(f"{one}/host" for one in folder), execution_device="cpu")
+        assert all(one.is_meta for one in model.host.parameters())
+        assert torch.equal(model(ids, memory=memory).logits, want)
+        other = tiny.attach(tiny.make("llama"))
+        accelerate.cpu_offload_with_hook(other, "cpu")  # moves the whole model, as diffusers' pipelines ask
+        assert torch.equal(other(ids, memory=memory).logits, want)

@@ -27,6 +27,18 @@ class TestEveryEngine:
         queries = torch.randn(3, WIDTH)
         agree(index.search(queries, 7), queries, held(index), metric)
 
+    def test_scores_that_round_to_the_same_are_in_the_order_of_adding(self, store: str, metric: str) -> None:
+        """Invariant 6005. The second entry fits better, by less than float32 can say."""
+        axes = torch.eye(WIDTH)
+        query = 3 * axes[0] + (axes[3] if metric == "ip" else 0)
+        alike = torch.stack(
+            [axes[0], axes[0] + 1e-9 * axes[3]] if metric == "ip" else [axes[0] + 1e-6 * axes[3], axes[0]]
+        )
+        index = built(torch.cat([alike, torch.randn(31, WIDTH) - 9 * axes[0]]), store, metric=metric)
+        for count in (1, 2):
+            hits = index.search(query[None], count)
+            assert hits.ids == [[0, 1][:count]] and (hits.scores == hits.scores[0, 0]).all()
+
     def test_filters_and_thresholds(self, store: str, metric: str) -> None:
         count = 499 if store == "qdrant" else 2221
         index = small(count, store=store, metric=metric, metadata=[{"odd": i % 2, "n": i} for i in range(count)])

@@ -129,3 +129,16 @@ def test_a_prompt_is_scored(client: Any, pipe: Any) -> None:
     assert more.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
     assert more.text.startswith(made.text) and len(more.logprobs.tokens) == len(ids) + 3
     assert complete(client, "What is white?", max_tokens=0).choices[0].text == ""
+
+
+def test_offsets_of_a_prompt_with_characters_of_several_tokens(client: Any, pipe: Any) -> None:
+    """Invariant 4005: through the server, in a prompt that is scored and in the answer behind it."""
+    text = "A 😀 smile 漢字 red"
+    ids = pipe.tokenizer(text, add_special_tokens=False)["input_ids"]
+    chosen = complete(client, ids, max_tokens=3, echo=True, logprobs=1).choices[0]
+    assert chosen.text.startswith(text) and len(ids) > len(text.split())
+    parts = list(zip(chosen.logprobs.tokens, chosen.logprobs.text_offset, strict=True))
+    for token, offset in parts:
+        if "\N{REPLACEMENT CHARACTER}" not in token and token != pipe.tokenizer.eos_token:
+            assert f"{chosen.text} "[offset:].startswith(token.rstrip())
+    assert parts[len(ids)][1] == len(text)

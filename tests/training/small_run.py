@@ -182,11 +182,13 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(folder: Path, processes: int = 1, restarts: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """The same run in a process of its own, or in several under torchrun, which starts them again when one dies."""
+def start(
+    folder: Path, processes: int = 1, restarts: int = 0, script: str = __file__, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """The same run, or another script, in a process, or in several that torchrun starts again when one dies."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     launch += [f"--max-restarts={restarts}"] if restarts else []
-    words = [sys.executable, *launch, str(Path(__file__)), str(folder), json.dumps(settings)]
+    words = [sys.executable, *launch, script, str(folder), json.dumps(settings)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=280)

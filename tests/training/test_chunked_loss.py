@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 
 from mmattn import training
@@ -167,3 +170,109 @@ def test_chunks_where_the_host_permits_them() -> None:
     assert_equal(step(model, "auto"), step(model, None), 0)
     with pytest.raises(ConditionError, match="is trained"):
         step(model, 4)
+
+
+class Doubled(nn.Linear):
+    """A subclass, whose output is no plain product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def subclassed(host: Any) -> None:
+    host.lm_head.__class__ = Doubled
+
+
+def lora(host: Any) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, host)
+    host.requires_grad_(False)
+
+
+def wrapped_forward(host: Any) -> None:
+    own = host.lm_head.forward
+    host.lm_head.forward = lambda x: own(x) * 2
+
+
+def hook_of_accelerate(host: Any) -> None:
+    class Twice(ModelHook):
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return output * 2
+
+    add_hook_to_module(host.lm_head, Twice())
+
+
+def hook_of_the_host(host: Any) -> None:
+    def change(module: nn.Module, args: Any, output: Any) -> Any:
+        output.logits = output.logits * 2
+        return output
+
+    host.register_forward_hook(change)
+
+
+def twice(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient * 2
+
+
+#: What can hang on a head, or on its host, and change logits or gradients.
+HANGING: dict[str, Any] = {
+    "forward hook": lambda host: host.lm_head.register_forward_hook(lambda head, args, out: out * 2),
+    "forward pre-hook": lambda host: host.lm_head.register_forward_pre_hook(lambda head, args: (args[0] * 2,)),
+    "backward hook": lambda host: host.lm_head.register_full_backward_hook(
+        lambda head, inputs, outputs: tuple(map(twice, inputs))
+    ),
+    "backward pre-hook": lambda host: host.lm_head.register_full_backward_pre_hook(
+        lambda head, outputs: tuple(map(twice, outputs))
+    ),
+    "replaced forward": wrapped_forward,
+    "hook of accelerate": hook_of_accelerate,
+    "hook of the host": hook_of_the_host,
+    "subclass": subclassed,
+    "parametrization": lambda host: nn.utils.parametrizations.weight_norm(host.lm_head),
+    "LoRA": lora,
+}
+
+
+@pytest.mark.parametrize("hanging", HANGING)
+@pytest.mark.parametrize("checked", [False, True], ids=["before", "after a first loss"])
+def test_what_hangs_on_a_head_is_in_the_loss_and_its_gradients(hanging: str, checked: bool) -> None:
+    """Invariant 2006: by "auto" the logits stand whole; a chunk size is refused."""
+    model = attach()
+    if checked:
+        step(model, 4)
+    bare = gradient_vector(step(model, None))
+    HANGING[hanging](model.host)
+    assert_equal(step(model, "auto"), step(model, None), 0)
+    if hanging != "parametrization":
+        assert not torch.allclose(gradient_vector(step(model, None)), bare)
+    with pytest.raises(ConditionError, match="no loss in chunks: .*Leave chunk_size"):
+        step(model, 4)
+
+
+def test_a_hook_of_all_modules() -> None:
+    """Invariant 2006."""
+    model = attach()
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+    try:
+        with pytest.raises(ConditionError, match="hooks"):
+            step(model, 4)
+    finally:
+        handle.remove()
+    assert_equal(step(model, 4), step(model, None), 2e-4)
+
+
+def test_a_config_that_changes_after_a_first_loss() -> None:
+    """Invariant 2006."""
+    model = attach("gemma2", final_logit_softcapping=3.0)
+    step(model, 4)
+    model.host.config.final_logit_softcapping = 1.0
+    assert_equal(step(model, 4), step(model, None), 2e-4)
+
+
+def test_a_head_that_accelerate_places() -> None:
+    """Invariant 2006: its hook moves inputs and outputs, and changes none."""
+    host = dispatch_model(tiny.make("llama"), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert "forward" in vars(host.lm_head) or "forward" in vars(host)
+    model = tiny.attach(host, layers=(1, 2)).train()
+    assert has_output_head(model)
+    assert_equal(step(model, 4), step(model, None), 2e-4)

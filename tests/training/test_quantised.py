@@ -50,9 +50,9 @@ def load(folder: Path, kind: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=options, device_map="cpu").eval()
 
 
-def dequantised(lm: Any) -> Any:
+def dequantised(lm: Any, plain: Any = None) -> Any:
     """A host of plain weights that are those of a quantised one: what each layer makes of the unit vectors."""
-    plain = tiny.make("llama")
+    plain = tiny.make("llama") if plain is None else plain
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             layer = lm.get_submodule(name.rpartition(".")[0])
@@ -128,6 +128,22 @@ def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> No
         assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
         model.unload()(tiny.text(ROWS))
     assert layer.weight.quant_state.packing_format_for_cpu, "without adapters it is its own master again"
+
+
+def test_an_attached_host_in_4_bits_is_the_bare_one_to_the_rounding_of_its_kernel(tmp_path: Path) -> None:
+    """Invariant 3006: in evaluation mode some processors have a kernel in bfloat16, which passes no gradient."""
+    pytest.importorskip("bitsandbytes")
+    tiny.make("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    ids, memory, lm = tiny.text(ROWS), tiny.memory(ROWS), load(tmp_path, "bnb4")
+    with torch.no_grad():
+        bare = load(tmp_path, "bnb4")(ids).logits
+        model = tiny.attach(lm, opened=False)
+        attached = model(ids).logits
+        assert torch.equal(model(ids, memory=memory).logits, attached) and torch.equal(lm(ids).logits, attached)
+        assert_close(attached, bare, 0.1)
+        plain = tiny.make("llama", hidden_size=64, intermediate_size=128)
+        assert_close(attached, dequantised(lm, plain)(ids).logits, 1e-4)
+        assert torch.equal(model.unload()(ids).logits, bare)
 
 
 def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_path: Path) -> None:

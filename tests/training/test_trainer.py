@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from transformers import TrainingArguments
 
 import mmattn
 from mmattn import training
+from mmattn.errors import ConfigError
 from tests import tiny
-from tests.training import small_run
+from tests.training import small_run, stream_process
 
 
 def trainer(folder: Path, model: Any = None, **arguments: Any) -> Any:
@@ -110,3 +112,21 @@ def test_gates_have_their_rate_and_the_cache_its_setting(tmp_path: Path) -> None
     assert rates == {1e-2, 0.1}
     state = tiny.make("llama").state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.host.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_stream_in_two_processes(tmp_path: Path) -> None:
+    """Invariant 3003: with accelerate's defaults each row is learned from once, with its memory."""
+    done = small_run.start(tmp_path, processes=2, script=stream_process.__file__)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found[0]["weights"] == found[1]["weights"]
+    seen = sorted(found[0]["seen"] + found[1]["seen"])
+    assert seen == [[row["input_ids"][0], row["memory"]] for row in stream_process.ROWS]
+
+
+def test_batches_that_one_process_makes_for_all_are_refused(tmp_path: Path) -> None:
+    """Invariant 3003."""
+    with pytest.raises(ConfigError, match="dispatch_batches=True sends slices of tensors"):
+        trainer(tmp_path, accelerator_config={"dispatch_batches": True})
+    assert trainer(tmp_path).args.accelerator_config.dispatch_batches is False

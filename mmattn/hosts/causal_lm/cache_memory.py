@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import PAGED_CACHE
@@ -18,6 +20,33 @@ if TYPE_CHECKING:
 
 #: Attribute of a cache that was read with a memory (True), or that goes on with and without one (False).
 READ = "mmattn_read_with_memory"
+
+
+def note(cache: object, read: bool = True) -> None:
+    """Note how a cache was read."""
+    for part in _parts(cache):
+        setattr(part, READ, read)
+
+
+def noted(cache: object) -> bool | None:
+    """Return what is noted of a cache, or None."""
+    notes = (getattr(part, READ, None) for part in _parts(cache))
+    return next((read for read in notes if read is not None), None)
+
+
+def _parts(cache: object) -> list[object]:
+    """Return a cache, and the part of an encoder-decoder's that holds the text and may come into another one."""
+    text = getattr(cache, "self_attention_cache", None)
+    return [cache] if text is None else [cache, text]
+
+
+def note_new(output: object) -> None:
+    """Note the caches in what `generate` returned with a memory: Whisper's makes new ones of the rows of others."""
+    if isinstance(output, Mapping | list):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            note_new(part)
+    elif hasattr(output, "get_seq_length") and noted(output) is None:
+        note(output)
 
 
 def check_with_memory(host: nn.Module, call: Call, text: TextState) -> None:
@@ -31,10 +60,10 @@ def check_with_memory(host: nn.Module, call: Call, text: TextState) -> None:
     declared = call.arrivals is not None or getattr(peft, "is_prompt_learning", False)
     if not declared and (text.past or (text.past is None and _has_state(cache))):
         raise ConditionError(
-            "the cache holds tokens that were read without a memory: read them with memory=, or say by arrived= how "
-            "many slots each token of this call sees"
+            "the cache holds tokens that were read without a memory, or was put together from parts of others: read "
+            "the tokens with memory=, or say by arrived= how many slots each token of this call sees"
         )
-    setattr(cache, READ, True)
+    note(cache)
 
 
 def fill_cache(
@@ -62,10 +91,10 @@ def fill_cache(
     keys = source.first_keys(text, positions.expand(text.rows, -1)) if positions.dim() == 2 else None
     if keys is None:
         return None
-    dtype: Any = model.host.dtype
+    dtype = dtype_of(model.host)
     for layer, (key, value) in keys.items():
         cache.update(key.to(dtype), value.to(dtype), layer)
-    setattr(cache, READ, True)
+    note(cache)
     past = cache.get_seq_length()
     rest = {key: kwargs[key][..., past:] for key in by_token - {"attention_mask"}}
     text = replace(text, length=text.length - past, inputs=rest["input_ids"], past=past)
@@ -79,7 +108,8 @@ def check_without_memory(cache: object, explicit: bool) -> None:
             "the cache holds tokens that were read with a memory, and this call has none: give memory=, or call inside "
             "condition(None) or disable_adapter()"
         )
-    delattr(cache, READ)
+    for part in _parts(cache):
+        vars(part).pop(READ, None)
 
 
 def _has_state(cache: object) -> bool:

@@ -17,28 +17,38 @@ from weakref import WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, states_of_step
-from mmattn.hosts.context import Call, Keywords
+from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.replaced import replace_method
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-#: Memories of the prompts that `generate_batch` is about to hand to the manager, in their order.
-_PENDING: ContextVar[Iterator[object] | None] = ContextVar("mmattn_pending", default=None)
+#: Memories of the prompts that `generate_batch` is about to hand to the manager in any order, by `id` of the prompt.
+_PENDING: ContextVar[Mapping[int, list[object]] | None] = ContextVar("mmattn_pending", default=None)
 
 #: Of every manager that runs requests with memories.
 _MEMORIES: WeakSet[RequestMemories] = WeakSet()
 
 #: Class of the cache of continuous batching, which keeps requests apart by itself.
 PAGED_CACHE = "PagedAttentionCache"
+
+#: Settings of a ContinuousBatchingConfig, and of the configs that it falls back on, by which a forward is compiled.
+COMPILES = (
+    "varlen_compile_config",
+    "decode_compile_config",
+    "default_compile_level",
+    "use_default_compile_configs",
+    "compile_config",
+)
 
 #: Devices on which requests that write attend one by one; elsewhere these would be many small kernels.
 ROW_BY_ROW = {"cpu"}
@@ -93,7 +103,7 @@ class RequestMemories:
         """Queue a request, with a memory of its own, one shared with others, or none."""
         pending = _PENDING.get()
         if memory is None and pending is not None:
-            memory = next(pending)
+            memory = pending[id(input_ids)].pop(0)
         if memory is None:
             self.model.check_not_required()
         else:
@@ -210,9 +220,12 @@ def paused(model: AdaptedModel) -> Iterator[None]:
 
 
 @contextmanager
-def pending(memories: Sequence[object]) -> Iterator[None]:
-    """Inside the block, requests that are added without a memory get these, one after the other."""
-    token = _PENDING.set(iter(memories))
+def pending(prompts: Sequence[list[int]], memories: Sequence[object]) -> Iterator[None]:
+    """Inside the block, these prompts get these memories where they are added without one."""
+    by_prompt: dict[int, list[object]] = {}
+    for prompt, memory in zip(prompts, memories, strict=True):
+        by_prompt.setdefault(id(prompt), []).append(memory)
+    token = _PENDING.set(by_prompt)
     try:
         yield
     finally:
@@ -252,27 +265,40 @@ class StartsBatching:
                 "model.generate_batch(inputs, memory=[…]) or manager.add_request(ids, memory=…)"
             )
         host_class: type[PreTrainedModel] = type(self.host)
+        kept = getattr(self.host, "_cached_continuous_batching_manager", None)
+        if kept is not None and getattr(getattr(kept, "memories", None), "model", None) is not self.model:
+            raise ConditionError(
+                "the manager that persistent_manager=True keeps was made without these adapters: call "
+                "destroy_cached_continuous_batching_manager() first"
+            )
         options = inspect.signature(host_class.init_continuous_batching).bind(self.host, *args, **kwargs).arguments
-        options["continuous_batching_config"] = _config_for_memories(options.get("continuous_batching_config"))
+        _prepare_options(self.host, options)
         manager = host_class.init_continuous_batching(**options)
-        if getattr(manager, "memories", None) is None:
+        if kept is None:
             manager.memories = RequestMemories(self.model, manager)
         return manager
 
 
-def _config_for_memories(config: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
-    """Return settings under which each request can have a memory of its own.
+def _prepare_options(host: nn.Module, options: Arguments) -> None:
+    """Set the options of `init_continuous_batching` so that each request can have a memory of its own.
 
-    Prompts that begin alike must not share keys and values, which depend on the memory, and a captured graph would run
-    without adapters.
+    Prompts that begin alike must not share keys and values, which depend on the memory, and a graph that is compiled or
+    captured would run without adapters.
     """
     from transformers import ContinuousBatchingConfig
 
-    config = ContinuousBatchingConfig() if config is None else copy.copy(config)
-    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+    answers: Any = options.get("generation_config") or getattr(host, "generation_config", None)
+    given = options.get("continuous_batching_config") or getattr(answers, "continuous_batching_config", None)
+    config = ContinuousBatchingConfig() if given is None else copy.copy(given)
+    compiled = [
+        f"{type(one).__name__}.{name}"
+        for one in (config, answers, text_config(host))
+        for name in COMPILES
+        if getattr(one, name, None)
+    ]
+    if compiled:
         raise ConditionError(
-            "a compiled forward of continuous batching would leave the adapters out: take varlen_compile_config and "
-            "decode_compile_config out of the ContinuousBatchingConfig"
+            f"a compiled forward of continuous batching would leave the adapters out: take {', '.join(compiled)} out"
         )
     config.allow_block_sharing, config.use_cuda_graph = False, False
-    return config
+    options["continuous_batching_config"] = config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmattn.adapters.host_attention import HostAttention, JoinSlots
 from mmattn.adapters.joined_slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.key_rotation import Rotations, read_rotations
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
@@ -80,7 +80,7 @@ def probe_joined(model: AdaptedModel, sites: Sequence[Site]) -> None:
     _check_masks(modules)
     hooks = [partial(_join_slot, module) for module in modules]
     with model.open_blocks.conditioned(None):
-        lost = unreached(host, hooks, lambda rows: output_of(host, text_inputs(host, rows), ("logits",), rows))
+        lost = unreached(host, hooks, lambda rows: output_of(host, text_inputs(host, rows), rows))
     if lost:
         raise ConditionError(
             f"slots joined in the attention of layers {[sites[site].layer for site in lost]} do not reach the output "
@@ -147,8 +147,8 @@ def check_reads_embeddings(model: AdaptedModel, width: int) -> None:
     try:
         embedded = embeddings_of(host)(ids)
         with bare_forward(host, model.open_blocks):
-            expected = host(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            output = host(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits
+            expected = call_by_name(host, input_ids=ids, attention_mask=mask, use_cache=False).logits
+            output = call_by_name(host, inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits
     except Exception as error:
         raise AttachError(f"{name} reads no embeddings: {type(error).__name__}: {error}; {_ADVICE}") from error
     if embedded.shape[-1] != width:
@@ -211,7 +211,7 @@ def _captured(host: nn.Module, modules: Mapping[int, nn.Module], ids: Tensor, po
 
 def _logits(host: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     mask = torch.ones_like(ids)
-    return host(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return call_by_name(host, input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
 def _listeners(

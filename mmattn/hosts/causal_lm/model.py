@@ -29,7 +29,14 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.boundary import refuse_rows
-from mmattn.hosts.causal_lm.cache_memory import READ, check_with_memory, check_without_memory, fill_cache
+from mmattn.hosts.causal_lm.cache_memory import (
+    check_with_memory,
+    check_without_memory,
+    fill_cache,
+    note,
+    note_new,
+    noted,
+)
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
     StartsBatching,
@@ -200,7 +207,7 @@ class AdaptedCausalLM(AdaptedModel):
             text, inputs = rest or (text, None)
             kwargs = inputs or kwargs
         step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text, inputs=inputs)
-        if text.cache is not None and not hasattr(text.cache, READ):
+        if text.cache is not None and noted(text.cache) is None:
             check_with_memory(self.host, call, text)
         for actions in step.actions.values():
             if actions[0][0].stands_in_text or len(actions) > 1:
@@ -234,7 +241,10 @@ class AdaptedCausalLM(AdaptedModel):
         if text is None or text.cache is None:
             note_cache(output)
         if text is not None:
-            self._check_logits(text, call.unchecked, getattr(output, "logits", None))
+            logits = getattr(output, "logits", None)
+            if isinstance(output, tuple):
+                logits = next((part for part in output if isinstance(part, Tensor) and part.dim() == 3), None)
+            self._check_logits(text, call.unchecked, logits)
 
     def _check_logits(self, text: TextState, unchecked: list[Memory], logits: object) -> None:
         if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
@@ -339,8 +349,9 @@ class AdaptedCausalLM(AdaptedModel):
             ConditionError: adapters for which a token sees a part of its memory only, or a compiled forward.
         """
         # transformers logs what is raised while it queues, and answers without it: so all is checked before.
+        inputs = list(inputs)
         memories = check_memories(self, rows_of(memory, len(inputs)))
-        with pending(memories):
+        with pending(inputs, memories):
             host: PreTrainedModel = self.host
             return host.generate_batch(inputs, **kwargs)
 
@@ -371,7 +382,7 @@ class AdaptedCausalLM(AdaptedModel):
             self.miss_memory()
         if call is None and not torch.compiler.is_compiling():
             for cache in (*args, *kwargs.values()):
-                if getattr(cache, READ, False):
+                if noted(cache):
                     check_without_memory(cache, is_set)
         return call, disabled
 
@@ -382,7 +393,9 @@ class AdaptedCausalLM(AdaptedModel):
         if call is None:
             return host_class.generate(self.host, *args, **kwargs)
         with self.open_blocks.conditioned(generation_call(self.host, call, args, kwargs)):
-            return host_class.generate(self.host, *args, **kwargs)
+            output = host_class.generate(self.host, *args, **kwargs)
+        note_new(output)
+        return output
 
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
@@ -417,11 +430,12 @@ class AdaptedCausalLM(AdaptedModel):
 def note_cache(output: object) -> None:
     """Note that the cache in the output of a host, if there is one, was read with a memory."""
     if isinstance(output, Mapping):  # by name: a compiler would follow tensors that are touched
-        parts = [output[name] for name in CACHE_NAMES if name in output]
+        parts = [given_cache(output)]
     else:
         parts = [part for part in output if hasattr(part, "get_seq_length")] if isinstance(output, tuple) else []
     for part in parts:
-        setattr(part, READ, True)
+        if part is not None:
+            note(part)
 
 
 def past_length(cache: Cache) -> int | None:

@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.language_models import call_by_name, text_config
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.hooks import AfterHost, BeforeHost
@@ -102,8 +103,8 @@ class HeadlessHost:
         return getattr(self._own, name)
 
 
-#: Heads by host, each with the reason why it is refused if it is.
-_HEADS: WeakKeyDictionary[nn.Module, tuple[OutputHead, str | None]] = WeakKeyDictionary()
+#: By host, its head with the calls around it as they were when it was checked, and the reason if it is refused.
+_HEADS: WeakKeyDictionary[nn.Module, tuple[OutputHead, object, str | None]] = WeakKeyDictionary()
 
 
 def has_output_head(model: nn.Module) -> bool:
@@ -117,23 +118,36 @@ def has_output_head(model: nn.Module) -> bool:
 
 def output_head(model: nn.Module) -> OutputHead:
     """Return the head of a language model by its config, compared once with the logits of the host."""
-    host: PreTrainedModel = inner_host(getattr(model, "host", model))
-    head, name = host.get_output_embeddings(), type(host).__name__
-    weight = getattr(head, "weight", None)
-    if type(head) is not nn.Linear or type(weight) is not nn.Parameter or weight.device.type == "meta":
-        raise _refused(f"the head of {name} is no plain linear layer with its weights in memory: {type(head).__name__}")
-    if any(parameter.requires_grad for parameter in head.parameters()):
+    outer: nn.Module = getattr(model, "host", model)
+    host: PreTrainedModel = inner_host(outer)
+    linear, name = host.get_output_embeddings(), type(host).__name__
+    weight = getattr(linear, "weight", None)
+    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.is_meta or is_on_disk(host):
+        raise _refused(
+            f"the head of {name} is no plain linear layer with its weights in memory: {type(linear).__name__}"
+        )
+    if any(parameter.requires_grad for parameter in linear.parameters()):
         raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
-    checked, reason = _HEADS.get(host, (None, None))
-    if checked is None or checked.linear is not head:
-        config = text_config(host)
-        scale = (_first(config, _FACTORS) or 1.0) / (_first(config, _DIVISORS) or 1.0)
-        checked = OutputHead(head, scale, _first(config, _SOFTCAPS))
-        reason = _check_head(model, host, checked)
-        _HEADS[host] = checked, reason
+    if _is_hooked(linear):
+        raise _refused(f"hooks, or a replaced forward, of the head of {name} may change its outputs or gradients")
+    config = text_config(host)
+    scale = (_first(config, _FACTORS) or 1.0) / (_first(config, _DIVISORS) or 1.0)
+    head = OutputHead(linear, scale, _first(config, _SOFTCAPS))
+    around = [(*part._forward_pre_hooks, *part._forward_hooks, id(vars(part).get("forward"))) for part in (host, outer)]
+    checked, calls, reason = _HEADS.get(host, (None, None, None))
+    if (checked, calls) != (head, around):
+        reason = _check_head(model, host, head)
+        _HEADS[host] = head, around, reason
     if reason is not None:
         raise _refused(reason)
-    return checked
+    return head
+
+
+def _is_hooked(linear: nn.Linear) -> bool:
+    """Return whether anything but the placing of accelerate acts on the inputs, outputs or gradients of a layer."""
+    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
+    is_placed = type(getattr(linear, "_hf_hook", None)).__name__ == "AlignDevicesHook"
+    return any(hooks) or nn.modules.module._has_any_global_hook() or ("forward" in vars(linear) and not is_placed)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> float | None:
@@ -148,9 +162,10 @@ def _check_head(model: nn.Module, host: PreTrainedModel, head: OutputHead) -> st
     ramp = torch.linspace(-100, 100, linear.out_features, device=linear.weight.device).to(linear.weight.dtype)
     try:
         with bare_forward(host, getattr(model, "open_blocks", None)):
-            pairs = [(head.logits(host.base_model(**kwargs).last_hidden_state), host(**kwargs).logits)]
+            states = call_by_name(host.base_model, **kwargs).last_hidden_state
+            pairs = [(head.logits(states), call_by_name(host, **kwargs).logits)]
             with linear.register_forward_hook(lambda module, args, output: ramp.expand_as(output)):
-                bent = host(**kwargs).logits
+                bent = call_by_name(host, **kwargs).logits
             pairs.append((head.scale_and_cap(ramp.float()).expand_as(bent), bent))
     except MmattnError:
         raise
@@ -165,10 +180,10 @@ def last_hidden_states(model: nn.Module, kwargs: Mapping[str, object]) -> Tensor
     """Return the inputs (b, l, d) of the head in a call with these arguments, `memory` among them if there is one."""
     if not isinstance(model, AdaptedModel):
         host: PreTrainedModel = inner_host(model)
-        return host.base_model(**kwargs).last_hidden_state
+        return call_by_name(host.base_model, **kwargs).last_hidden_state
     without = kwargs.get("memory") is None and not model.open_blocks.in_force().is_set
     with model.condition(None) if without else contextlib.nullcontext():
-        states: Tensor = HeadlessHost(model)(**kwargs).last_hidden_state
+        states: Tensor = call_by_name(HeadlessHost(model), **kwargs).last_hidden_state
     return states
 
 

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of, embeddings_of, given_cache, text_config
+from mmattn.adapters.diffusers_hooks import dtype_of
+from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, given_cache, text_config
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.context import Arguments, Call, Keywords
@@ -65,12 +66,10 @@ def keep_apart(host: nn.Module, kwargs: Keywords, text: PackedText) -> Arguments
 
 def _mask(text: PackedText, host: nn.Module) -> dict[str, Tensor]:
     """Return the additive mask (b, 1, l, l): 0 within a document, else the smallest number."""
-    weight = embeddings_of(host).weight
-    assert isinstance(weight, Tensor)
-    number = text.numbers.to(weight.device)
+    dtype, number = dtype_of(host), text.numbers.to(device_of(embeddings_of(host)))
     visible = (number[:, :, None] == number[:, None, :]).tril()
-    least = torch.finfo(weight.dtype).min
-    return {"attention_mask": torch.zeros_like(visible, dtype=weight.dtype).masked_fill(~visible, least)[:, None]}
+    least = torch.finfo(dtype).min
+    return {"attention_mask": torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, least)[:, None]}
 
 
 @torch.no_grad()
@@ -96,8 +95,8 @@ def _is_apart(host: nn.Module, said: tuple[str, ...], way: str) -> bool:
         inputs |= _mask(PackedText.of(number), host)
     try:
         with bare_forward(host):
-            packed = host(input_ids=ids, use_cache=False, **inputs).logits[0, 3:]
-            alone = host(input_ids=ids[:, 3:], use_cache=False).logits[0]
+            packed = call_by_name(host, input_ids=ids, use_cache=False, **inputs).logits[0, 3:]
+            alone = call_by_name(host, input_ids=ids[:, 3:], use_cache=False).logits[0]
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False  # it cannot be called so
     return bool((packed - alone).abs().max() <= 0.02 * alone.abs().max())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from mmattn.errors import ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, Keywords, Positional
 from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads
-from mmattn.hosts.diffusion.heads import head_size, query_heads, split_heads, weight_of
+from mmattn.hosts.diffusion.heads import bias_of, head_size, query_heads, split_heads
 from mmattn.hosts.ownership import forget_compiled
 from mmattn.storage.tensor_cache import autocast_dtype
 
@@ -68,7 +68,7 @@ class NormedKeys(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Weight of `to_k`."""
-        return weight_of(self.projection)
+        return cast(Tensor, self.projection.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return keys (b, m, h · k) of x (b, m, e)."""
@@ -111,8 +111,9 @@ class TextAttention(CoreProcessor):
         heads = self.heads(q, memory, mask=None if isinstance(memory, KeyValue) else mask)
         out = heads.transpose(1, 2).flatten(2)
         added = added_heads(self.model, self.index, attn, hidden_states, q)
-        out = attn.to_out[0](out if added is None else out + added)
-        bias = getattr(attn.to_out[0], "bias", None)
+        x = out if added is None else out + added
+        out = attn.to_out[0](x)
+        bias = None if mask is None else bias_of(attn.to_out[0], x)
         if mask is not None and bias is not None:
             out = torch.where(mask.any(1)[:, None, None], out, out - bias)
         out = attn.to_out[1](out)

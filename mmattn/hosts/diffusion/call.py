@@ -183,10 +183,10 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
     repeats = 1 if rows is None else queries.shape[0] // rows
     if repeats > 1 and isinstance(scale, Tensor):
         scale = scale.repeat_interleave(repeats, 0)
-    parts = [
-        view.apply(q, block, index, over_queries(scale, part.grid, q)) if sees_memory else None
-        for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True)
-    ]
+    parts: list[Tensor | None] = []
+    for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
+        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else scale
+        parts.append(view.apply(q, block, index, factor) if sees_memory else None)
     like = next((one for one in parts if one is not None), None)
     if like is None:
         return None

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.language_models import device_of
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.scale import Grid
@@ -125,21 +126,13 @@ def example_inputs(
     widths = dict.fromkeys(width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width)
     names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
     for width, masked in itertools.product(widths or (None,), (True, False)):
-        example = _Example(config, rows, layout, grid, width, generator, device_of(host), _dtype_of(host))
+        example = _Example(config, rows, layout, grid, width, generator, device_of(host), dtype_of(host))
         values = example.texts() | example.positions() | example.pictures() | example.conditions()
         yield {
             name: values[name]
             for name in names
             if values.get(name) is not None and (masked or not name.endswith("_mask"))
         }
-
-
-def _dtype_of(host: nn.Module) -> torch.dtype:
-    """Return the dtype of the host's inputs: not that of weights that `from_pretrained` in half keeps in float32."""
-    dtype = getattr(inner_host(host), "dtype", None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    return next((one.dtype for one in host.parameters() if one.is_floating_point()), torch.float32)
 
 
 @dataclass(frozen=True)

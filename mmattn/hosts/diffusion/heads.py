@@ -7,12 +7,16 @@ transformer of diffusers has a class of its own. Some have other names for the s
 from __future__ import annotations
 
 import inspect
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.diffusers_hooks import dtype_of, is_on_disk
+from mmattn.adapters.language_models import device_of
 from mmattn.adapters.protocols import HeadSizes
+from mmattn.core.key_value_heads import is_plain_linear
 from mmattn.errors import AttachError
 from mmattn.hosts.interop.peft import inner_host
 
@@ -102,11 +106,23 @@ def watched_parts(attn: nn.Module) -> list[nn.Module]:
     return [part for name in names if isinstance(part := getattr(attn, name, None), nn.Module)]
 
 
-def weight_of(projection: nn.Module) -> Tensor:
-    """Return the weight of a linear layer."""
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
-    return weight
+def weight_of(projection: nn.Module, host: nn.Module) -> Tensor:
+    """Return the weight (d_out, d) of a linear layer of a host, without a LoRA on it."""
+    projection = getattr(projection, "base_layer", projection)
+    if is_plain_linear(projection):
+        if is_on_disk(host):
+            raise AttachError(
+                "start='host' copies projections, and those of this host are on the disk: attach before "
+                "apply_group_offloading, or give start='nothing'"
+            )
+        return projection.weight
+    unit = torch.eye(size_of(projection)[1], device=device_of(projection), dtype=dtype_of(host))
+    return cast(Tensor, projection(unit) - projection(torch.zeros_like(unit))).T
+
+
+def size_of(projection: nn.Module) -> tuple[int, int]:
+    """Return the size (d_out, d) of the weight of a linear layer, which has another shape in 4 bits."""
+    return cast(int, projection.out_features), cast(int, projection.in_features)
 
 
 def keys_and_values_of(attn: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
@@ -150,7 +166,7 @@ def check_projections(attn: nn.Module, name: str, reads_text: bool) -> None:
     if _named(attn, _QUERIES) is None and not reads_text:
         return
     projections = (queries_of(attn), *keys_and_values_of(attn))
-    size, *sizes = (None if one is None else tuple(weight_of(one).shape) for one in projections)
+    size, *sizes = (None if one is None else size_of(one) for one in projections)
     if reads_text or sizes != [size, size]:
         raise AttachError(
             f"a JointDecoupledAdapter reads keys and values of the picture of size {size}; {name} has those of its "
@@ -173,7 +189,10 @@ def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
     if projection is None:
         return heads  # the block projects them
     first, *others = projection if isinstance(projection, (nn.ModuleList, nn.Sequential)) else (projection,)
-    out = _without_bias(first, heads)
+    if is_plain_linear(first):
+        out = F.linear(heads, first.weight)
+    else:
+        out = first(heads) - cast(Tensor, bias_of(first, heads))
     for part in others:
         out = part(out)
     if output.dim() == 4:
@@ -181,8 +200,8 @@ def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
     return out / getattr(attn, "rescale_output_factor", 1.0)
 
 
-def _without_bias(projection: nn.Module, heads: Tensor) -> Tensor:
-    if type(projection) is nn.Linear and not projection.weight.is_meta:
-        return F.linear(heads, projection.weight)
-    # LoRA may add biases of its own, and offloaded weights have values only inside the layer's forward.
-    return projection(heads) - projection(torch.zeros_like(heads[:1, :1]))
+def bias_of(projection: nn.Module, x: Tensor) -> Tensor | None:
+    """Return the bias of a projection of x (b, l, d), (d_out,) or (1, 1, d_out), or None."""
+    if is_plain_linear(projection):
+        return projection.bias
+    return cast(Tensor, projection(torch.zeros_like(x[:1, :1])))  # LoRA may add a bias of its own

@@ -122,10 +122,8 @@ def check_aspect(adapter_scale: Fixed, grid: Grid | None) -> None:
         raise ShapeError(f"adapter_scale is a map of {adapter_scale.shape[1]} frames and this is one picture")
 
 
-def over_queries(adapter_scale: float | Tensor, grid: Grid | None, q: Tensor) -> float | Tensor:
-    """Return the factor of the result of queries q (b, h, l, k): a number, (b, 1, 1, 1) or (b, 1, l, 1)."""
-    if not isinstance(adapter_scale, Tensor):
-        return adapter_scale
+def over_queries(adapter_scale: Tensor, grid: Grid | None, q: Tensor) -> Tensor:
+    """Return the factor of the result of queries q (b, h, l, k): (b, 1, 1, 1) or (b, 1, l, 1)."""
     adapter_scale = adapter_scale.to(q.device, q.dtype)
     if adapter_scale.dim() == 1:
         return adapter_scale[:, None, None, None]

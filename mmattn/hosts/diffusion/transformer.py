@@ -116,7 +116,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
                 f"start='host' copies key and value projections, and {self.layer_names[index]} has none of their own: "
                 "give start='nothing'"
             )
-        return weight_of(k), weight_of(v)
+        return weight_of(k, self.host), weight_of(v, self.host)
 
     def published_layout(self, follows_time: bool) -> PublishedLayout:
         """Return the layout of published IP-Adapters for Flux or, if they follow the time step, for SD 3.5."""

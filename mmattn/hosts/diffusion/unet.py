@@ -14,7 +14,13 @@ from mmattn.hosts.attach import register_host
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.attention import CoreProcessor, TextAttention
 from mmattn.hosts.diffusion.base import AdaptedDenoiser
-from mmattn.hosts.diffusion.heads import attention_names, head_size, is_of_diffusers, takes_hidden_states
+from mmattn.hosts.diffusion.heads import (
+    attention_names,
+    head_size,
+    is_of_diffusers,
+    takes_hidden_states,
+    weight_of,
+)
 from mmattn.hosts.diffusion.published import PublishedLayout
 from mmattn.hosts.diffusion.scale import Grid
 
@@ -72,7 +78,7 @@ class AdaptedUNet(AdaptedDenoiser):
         """Return the weights of the host's key and value projections of the text."""
         attn = self.layer(index)
         k, v = (attn.to_k, attn.to_v) if attn.added_kv_proj_dim is None else (attn.add_k_proj, attn.add_v_proj)
-        return k.weight, v.weight
+        return weight_of(k, self.host), weight_of(v, self.host)
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """4-bit hosts of bitsandbytes on the CPU: keep their layers in the layout of gradients and `state_dict`.
 
 On processors with AVX512-BF16 bitsandbytes repacks a layer at its first call in evaluation mode, for good (seen in
-0.50). The new layout silently passes no gradient to what is below it, is other weights in `state_dict()`, and fails
-where a width is no multiple of 64.
+0.50). The new layout silently passes no gradient to what is below it, rounds the scales in `state_dict()` to bfloat16,
+cannot be undone exactly, and fails where a width is no multiple of 64. So an attached host is computed as stored, and
+differs from the bare one in evaluation mode by the rounding of the kernel to bfloat16.
 """
 
 from __future__ import annotations

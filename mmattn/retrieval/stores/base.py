@@ -1,7 +1,8 @@
 """The protocol of vector stores, and their registry by name and address.
 
-The index validates input, numbers entries, encodes texts, computes scores in float64 and selects the best candidates,
-so a store knows nothing of encoders, errors or ties. `mmattn.testing.check_store` checks a store against this protocol.
+The index validates input, numbers entries, encodes texts, computes scores in float64 and selects the best candidates by
+the scores rounded to float32, so a store knows nothing of encoders, errors or ties. `mmattn.testing.check_store` checks
+a store against this protocol.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class ExactScan:
     """An immutable search structure over vectors (n, e) that misses none of the best.
 
     A scan in float32 gives an entry the score s' with |s' - s| <= slack. Every entry whose s' is at most two slacks
-    below the k-th largest is a candidate, and their scores in float64 decide. Queries and entries are scaled to at most
-    length 1, and distances are compared as qx - |x|²/2.
+    below the k-th largest is a candidate, and their scores, rounded from float64, decide. Queries and entries are
+    scaled to at most length 1, and distances are compared as qx - |x|²/2.
     """
 
     exact = True

@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, DynamicCache, StaticCache
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
 from tests.families.building import tiny_model
 
-WITHOUT, WITH = "read without a memory: read them with memory=", "read with a memory, and this call has none"
+WITHOUT, WITH = "read without a memory, or was put together", "read with a memory, and this call has none"
 FAMILIES = ("llama", "gpt2", "gemma3_text", "mamba")
 pytestmark = pytest.mark.usefixtures("without_gradients")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
@@ -162,3 +169,95 @@ def test_an_encoder_decoder(where: str) -> None:
         with pytest.raises(ConditionError, match=message):
             model(ids, decoder_input_ids=ids[:, 2:3], **tiny.going_on(cache), **second)
         model(ids, decoder_input_ids=ids[:, 2:3], **tiny.going_on(cache), **first)
+
+
+SOUNDS = torch.randn(2, 80, 60, generator=torch.Generator().manual_seed(1))
+
+
+def whisper(seed: int = 0) -> WhisperForConditionalGeneration:
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 24}
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 98, "eos_token_id": 98, "decoder_start_token_id": 85}
+    none: dict[str, Any] = {"begin_suppress_tokens": None, "suppress_tokens": None}
+    config = WhisperConfig(
+        vocab_size=197, d_model=16, max_source_positions=30, max_target_positions=60, **sizes, **tokens, **none
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        host = WhisperForConditionalGeneration(config).eval()
+        for parameter in host.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+    return host
+
+
+def seeing(host: Any, **settings: Any) -> Any:
+    adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2, **settings)
+    return tiny.open_gates(mmattn.attach(host, adapter))
+
+
+def write(model: Any, count: int, memory: Any = None, **more: Any) -> Any:
+    settings = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True} | more
+    return model.generate(SOUNDS, memory=memory, max_new_tokens=count, **settings)
+
+
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_whisper_goes_on_from_the_cache_that_its_generate_puts_together(where: str) -> None:
+    """Invariant 2005: of the caches of its rows; also as a copy, reordered, shortened, and made of its two parts."""
+    model, memory = seeing(whisper(), where=where), tiny.memory(2)
+    whole = write(model, 6, memory).sequences
+    assert not torch.equal(whole, write(model, 6).sequences)
+
+    def parts(cache: Any) -> Any:
+        return EncoderDecoderCache(cache.self_attention_cache, cache.cross_attention_cache)
+
+    for change in (lambda cache: cache, copy.deepcopy, copy.copy, parts):
+        first = write(model, 3, memory)
+        cache = change(cache_of(first))
+        with pytest.raises(ConditionError, match=WITH):
+            write(model, 3, decoder_input_ids=first.sequences, **tiny.going_on(cache))
+        rest = write(model, 3, memory, decoder_input_ids=first.sequences, **tiny.going_on(cache)).sequences
+        assert torch.equal(rest[:, -3:], whole[:, -3:])
+    cache, order = cache_of(write(model, 4, memory)), torch.tensor([1, 0])
+    cache.crop(-1)
+    cache.reorder_cache(order)
+    with pytest.raises(ConditionError, match=WITH):
+        model(SOUNDS[order], decoder_input_ids=whole[order, 3:4], **tiny.going_on(cache))
+    model(SOUNDS[order], decoder_input_ids=whole[order, 3:4], memory=memory[order], **tiny.going_on(cache))
+    for more in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        first = write(model, 3, memory, **more)
+        with pytest.raises(ConditionError, match=WITH):
+            model(SOUNDS, decoder_input_ids=first.sequences[:, -1:], **tiny.going_on(cache_of(first)))
+
+
+def test_a_cache_of_tensors_says_what_is_not_known_of_it() -> None:
+    """Invariant 2005: it is refused in true words, and goes on where `arrived` says what the tokens see."""
+    model, memory = seeing(whisper()), tiny.memory(2)
+    first = write(model, 3, memory)
+    ids = first.sequences[:, -1:]
+    given = {"decoder_input_ids": ids, "memory": memory}
+    wanted = model(SOUNDS, **given, **tiny.going_on(copy.deepcopy(cache_of(first)))).logits
+    cache = EncoderDecoderCache(tuple(cache_of(first)))
+    with pytest.raises(ConditionError, match="put together from parts of others"):
+        model(SOUNDS, **given, **tiny.going_on(cache))
+    got = model(SOUNDS, **given, arrived=torch.full_like(ids, 5), **tiny.going_on(cache)).logits
+    tiny.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("family", ["whisper", "t5", "bart", "llama", "gpt2"])
+@pytest.mark.parametrize("assistant", ["the model", "its host", "the bare host"])
+def test_a_model_is_its_own_assistant(family: str, assistant: str) -> None:
+    """Invariant 2005: drafts change no answer."""
+    made: dict[str, Any] = {"whisper": whisper}
+    if family in ("t5", "bart"):
+        made[family] = lambda: tiny_model(family, AutoModelForSeq2SeqLM)
+    make = made.get(family, lambda: tiny.make(family))
+    model, memory = seeing(make()), tiny.memory(1, seed=4)
+    drafts = {"the model": model, "its host": model.host, "the bare host": make()}[assistant]
+    inputs = SOUNDS[:1] if family == "whisper" else tiny.text(1, 6) % 20 + 2
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    wanted = model.generate(inputs, memory=memory, **settings)
+    assert not torch.equal(wanted, model.generate(inputs, **settings))
+    for more in ({"assistant_model": drafts}, tiny.PROMPT_LOOKUP):
+        got = model.generate(inputs, memory=memory, **settings | more)
+        assert torch.equal(got[:, -8:], wanted[:, -8:])  # Whisper leaves its first token there, as the bare one does

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -85,55 +87,61 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     assert seen == [seen[0]] * len(seen), f"graphs after each step: {seen}"
 
 
-KINDS = {
-    "tensor": lambda model, memory: memory.tokens,
-    "memory": lambda model, memory: memory,
-    "unchecked": lambda model, memory: mmattn.Memory(memory.tokens, memory.mask, check_finite=False),
-    "prepared": lambda model, memory: model.prepare(memory),
+GIVEN = {
+    "tensor": lambda model, tokens: {"memory": tokens},
+    "Memory": lambda model, tokens: {"memory": mmattn.Memory(tokens)},
+    "prepared": lambda model, tokens: {"memory": model.prepare(tokens)},
+    "by name": lambda model, tokens: {"memory": {"default": tokens}, "adapter_scale": {"default": 1.0}},
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["tensor", *(pytest.param(one, marks=pytest.mark.slow) for one in KINDS if one != "tensor")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @torch.no_grad()
-def test_the_adapted_model_is_one_graph_for_each_kind_of_memory(dynamo, kind):
-    """Invariant 7005: given by keyword, each time another object of another length: two graphs, one for all lengths."""
+def test_the_adapted_model_itself_is_one_graph(dynamo, given):
+    """Invariant 1001: each call has its own memory, or none, and a call outside of the graph is as before."""
     model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
-    fast = torch.compile(model, backend=dynamo, fullgraph=True)
+    compiled = torch.compile(model, backend=dynamo, fullgraph=True)
+    bare = model(ids).logits
+    for seed in range(2):
+        tokens = tiny.memory(ROWS, seed=seed).tokens
+        want = model(ids, memory=tokens).logits
+        assert differs(want, bare)
+        assert_close(compiled(ids, **given(model, tokens)).logits, want)
+        assert_close(compiled(ids).logits, bare)
+        with model.condition(tokens):
+            assert_close(compiled(ids).logits, want)
+        assert torch.equal(model(ids).logits, bare)
+
+
+@torch.no_grad()
+def test_other_memories_compile_nothing_again(dynamo):
+    """Invariant 7005: each an object of its own and of another length: one graph, and one for all lengths."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     for slots in (5, 2, 11, 13):
-        memory = KINDS[kind](model, tiny.memory(ROWS, slots, seed=slots))
-        assert_close(fast(ids, memory=memory).logits, model(ids, memory=memory).logits)
+        memory = tiny.memory(ROWS, slots, seed=slots)
+        assert_close(compiled(ids, memory=memory).logits, model(ids, memory=memory).logits)
     assert dynamo.frame_count == 2
 
 
-@pytest.mark.slow
 @torch.no_grad()
-def test_blocks_around_and_inside_the_graph_of_the_adapted_model(dynamo):
-    """Invariant 7005: as without a compiler, and nothing is left of a block that was opened inside."""
-    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
-    with_memory, bare = model(ids, memory=memory).logits, model(ids).logits
-    assert differs(with_memory, bare)
-    fast = torch.compile(model, backend=dynamo, fullgraph=True)
+def test_a_block_of_an_export_holds_in_its_thread_alone():
+    """Invariant 7005: exporting runs the code, while other threads call the host."""
+    model, ids, seen = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), []
 
-    @torch.compile(backend=dynamo, fullgraph=True)
-    def inside(tokens):
-        with model.condition(tokens):
-            seen = model.host(ids).logits
-            with model.disable_adapter():
-                return seen, model(ids, memory=tokens).logits
+    class Meanwhile(nn.Module):
+        def forward(self, input_ids, tokens):
+            with model.condition(mmattn.Memory(tokens, check_finite=False)):
+                thread = threading.Thread(target=lambda: seen.append(model.open_blocks.in_force().call))
+                thread.start()
+                thread.join()
+                return model.host(input_ids, use_cache=False).logits
 
-    for found, want in zip(inside(memory.tokens), (with_memory, bare), strict=True):
-        assert_close(found, want)
-    assert_close(fast(ids).logits, bare)
-    with model.condition(memory):
-        assert_close(fast(ids).logits, with_memory)
-        with model.condition(None):
-            assert_close(fast(ids).logits, bare)
-            assert_close(fast(ids, memory=memory).logits, with_memory)
-        with model.disable_adapter():
-            assert_close(fast(ids, memory=memory).logits, bare)
-    assert_close(model(ids).logits, bare)
+    memory = tiny.memory(ROWS)
+    exported = export(Meanwhile(), (ids, memory.tokens), strict=False).module()
+    assert seen == [None]
+    assert_close(exported(ids, memory.tokens), model(ids, memory=memory).logits, 1e-6)
 
 
 class Graphs:

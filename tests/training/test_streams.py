@@ -1,0 +1,186 @@
+"""Rows of a stream that can be read once: none is lost to what looks at rows before training."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainingArguments
+
+import mmattn
+from mmattn import training
+from tests import tiny
+from tests.training import small_run
+
+ROWS = 8
+
+
+def made(count: int = ROWS) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        memory = torch.randn(3, tiny.MEMORY_DIM, generator=torch.Generator().manual_seed(number)).tolist()
+        ids = [5 + number, 6, 7, 8]
+        yield {"input_ids": ids, "labels": ids, "memory": memory}
+
+
+class Once(IterableDataset):
+    """As a socket or a queue: each iteration goes on where the one before ended."""
+
+    def __init__(self, rows: Iterator[Any]) -> None:
+        self.left = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.left
+
+
+class Again(IterableDataset):
+    """Read from the beginning each time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return made()
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+
+
+class Watched(training.AdapterTrainer):  # type: ignore[misc, valid-type]
+    """Notes the first id of each row that is trained on."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self).setdefault("seen", []).extend((inputs["input_ids"][:, 0] - 5).tolist())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def trainer(folder: Path, dataset: Any, model: Any = None, **more: Any) -> Any:
+    given: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2, "gradient_accumulation_steps": 2}
+    given |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "dataloader_pin_memory": False}
+    given |= {"disable_tqdm": True, "learning_rate": 1e-2} | more
+    return Watched(
+        model=small_run.attach() if model is None else model,
+        args=TrainingArguments(str(folder), **given),
+        train_dataset=dataset,
+        data_collator=training.MemoryCollator(columns),
+    )
+
+
+def calibration(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.adapters.named_buffers() if "calibration" in name}
+
+
+@pytest.mark.parametrize("kind", ["read once", "an iterator", "of datasets", "in workers"])
+def test_the_trainer_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> None:
+    """Invariant 2004."""
+    dataset = {
+        "read once": lambda: Once(made()),
+        "an iterator": lambda: Once(iter(list(made()))),
+        "of datasets": lambda: datasets.IterableDataset.from_generator(made),
+        "in workers": Again,
+    }[kind]()
+    more = {"dataloader_num_workers": 1} if kind == "in workers" else {}
+    model = small_run.attach()
+    run = trainer(tmp_path, dataset, model, **more)
+    bare = copy.deepcopy(model)
+    run.train()
+    assert run.seen == list(range(ROWS))
+    # By the rows of the first step, and before it.
+    rows = list(made())[:4]
+    bare.calibrate(columns(rows)["input_ids"], memory=torch.tensor([row["memory"] for row in rows]))
+    wanted, got = calibration(bare), calibration(model)
+    assert wanted.keys() == got.keys() and len(got) == 2 * len(model.adapter("default").layers)
+    for name, value in wanted.items():
+        tiny.assert_close(got[name], value)
+
+
+def test_a_run_over_a_stream_is_resumed_with_its_calibration(tmp_path: Path) -> None:
+    """Invariant 2004: of a checkpoint, since the rows that it was measured on do not come again."""
+    whole = trainer(tmp_path / "whole", Again(), save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = trainer(tmp_path / "resumed", Again())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    left = trainer(tmp_path / "left", Once(iter(list(made())[4:])), ignore_data_skip=True)
+    left.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert resumed.seen == left.seen == [4, 5, 6, 7]
+    for run in (resumed, left):
+        state = run.model.adapters.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in whole.model.adapters.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["an iterator", "a loader", "a stream of rows"])
+def test_the_loop_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> None:
+    """Invariant 2004."""
+    rows = [training.Row(row.text, memory=row.memory) for row in small_run.rows(12) if row.has_memory]
+    left = iter(rows)
+    batches = {
+        "an iterator": lambda: iter([rows[:4], rows[4:]]),
+        "a loader": lambda: DataLoader(Once(left), batch_size=4, collate_fn=list),
+        "a stream of rows": lambda: training.RowBatches(StreamOnce(left), 4),
+    }[kind]()
+    model, seen = small_run.attach(), []
+
+    def collate(some: Any, seeds: Any) -> Any:
+        seen.extend(row.text for row in some)
+        return small_run.collator(tmp_path).batch(some)
+
+    training.train(
+        model,
+        lambda batch, seeds: training.sum_nats(model, batch),
+        batches,
+        training.TrainingConfig(max_steps=2, learning_rate=1e-2),
+        training.make_accelerator(device="cpu"),
+        collate=collate,
+        progress=False,
+    )
+    assert len(calibration(model)) == 2 * len(model.adapter("default").layers)
+    assert sorted(seen[4:]) == sorted(row.text for row in rows)  # the first four are those of the calibration
+    if kind != "a stream of rows":
+        assert seen == [row.text for row in (*rows[:4], *rows)]
+
+
+class StreamOnce(training.StreamRows):
+    """A stream of rows that goes on where it was left."""
+
+    def __init__(self, rows: Iterator[training.Row]) -> None:
+        self.left = rows
+
+    def __iter__(self) -> Iterator[training.Row]:
+        yield from self.left
+
+
+@pytest.mark.slow
+def test_processes_calibrate_by_the_rows_of_all(tmp_path: Path) -> None:
+    """Invariant 2004: alike in each, and as one process does that trains on the same rows."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, __file__, str(tmp_path)], cwd=small_run.ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert sorted(first["seen"] + second["seen"]) == list(range(ROWS))
+    alone = trainer(tmp_path / "alone", Again())
+    alone.train()
+    for name, value in calibration(alone.model).items():
+        assert first["calibration"][name] == second["calibration"][name]
+        tiny.assert_close(torch.tensor(first["calibration"][name]), value)
+
+
+def main(folder: str) -> None:
+    """One of two processes."""
+    run = trainer(Path(folder), Again(), gradient_accumulation_steps=1, accelerator_config={"dispatch_batches": False})
+    run.train()
+    found = {"seen": run.seen, "calibration": {name: one.tolist() for name, one in calibration(run.model).items()}}
+    (Path(folder) / f"{run.args.process_index}.json").write_text(json.dumps(found))
+    mmattn.training.end_training(run.accelerator)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])

@@ -117,12 +117,13 @@ class AdaptedModel(HookedModel):
         if not isinstance(memory, Mapping):
             memory = dict.fromkeys(self.active, memory)
         bound: dict[str, BoundMemory] = {}
-        shared: dict[int, object] = {}
+        shared: list[tuple[object, object]] = []  # no ids: a compiler would take each for a constant
         adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
         for name, one in memory.items():
             adapter = adapters.get(name) or self.adapter(name)
-            bound[name] = adapter.bind(shared.get(id(one), one), self.host)
-            shared[id(one)] = bound[name].shared
+            before = next((result for other, result in shared if other is one), one)
+            bound[name] = adapter.bind(before, self.host)
+            shared.append((one, bound[name].shared))
         return bound
 
     def make_call(

@@ -153,7 +153,7 @@ class OpenBlocks:
     @contextlib.contextmanager
     def _opened(self, block: Block, of_caller: bool) -> Iterator[None]:
         """Open a block; one of the caller's code, not of a call with `memory=`, may be beneath a generator."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self._traced.append(block)
             try:
                 yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -110,6 +112,41 @@ def test_the_adapted_model_itself_is_one_graph(dynamo, given):
         with model.condition(tokens):
             assert_close(compiled(ids).logits, want)
         assert torch.equal(model(ids).logits, bare)
+
+
+@torch.no_grad()
+def test_other_memories_compile_nothing_again(dynamo):
+    """Invariant 7005: each an object of its own and of another length: one graph, and one for all lengths."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    compiled = torch.compile(model, backend=dynamo, fullgraph=True)
+    for slots in (5, 2, 11, 13):
+        memory = tiny.memory(ROWS, slots, seed=slots)
+        assert_close(compiled(ids, memory=memory).logits, model(ids, memory=memory).logits)
+    assert dynamo.frame_count == 2
+
+
+@torch.no_grad()
+def test_a_block_of_an_export_holds_in_its_thread_alone():
+    """Invariant 7005: exporting runs the code, while other threads call the host."""
+    model, ids, seen = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), []
+    bare = model(ids).logits
+
+    @torch.no_grad()
+    def call():
+        seen.append(model(ids).logits)
+
+    class Meanwhile(nn.Module):
+        def forward(self, input_ids, tokens):
+            with model.condition(mmattn.Memory(tokens, check_finite=False)):
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+                return model.host(input_ids, use_cache=False).logits
+
+    memory = tiny.memory(ROWS)
+    exported = export(Meanwhile(), (ids, memory.tokens), strict=False).module()
+    assert len(seen) == 1 and torch.equal(seen[0], bare)
+    assert_close(exported(ids, memory.tokens), model(ids, memory=memory).logits, 1e-6)
 
 
 class Graphs:

@@ -202,7 +202,7 @@ def test_an_interrupted_forward_leaves_nothing(asked):
 
 @pytest.mark.parametrize("change", ["set_adapter", "delete_adapter"])
 def test_the_adapters_of_an_open_block_stay(asked, change):
-    """A block gives its memory to the adapters that were active where it began: others would be without, in silence."""
+    """Invariant 1004: a block gives its memory to the adapters that were active where it began: others would be without, in silence."""
     model = asked.model
     model.add_adapter("second", mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=[1]))
     with model.condition(asked.A):

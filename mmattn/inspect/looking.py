@@ -18,8 +18,8 @@ from mmattn.inspect.evidence import ALTERATIONS, Item, blank, contents, is_right
 from mmattn.inspect.report import LookingReport
 from mmattn.inspect.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
 
-#: Questions that are asked one by one, at most; and how many of them without evidence, too.
-ALONE, WITHOUT = 64, 24
+#: Questions that are asked one by one, at most.
+ALONE = 64
 #: Share of the answers that must follow the evidence.
 LOOKS = 0.25
 #: Share of the answers that may differ when the same is asked again.
@@ -105,7 +105,7 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
     asker.ask(OTHER, asker.other, order[ALONE:])
     asker.ask(SHUFFLED, lambda one: asker.own((one + 1) % len(n)), n)
     asker.ask("blank", lambda one: blank(items[one].parts), n)
-    asker.ask_without(order[WITHOUT:])
+    asker.ask_without(order[ALONE:])
     if asker.refusal:
         notes["no evidence"] = asker.refusal
     follows, checks = _looks(asker)
@@ -144,14 +144,13 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
     questions, firsts, kept = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
     for turn, number in enumerate(order[:ALONE]):
         for kind in (NONE, OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, NONE, OTHER):
-            if kind != NONE:
-                asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
-            elif turn < WITHOUT:
+            if kind == NONE:
                 asker.ask_without([number])
+            else:
+                asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
         if asker.items[number].question not in questions:
             firsts[turn % 2].append(asker.right(OWN, [number])[0])
-        if turn < WITHOUT:
-            kept[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
+        kept[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
         questions.add(asker.items[number].question)
     numbers, half = order[:ALONE], min(len(order), ALONE) // 2
     differ = sum(asker.said(OWN, one) != asker.said(AGAIN, one) for one in numbers)

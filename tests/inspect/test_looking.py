@@ -109,7 +109,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 def test_a_server_that_mixes_up_its_clients(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with servers.serving(mixed=True) as url:
         code, out, err = run(capsys, "--url", url, "-o", tmp_path / "report.json", "-o", tmp_path / "report.html")
-    assert code == 1 and "FAIL  batches" in out and "(after 224 answers)" in out, out + err
+    assert code == 1 and "FAIL  batches" in out and "(after 240 answers)" in out, out + err
     report = json.loads((tmp_path / "report.json").read_text())
     assert not report["ok"] and len(report["items"]) == 40 and report["figures"]["in batches"]["of"] == 40
     page = (tmp_path / "report.html").read_text()

@@ -40,6 +40,8 @@ UNFOUND = {
     "colours are told by the question": "each is asked once, so that right answers tell nothing",
     "colours are told by the question, named kinds": "each is asked once, so that right answers tell nothing",
     "cached by the picture": "few pictures come twice",
+    "a tenth of the requests loses its picture": "found by 17 of 20 reports",
+    "a seventh of the answers is noise": "found by 18 of 20 reports",
 }
 
 
@@ -91,10 +93,11 @@ def test_batches_are_no_larger_than_asked_for() -> None:
     assert {1, 2, 3, 4, 5} == set(sizes)
 
 
+@pytest.mark.parametrize("seed", [0, 101, 202, 303])
 @pytest.mark.parametrize("make", [session, cached_by_question, last_of_the_question, last_of_all])
-def test_what_is_kept_of_earlier_calls(make: Any) -> None:
+def test_what_is_kept_of_earlier_calls(make: Any, seed: int) -> None:
     """Invariant 5004: answers that are right with the right evidence, and with less of it where it was there before."""
-    rows = passage_rows() if make is session else card_rows()
+    rows = passage_rows(120, seed) if make is session else card_rows(200, seed)
     report = mmattn.doctor(make(), rows, batched=make is not session)
     assert "earlier calls" in report.failed, report
 

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 import mmattn
 from mmattn import training
+from mmattn.training.trainer import last_complete
 from tests import tiny
 from tests.training import small_run
 
@@ -110,3 +111,24 @@ def test_gates_have_their_rate_and_the_cache_its_setting(tmp_path: Path) -> None
     assert rates == {1e-2, 0.1}
     state = tiny.make("llama").state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.host.state_dict().items())
+
+
+def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    """Invariant 6021: by number, not by name, and the last that is complete."""
+    made = trainer(tmp_path, max_steps=11, save_steps=1, gradient_accumulation_steps=1, eval_strategy="no")
+    made.train()
+    assert last_complete(tmp_path) == str(tmp_path / "checkpoint-11")
+    (tmp_path / "checkpoint-11" / "trainer_state.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    assert last_complete(tmp_path) == str(tmp_path / "checkpoint-9")
+
+
+def test_the_best_weights_are_there_at_the_end(tmp_path: Path) -> None:
+    """Invariant 6021: `load_best_model_at_end`."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    made = trainer(tmp_path, eval_strategy="steps", eval_steps=2, **best)  # the worst loss: not that of the last step
+    made.train()
+    chosen = Path(made.state.best_model_checkpoint)
+    assert chosen.name != "checkpoint-6"
+    kept, _ = mmattn.training.trainer.read_tensors(chosen / "trained.safetensors", "mmattn-trained")
+    assert all(torch.equal(value, kept[f"adapters.{name}"]) for name, value in weights(made.model).items())

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +201,8 @@ class AugmentingModel:
                 "spans of characters come from two fast tokenizers (is_fast), the host's and that of the lm"
             )
         # The head is not needed, and LoRA stands in the model that peft wraps.
-        inner: Any = getattr(lm, "get_base_model", lambda: lm)()
+        wrapped: Callable[[], nn.Module] | None = getattr(lm, "get_base_model", None)
+        inner = lm if wrapped is None else wrapped()
         self._body: nn.Module = getattr(inner, "base_model", inner)
         self._positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self._cache_name = cache_name(self._body)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import call_by_name
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_float, check_int
 
 #: Distances held at a time, queries × keys.
@@ -146,7 +145,7 @@ def next_token_states(host: nn.Module, batches: Iterable[Mapping[str, Tensor]]) 
     keys, values = [], []
     for batch in batches:
         ids, mask = batch["input_ids"], batch.get("attention_mask")
-        states = call_by_name(host, **batch, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        states = host(**batch, output_hidden_states=True, use_cache=False, return_dict=True).hidden_states[-1]
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         both = real[:, :-1] & real[:, 1:]
         keys.append(states[:, :-1][both.to(states.device)].cpu())

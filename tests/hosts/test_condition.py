@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import mmattn
 from mmattn.errors import ConditionError
+from mmattn.hosts.context import _BLOCKS
 from tests import tiny
 from tests.hosts.memory_of_call import MemoryOfCall
 
@@ -247,3 +249,14 @@ def test_tasks_have_a_memory_each(asked):
 
     assert serve(main) == ([name * 5 for name in "ABAB"], [])
     assert asked() == "none"
+
+
+def test_blocks_that_are_left_elsewhere_are_forgotten(asked):
+    """Invariant 6016. In a server that opens each block in one context and leaves it in another, none are kept."""
+    before = len(_BLOCKS.get())
+    for _ in range(23):
+        session = Session(asked.model, asked.A).open()
+        contextvars.copy_context().run(session.close)
+    with asked.model.condition(asked.B):
+        assert len(_BLOCKS.get()) == before + 1
+    assert len(_BLOCKS.get()) == before

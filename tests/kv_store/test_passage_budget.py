@@ -14,6 +14,7 @@ import torch
 
 import mmattn
 from mmattn.errors import ConfigError
+from mmattn.kv_store.greedy_dual import GreedyDual
 from tests import tiny
 from tests.kv_store import passage_process
 from tests.kv_store.passage_hosts import CLOSE, distance, text
@@ -95,6 +96,16 @@ def test_what_is_used_often_stays() -> None:
         answer(model, text(), memory=passages.select([[three]]))
     passages.add([[10]], progress=False)
     assert [calls_of(model, text(), passages.select([[number]])) for number in (three, one, two)] == [1, 1, 2]
+
+
+def test_what_was_used_often_long_ago_goes() -> None:
+    """Invariant 6018: uses fade, so that what is used now displaces what was used more before."""
+    budget = GreedyDual[str](7)
+    assert budget.add("old", 7, cost=3) == []
+    for name, uses in (("old", 900), ("new", 600)):
+        for _ in range(uses):
+            budget.use(name)
+    assert budget.add("new", 7, cost=3) == ["old"] and budget.nbytes == 7
 
 
 def test_what_costs_more_for_each_byte_stays() -> None:

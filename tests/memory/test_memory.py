@@ -206,6 +206,23 @@ def test_rows_that_are_not_there(pick):
         full()[pick]
 
 
+def test_scores_that_are_not_finite_are_refused_where_they_may_be_read():
+    """Invariant 6012."""
+    scores, mask = torch.zeros(B, M), torch.ones(B, M, dtype=torch.bool)
+    scores[1, 2], mask[1, 2] = torch.nan, False
+    assert Memory(TOKENS, mask, scores=scores).finite_checked
+    with pytest.raises(NonFiniteError, match="non-finite scores at row 1 .slot 2"):
+        Memory(TOKENS, scores=scores)
+
+
+def test_a_memory_of_checked_and_unchecked_parts_is_unchecked():
+    """Invariant 6012."""
+    checked, unchecked = Memory(TOKENS), Memory(TOKENS, check_finite=False)
+    for join in (Memory.cat, Memory.stack):
+        assert join([checked, checked]).finite_checked
+        assert not join([checked, unchecked]).finite_checked and not join([unchecked, checked]).finite_checked
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_another_dtype_is_that_of_tokens_and_scores(dtype):
     """Invariant 6012: masks and segments keep theirs, and no value changes but by rounding."""

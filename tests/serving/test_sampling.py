@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmattn.serving.sampling import Sampler, SamplingSettings
 from tests.serving.choosing import VECTORS, by_definition, complete, ids_of, text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -81,6 +82,29 @@ def test_stop_texts_end_an_answer(client: Any, pipe: Any, stream: bool) -> None:
     made = complete(client, "What is white?", max_tokens=23, stop=[f"{whole[-3:]}x"], stream=stream)
     text = "".join(one.choices[0].text for one in (made if stream else [made]))
     assert text.strip() == whole, "what was held back comes with the end"
+
+
+def test_a_stop_text_that_begins_with_the_last_letter_of_a_token(client: Any, pipe: Any) -> None:
+    """Invariant 6020. No letter of a stop text is sent before it is known that none follows."""
+    written = by_definition(pipe, ids_of(pipe, "What is white?"), 13)[0]
+    ends = [len(text_of(pipe, written[: number + 1])) for number in range(len(written))]
+    whole = text_of(pipe, written)
+    stops = [whole[end - 1 : end + 1] for end in ends if 1 < end < len(whole)]
+    end = next(end for end, stop in zip(ends[1:], stops[1:], strict=False) if whole.index(stop) == end - 1)
+    made = complete(client, "What is white?", max_tokens=13, stop=whole[end - 1 : end + 1], stream=True)
+    assert "".join(one.choices[0].text for one in made).rstrip() == whole[: end - 1].rstrip()
+
+
+def test_penalties_by_their_definition() -> None:
+    """Invariant 6020. A presence counts once, a frequency each time."""
+    logits = torch.tensor([3.0, 2.5, 0.0])
+    for settings, wanted in (
+        ({"presence_penalty": 0.2}, [0, 0, 0, 0, 0]),
+        ({"frequency_penalty": 0.2}, [0, 0, 0, 1, 0]),
+        ({"presence_penalty": 0.6}, [0, 1, 0, 0, 0]),
+    ):
+        sampler = Sampler(SamplingSettings(temperature=0.0, **settings), torch.device("cpu"))
+        assert [sampler.choose(logits) for _ in wanted] == wanted, settings
 
 
 def test_log_probabilities(client: Any, pipe: Any) -> None:

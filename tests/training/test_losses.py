@@ -52,6 +52,10 @@ class TestScores:
             (alone,) = training.text_nats(model, [row], memory[look])
             assert nats == pytest.approx(alone, abs=1e-5)
         assert abs(found[1][0] - found[3][0]) > 1e-4
+        own = training.text_nats(model, rows[:3], memory, batch_size=2)
+        for number, nats in enumerate(own):
+            (alone,) = training.text_nats(model, [rows[number]], memory[number])
+            assert nats == pytest.approx(alone, abs=1e-5)
 
     def test_the_loss_is_the_mean_over_tokens(self) -> None:
         lm, rows = tiny.make("llama"), [[5, 6, 7, 8, 9], [10, 11]]

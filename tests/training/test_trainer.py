@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 import mmattn
 from mmattn import training
 from mmattn.errors import ConfigError
+from mmattn.training.trainer import last_complete
 from tests import tiny
 from tests.training import small_run, stream_process
 
@@ -130,3 +131,24 @@ def test_batches_that_one_process_makes_for_all_are_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="dispatch_batches=True sends slices of tensors"):
         trainer(tmp_path, accelerator_config={"dispatch_batches": True})
     assert trainer(tmp_path).args.accelerator_config.dispatch_batches is False
+
+
+def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    """Invariant 6021: by number, not by name, and the last that is complete."""
+    made = trainer(tmp_path, max_steps=11, save_steps=1, gradient_accumulation_steps=1, eval_strategy="no")
+    made.train()
+    assert last_complete(tmp_path) == str(tmp_path / "checkpoint-11")
+    (tmp_path / "checkpoint-11" / "trainer_state.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    assert last_complete(tmp_path) == str(tmp_path / "checkpoint-9")
+
+
+def test_the_best_weights_are_there_at_the_end(tmp_path: Path) -> None:
+    """Invariant 6021: `load_best_model_at_end`."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    made = trainer(tmp_path, eval_strategy="steps", eval_steps=2, **best)  # the worst loss: not that of the last step
+    made.train()
+    chosen = Path(made.state.best_model_checkpoint)
+    assert chosen.name != "checkpoint-6"
+    kept, _ = mmattn.training.trainer.read_tensors(chosen / "trained.safetensors", "mmattn-trained")
+    assert all(torch.equal(value, kept[f"adapters.{name}"]) for name, value in weights(made.model).items())

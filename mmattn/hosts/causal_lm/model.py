@@ -430,7 +430,7 @@ class AdaptedCausalLM(AdaptedModel):
 def note_cache(output: object) -> None:
     """Note that the cache in the output of a host, if there is one, was read with a memory."""
     if isinstance(output, Mapping):  # by name: a compiler would follow tensors that are touched
-        parts = [given_cache(output)]
+        parts = [output[name] for name in output if name in CACHE_NAMES]
     else:
         parts = [part for part in output if hasattr(part, "get_seq_length")] if isinstance(output, tuple) else []
     for part in parts:

@@ -7,6 +7,7 @@ import torch
 
 import mmattn
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
+from mmattn.inspect.diagnosis import memories_of
 from tests import tiny
 from tests.adapters.chunked.chunks import LENGTH, ROWS, SIZE, Library, attach, neighbours, ragged, scene
 from tests.tiny import assert_close
@@ -118,6 +119,18 @@ def test_a_prepared_function_is_asked_once():
     for got, want in zip(*gradients, strict=True):
         assert want.any()
         assert_close(got, want)
+
+
+@torch.no_grad()
+def test_what_a_function_retrieves_is_what_the_doctor_looks_at():
+    """Invariant 6019. Each row has the neighbours of its chunks, rows without a whole chunk among them."""
+    model, ids = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, : LENGTH - SIZE + 1], mask[1, :SIZE] = 0, 0
+    batch = {"input_ids": ids, "attention_mask": mask, "memory": Library()}
+    memory = memories_of(model, batch)["default"]
+    assert memory.lengths[0] == 0 < memory.lengths[1] != memory.lengths[2]
+    assert_close(model(**batch | {"memory": memory}).logits, model(**batch).logits)
 
 
 # Mistakes

@@ -6,10 +6,12 @@ import copy
 import functools
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 
 import mmattn
+from mmattn.core.positions import token_positions
 from tests import tiny
 from tests.adapters.composed.composed_hosts import LENGTH, ROWS, along, attach, augmenting
 from tests.tiny import assert_close, differs
@@ -151,3 +153,20 @@ def test_options_of_the_attention_hold_over_a_growing_memory():
             full = model(out.sequences, memory=along()).logits[:, LENGTH - 1 : -1]
         assert_close(torch.stack(out.logits, 1), full)
         assert differs(full, tiny.own(out.sequences)[:, LENGTH - 1 : -1])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
+@torch.no_grad()
+def test_an_augmenting_model_with_a_lora_reads_padded_rows_as_alone():
+    """Invariant 6022: it is given the positions of the real tokens, as one without a LoRA is."""
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    other = peft.get_peft_model(tiny.make("gpt2", 1), lora).eval()
+    settings = mmattn.ComposedAdapter(memory_dim=32, layers=(0, 2), augmenting_layers=(0, 2), num_heads=2, head_dim=8)
+    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings))
+    rows = [tiny.text(1, length, seed=length)[0] for length in (3, 7)]
+    ids, mask = tiny.left_padded(rows)
+    memory = mmattn.AugmentingModel(other)
+    places = token_positions(mask.bool())
+    found = model(input_ids=ids, attention_mask=mask, position_ids=places, memory=memory)
+    alone = model(input_ids=rows[0][None], memory=memory).logits[0]
+    tiny.assert_close(found.logits[0, -3:], alone)

@@ -130,6 +130,18 @@ def test_a_row_that_was_not_checked_changes_no_other() -> None:
                 assert torch.equal(got[::2], want[::2]) and got[1, -1].isnan().all()
 
 
+@torch.no_grad()
+def test_beams_of_a_row_that_was_not_checked() -> None:
+    """Invariant 6017. What is not finite in the memory of a row is that of its beams, and refuses no other row."""
+    model, rows, ids = tiny.attach(tiny.make("llama")), tiny.memory(3), tiny.text(3, 5)
+    spoilt = rows.tokens.clone()
+    spoilt[1] = torch.nan
+    options = {"num_beams": 2, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, memory=rows, **options)
+    found = model.generate(ids, memory=mmattn.Memory(spoilt, check_finite=False), **options)
+    assert torch.equal(found[::2], wanted[::2])
+
+
 def answers(model: Any, ids: Tensor, given: list[Any], **more: Any) -> list[Any]:
     """The tokens or the error of each request."""
     settings = isolation.settings()

@@ -24,6 +24,21 @@ GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2
 
 
 @torch.no_grad()
+def test_blocks_within_blocks_disable_what_each_names(ids):
+    """Invariant 6016."""
+    model, memory = tiny.attach(tiny.make("llama"), name="eye"), tiny.memory(ROWS)
+    tiny.attach(model, name="ear", layers=(1,))
+    model.set_adapter(["eye", "ear"])
+    both = model(ids, memory=memory).logits
+    with model.disable_adapter("ear"):
+        eye = model(ids, memory=memory).logits
+        with model.disable_adapter("eye"):
+            assert torch.equal(model(ids, memory=memory).logits, own(ids))
+        assert torch.equal(model(ids, memory=memory).logits, eye) and differs(eye, both)
+    assert torch.equal(model(ids, memory=memory).logits, both)
+
+
+@torch.no_grad()
 def test_adapters_are_switched_combined_disabled_and_deleted_by_name(ids):
     memory = tiny.memory(ROWS)
     model = tiny.attach(tiny.make("llama"), name="eye")

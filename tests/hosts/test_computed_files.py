@@ -17,6 +17,11 @@ from tests.computed import Cache, all_of, distance, outcome_of_files
 from tests.computed_changes import config_changes
 from tests.hosts.host_caches import BY_NAME, CACHES, FAMILIES, is_heard, lm
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # by peft
+    pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # by peft's SHiRA
+]
 FILES = [cache for cache in CACHES if cache.is_file]
 _FOLLOWING = ("passage folder", "passage file", "hidden state folder")
 LORA_SETTINGS: list[dict[str, Any]] = [

@@ -70,7 +70,7 @@ HOMES = {
     "fsspec": ("storage.files",),
     "pyarrow": ("data", "retrieval"),
     "ray": ("data", "serving.replicas", "serving.session_router"),
-    "sentence_transformers": ("encoders.multi_vector",),
+    "sentence_transformers": ("encoders.sentence_folder",),
     "gguf": (),
     "matplotlib": ("inspect.plots",),
     # `mmattn serve` asks whether they are there.

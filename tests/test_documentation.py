@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
+#: Pages beside the first, for whoever uses, changes or reports.
+PROJECT = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 LONG = ("docs/extending.md",)  # it runs the suites that a new adapter must pass
 OURS = re.compile(
     r"https://(?:mmattn\.github\.io/mmattn/"
@@ -132,7 +134,7 @@ def listed(text: str) -> list[str]:
     return re.findall(r"^(?::::|##) (mmattn\.\S+)$", text, re.M)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *PAGES, *RECIPES])
+@pytest.mark.parametrize("page", ["README.md", *PROJECT, *PAGES, *RECIPES])
 def test_links_lead_somewhere(page: str) -> None:
     assert dead_links(ROOT / page) == []
 
@@ -144,7 +146,7 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     assert dead_links(page) == ["gone.md", "other.md#three", "gone.png"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES, *RECIPES])
+@pytest.mark.parametrize("page", ["README.md", *PROJECT, *PAGES, *RECIPES])
 def test_links_need_no_network(page: str) -> None:
     """Links to files of this repository are relative: they work in a clone."""
     assert [target for target in targets((ROOT / page).read_text(encoding="utf-8")) if OURS.match(target)] == []
@@ -190,6 +192,56 @@ def parse(words: list[str]) -> None:
 def test_commands_of_pages_are_understood(page: str) -> None:
     for words in commands((ROOT / page).read_text(encoding="utf-8")):
         parse(words)
+
+
+def absent(text: str) -> list[str]:
+    """The commands, options, files and targets of make that a page names in code, and that are not there."""
+    missing = [" ".join(["mmattn", *words]) for words in commands(text) if not is_there(words)]
+    code = re.findall(r"^```.*?^```|`[^`\n]+`", text, re.M | re.S)
+    names = [word.strip("`,.:;()") for one in code for word in one.split()]
+    files = [name for name in names if re.fullmatch(r"[\w.-]+(/[\w.-]+)*(/|\.(py|md|toml|svg|yaml))", name)]
+    made = (".venv", ".venv-lowest")
+    for name in files:
+        if not name.startswith(made) and not list(ROOT.glob(name)) + list(ROOT.glob(f"[!.]*/**/{name}")):
+            missing.append(name)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    return missing + [f"make {name}" for name in re.findall(r"(?:^|`)make ([\w-]+)", text, re.M) if name not in targets]
+
+
+def is_there(words: list[str]) -> bool:
+    """Whether there is such a command with these options, whatever their values."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return False
+        command, words = command.commands[words[0]], words[1:]
+    known = {option for parameter in command.params for option in parameter.opts}
+    return {word for word in words if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("page", ["README.md", *PROJECT])
+def test_what_pages_of_the_project_name_is_there(page: str) -> None:
+    """Invariant 6008."""
+    assert absent((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_what_is_not_there_is_seen() -> None:
+    page = "`mmattn live` `mmattn serve --share` `mmattn serve x --port 7` `adapters/pretrained.py` `gated.py`"
+    page += " `make nothing`\n```\nmake test\npython docs/draw.py\n```\n"
+    assert absent(page) == [
+        "mmattn live", "mmattn serve --share", "adapters/pretrained.py", "docs/draw.py", "make nothing",
+    ]  # fmt: skip
+
+
+def test_modules_that_docstrings_name_are_there() -> None:
+    """Invariant 6008."""
+    known = {path.name for path in ROOT.glob("[!.]*/**/*.py")}
+    named = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in [*ROOT.glob("mmattn/**/*.py"), *ROOT.glob("recipes/**/*.py")]
+        for name in re.findall(r"`(?:[\w./]*/)?(\w+\.py)`", path.read_text(encoding="utf-8"))
+    ]
+    assert named and [one for one in named if one[1] not in known] == []
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -244,17 +296,6 @@ def test_every_rule_is_drawn(tmp_path: Path) -> None:
     public = {name for name in rules if not name.startswith("_")}
     source = (ROOT / "docs" / "draw_masks.py").read_text(encoding="utf-8")
     assert public and {name for name in public if f"masks.{name}(" not in source} == set()
-
-
-def test_commands_the_readme_names_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
-    commands |= {group.name for group in app.registered_groups}
-    named = set(re.findall(r"`mmattn ([a-z]+)", text))
-    assert named and named <= commands
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    named = set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.M))
-    assert named and named <= targets
 
 
 def test_public_names_are_described() -> None:

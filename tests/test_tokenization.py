@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from mmattn.adapters.token_spans import retokenize
 from mmattn.errors import TextError
+from mmattn.inspect.answering import make_answer
 from mmattn.pipelines.templates import chat_ids, template_ids
 from mmattn.retrieval.chunking import chunk
 from mmattn.retrieval.rerank import Reranker
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
+from tests import tiny
 from tests.tiny_texts import save_encoder
 
 
@@ -59,10 +61,13 @@ def test_the_tokenizers_own_ends_stand_around_the_text_only(tokenizer: PreTraine
         tokenize(tokenizer, "a", 1, add_special_tokens=True)
 
 
+WAYS = ("texts", "a template", "a conversation", "chunks", "a reranker", "a model that is asked", "two tokenizers")
+
+
 def _ways(folder: Path, tokenizer: Any) -> dict[str, Callable[[], object]]:
     """What reads a text with a tokenizer that it was given."""
     reranker = Reranker(save_encoder(folder, labels=1))
-    reranker.tokenizer = tokenizer
+    reranker.tokenizer, lm = tokenizer, tiny.make("llama", vocab_size=307)
     ids = torch.tensor([tokenizer("the woods", add_special_tokens=False)["input_ids"]])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}</s>"
     return {
@@ -71,11 +76,12 @@ def _ways(folder: Path, tokenizer: Any) -> dict[str, Callable[[], object]]:
         "a conversation": lambda: chat_ids(tokenizer, [{"role": "user", "content": "a </s> b"}]),
         "chunks": lambda: chunk(["the woods in spring"], 5, tokenizer=tokenizer),
         "a reranker": lambda: reranker(["the woods"], [["a </s> b", "the bluebell"]]),
+        "a model that is asked": lambda: make_answer(lm, tokenizer, 1, True)(["the woods"], [[]]),
         "two tokenizers": lambda: retokenize(ids, torch.ones_like(ids).bool(), tokenizer, tokenizer),
     }
 
 
-@pytest.mark.parametrize("way", ["texts", "a template", "a conversation", "chunks", "a reranker", "two tokenizers"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_tokenizer_keeps_its_settings(tokenizer: PreTrainedTokenizerFast, way: str, tmp_path: Path) -> None:
     """Invariant 4003: settings of a call of the user's stay as they are, for they are those of all threads."""
     tokenizer = copy.deepcopy(tokenizer)

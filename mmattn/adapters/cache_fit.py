@@ -21,7 +21,8 @@ MOST, AT_ONCE, CHOOSING = 8192, 4096, 2048
 
 
 def batches(ids: Tensor, real: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return prompts of similar lengths together, without columns that are padding in all of them."""
+    """Return prompts of similar lengths together, without rows of padding and columns that are padding in all."""
+    ids, real = ids[real.any(1)], real[real.any(1)]
     parts = [(ids[some], real[some]) for some in real.sum(1).argsort().split(max(AT_ONCE // ids.shape[1], 1))]
     return [(some[:, mask.any(0)], mask[:, mask.any(0)]) for some, mask in parts]
 

@@ -177,7 +177,8 @@ class FusedCacheLayers(AdapterLayers):
         Raises:
             ConfigError: the fuser is a network, or the model has not this adapter.
             ConditionError: the cosine is below `min_cosine`, and the adapter as before; or a model is in training mode.
-            ShapeError: the cache of the augmenting model has another width, or there are fewer than eight prompts.
+            ShapeError: the cache of the augmenting model has another width, there are fewer than eight prompts, or no
+                eighth one has two tokens.
         """
         adapted = cast(Any, model)
         if not self.is_map or self not in adapted.adapters.values():
@@ -186,9 +187,16 @@ class FusedCacheLayers(AdapterLayers):
                 f"fuser={self.config.fuser!r} on a {type(model).__name__}"
             )
         real = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool()
-        held = torch.arange(len(input_ids)) % 8 == 7
-        if not bool(held.any()):
-            raise ShapeError(f"fit measures on every eighth prompt, got {len(input_ids)}: give some hundred")
+        if input_ids.dim() != 2 or real.shape != input_ids.shape:
+            raise ShapeError(
+                f"input_ids and attention_mask must be (n, p), got {tuple(input_ids.shape)} and {tuple(real.shape)}"
+            )
+        held, counts = torch.arange(len(input_ids)) % 8 == 7, real.sum(1).cpu()
+        if not bool((counts[held] > 1).any()) or int(counts[~held].sum()) < 2:
+            raise ShapeError(
+                f"fit measures on every eighth prompt, on all tokens but the last, got {len(counts)} prompts of "
+                f"{int(counts.sum())} tokens together: give some hundred, of several tokens each"
+            )
         before = {name: one.clone() for name, one in self.state_dict().items()}
         host = AugmentingModel(adapted.host)
         try:

@@ -158,6 +158,8 @@ def _of_array(source: object) -> tuple[str, Tensor]:
     name = f"the {'tensor' if isinstance(source, Tensor) else 'array'} {tuple(source.shape)}"
     try:
         samples = source.detach().cpu() if isinstance(source, Tensor) else torch.from_numpy(source.copy())
+    except RuntimeError as error:  # on the meta device
+        raise AudioError(f"{name} has no samples that can be read: {error}") from error
     except (TypeError, ValueError) as error:
         raise AudioError(f"{name} is {source.dtype}; give floats from -1 to 1, or int16 or int32") from error
     if samples.dim() not in (1, 2):

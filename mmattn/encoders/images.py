@@ -281,8 +281,11 @@ def _levels(source: Tensor | ndarray, name: str) -> ndarray:
     """Return a tensor or array as an array (h, w) or (h, w, c) of 8 bits."""
     numpy = import_extra("numpy", "vision")
     if isinstance(source, Tensor):
-        tensor = source.detach().cpu()
-        array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        try:
+            tensor = source.detach().cpu()
+            array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        except (RuntimeError, TypeError) as error:  # on the meta device, sparse, quantised
+            raise ImageError(f"{name} has no pixels that can be read: {error}") from error
     else:
         array = numpy.asarray(source)
     array = _channels_last(array, name, isinstance(source, Tensor))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mmattn.encoders.base import TextEncoderBase
+from mmattn.encoders.sentence_folder import import_sentence_transformers
 from mmattn.encoders.text import token_sources
-from mmattn.errors import AdapterFileError, MissingExtraError, check_int, import_extra
+from mmattn.errors import AdapterFileError, MissingExtraError, check_int
 from mmattn.memory import Memory
 from mmattn.models.loading import without_progress_bars
 from mmattn.storage.safetensors import check_values
@@ -56,7 +57,7 @@ class MultiVectorEncoder(TextEncoderBase):
     def __init__(
         self, name: str | os.PathLike[str], *, device: str | torch.device | None = None, **options: Any
     ) -> None:
-        library = import_extra("sentence_transformers", "multivector")
+        library = import_sentence_transformers()
         if not hasattr(library, "MultiVectorEncoder"):
             raise MissingExtraError(
                 f"sentence_transformers {library.__version__} has no multi-vector encoders; 6 or later does: "

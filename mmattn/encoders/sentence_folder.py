@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ class SentenceFolder(NamedTuple):
 
     @property
     def normalizes(self) -> bool:
-        """Vectors have length 1."""
-        return any(kind == "Normalize" for kind, _ in self.modules)
+        """The last module scales vectors to length 1."""
+        return [kind for kind, _ in self.modules][-1:] == ["Normalize"]
 
     def prompt(self, kind: str) -> str:
         """Return what stands before each "query" or "document", or before texts of no such kind ("")."""
@@ -79,7 +80,10 @@ class SentenceFolder(NamedTuple):
             found = found or [" and ".join(kinds)]
         elif self.pooling not in poolings:
             found.append(f"{self.pooling} pooling")
-        return found + [f"the prompt {name!r}" for name, text in self.prompts.items() if text] + self._beyond_plain()
+        prompts = [name for name, text in self.prompts.items() if text]
+        if self.default_prompt is not None and self.default_prompt not in self.prompts:
+            prompts.append(self.default_prompt)
+        return found + [f"the prompt {name!r}" for name in prompts] + self._beyond_plain()
 
     def _beyond_plain(self) -> list[str]:
         settings = dict(self.modules[0][1]) if self.modules else {}
@@ -143,6 +147,11 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [mode] if isinstance(mode, str) else list(mode)
 
 
+def import_sentence_transformers() -> ModuleType:
+    """Return sentence-transformers; MissingExtraError where it is not installed."""
+    return import_extra("sentence_transformers", "multivector")
+
+
 def load_sentence_transformer(
     name: str | os.PathLike[str], folder: SentenceFolder, beyond: list[str], max_length: int | None
 ) -> SentenceTransformer:
@@ -153,7 +162,7 @@ def load_sentence_transformer(
         AdapterFileError: nothing to load, or weights that are damaged or incomplete.
     """
     try:
-        library = import_extra("sentence_transformers", "multivector")
+        library = import_sentence_transformers()
     except MissingExtraError as error:
         raise MissingExtraError(
             f"{os.fspath(name)!r} asks for {', '.join(beyond)}, which sentence-transformers does: "
@@ -162,8 +171,7 @@ def load_sentence_transformer(
     place = resolve(name)
     kind, config = folder.modules[0] if folder.modules else ("", {})
     if kind == "Transformer":  # sentence-transformers itself starts missing weights at random
-        inner = Path(place) / config["path"] if "path" in config else place
-        load_model("AutoModel", inner, "text encoder", unused=("pooler",))
+        load_model("AutoModel", place, "text encoder", unused=("pooler",), subfolder=config.get("path", ""))
     try:
         with without_progress_bars():
             model: SentenceTransformer = library.SentenceTransformer(

@@ -134,15 +134,13 @@ class TextEncoder(TextEncoderBase):
     def _settings(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
         """Return what vectors depend on beside the weights."""
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-        settings: dict[str, object] = {
-            "encoder": "text",
-            "vocabulary": hashlib.sha256(vocabulary).hexdigest(),
-            "pooling": self.pooling,
-            "normalize": self.normalize,
-            "max_length": self.max_length,
-        }
+        settings: dict[str, object] = {"encoder": "text", "vocabulary": hashlib.sha256(vocabulary).hexdigest()}
         normalizer = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None))
         return settings | ({"lower_case": True} if "Lowercase(" in normalizer else {})
+
+    def _described(self) -> dict[str, object]:
+        now = {"pooling": self.pooling, "normalize": self.normalize, "max_length": self.max_length}
+        return self.settings | now
 
     def _load_sentences(
         self,

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 
 import torch
@@ -50,6 +50,8 @@ class HostState:
         owners = {f"module {name}": part for name, part in self._parts.items()}
         owners |= {f"config {number}": config for number, config in enumerate(_configs(host))}
         self._settings = {name: (owner, _settings(owner)) for name, owner in owners.items()}
+        #: Attributes that only the class of an owner has: set on the object itself, they count.
+        self._unset = [(vars(one), _class_settings(type(one)) - vars(one).keys()) for one in owners.values()]  # type: ignore[arg-type]
         self._device = device_of(host)
         self._autocast = autocast_dtype(self._device)
 
@@ -60,6 +62,7 @@ class HostState:
             and self._modules.holds()
             and self._version.holds(self._tensors)
             and all(settings.items() <= vars(owner).items() for owner, settings in self._settings.values())
+            and all(names.isdisjoint(attributes) for attributes, names in self._unset)
         )
 
     @cached_property
@@ -101,13 +104,23 @@ def _configs(host: nn.Module) -> list[object]:
 
 
 def _settings(owner: object) -> dict[str, object]:
-    """Return the plain attributes of a module or config; those of peft, such as the active LoRA, are private ones."""
-    private = type(owner).__module__.startswith("peft.")
+    """Return the plain attributes of a module or config."""
     return {
-        name: deepcopy(value)
-        for name, value in vars(owner).items()
-        if (private or name[0] != "_") and name not in _INERT and not name.endswith("_token_id") and _is_plain(value)
+        name: deepcopy(value) for name, value in vars(owner).items() if _counts(type(owner), name) and _is_plain(value)
     }
+
+
+@lru_cache(None)
+def _class_settings(kind: type) -> frozenset[str]:
+    """Return the names of the plain attributes of a class and its bases."""
+    values = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    return frozenset(name for name, value in values.items() if _counts(kind, name) and _is_plain(value))
+
+
+def _counts(kind: type, name: str) -> bool:
+    """Return whether results may depend on an attribute; those of peft, such as the active LoRA, are private ones."""
+    private = kind.__module__.startswith("peft.") and name[:2] != "__"
+    return (private or name[0] != "_") and name not in _INERT and not name.endswith("_token_id")
 
 
 def _is_plain(value: object) -> bool:

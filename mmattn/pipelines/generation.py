@@ -15,7 +15,7 @@ from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.memory import Memory, SearchedMemory
 from mmattn.pipelines.templates import template_ids
-from mmattn.tokenization import tokenize
+from mmattn.tokenization import check_text, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,7 @@ def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -
 
 def prompt_with(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str) -> Prompt:
     """Return a prompt with a text: in place of "{question}" in a template, or behind it; TextError if it is missing."""
+    (text,) = check_text([text])
     if "{question}" not in prompt:
         return prompt + text
     if not text.strip():

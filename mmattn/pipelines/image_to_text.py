@@ -22,6 +22,7 @@ from mmattn.pipelines.generation import (
     prompt_with,
     stream_text,
 )
+from mmattn.tokenization import check_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,7 +60,7 @@ class ImageToTextPipeline(ImagePipeline):
             images = picture_files([images])
         pictures = image_list(images)
         one = len(pictures) == 1 and not isinstance(images, (list, tuple))
-        questions = [text] * len(pictures) if isinstance(text, str) else list(text)
+        questions = [text] * len(pictures) if isinstance(text, str) else check_text(text)
         if len(questions) != len(pictures):
             raise TextError(f"{len(pictures)} images have {len(questions)} texts: give one for each, or one for all")
         prompts = [self.make_prompt(question) for question in questions]

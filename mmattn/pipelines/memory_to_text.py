@@ -10,6 +10,7 @@ from mmattn.errors import ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.generation import Prompt, generate_texts, prompt_with, stream_text
+from mmattn.tokenization import check_text
 
 
 class MemoryToTextPipeline(Pipeline):
@@ -35,7 +36,7 @@ class MemoryToTextPipeline(Pipeline):
             TextError: the prompt has a place for a question, and the text is empty.
             ShapeError: a memory of another width, or of another number of rows.
         """
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = check_text(text)
         rows = generate_texts(
             self.model,
             self.tokenizer,

@@ -279,7 +279,8 @@ def build_index(
     columns = [_texts_of(entries, field) for field in fields]
     vectors = [_encode_unique(encoder, texts, progress) for texts in columns]
     template = config.memory.text or ": ".join(f"{{{field}}}" for field in fields)
-    texts = [row.get("text") or template.format_map(row) for row in entries]
+    given = [row.get("text") for row in entries]
+    texts = [template.format_map(row) if text in (None, "") else text for row, text in zip(entries, given, strict=True)]
     tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
     return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
 

@@ -44,7 +44,7 @@ class Answering:
         answers = choices if isinstance(body, ChatRequest) else choices * len(body.prompts)
         if answers > limits.max_requests:
             raise ConfigError(f"{answers} answers to one request are more than {limits.max_requests}: ask for fewer")
-        max_tokens = self._max_tokens(body.most_tokens)
+        max_tokens = self._max_tokens(body.token_limits)
         self._enter(answers)
         streams = False
         try:
@@ -112,14 +112,14 @@ class Answering:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 
-    def _max_tokens(self, asked: int | None) -> int:
+    def _max_tokens(self, asked: Sequence[int]) -> int:
         most = self.engine.limits.max_tokens
-        if asked is None:
+        if not asked:
             usual = self.engine.pipe.config.generation.get("max_new_tokens")
             return min(most, usual if isinstance(usual, int) else 64)
-        if asked > most:
-            raise ConfigError(f"max_tokens={asked} is more than the {most} of this server")
-        return asked
+        if max(asked) > most:
+            raise ConfigError(f"max_tokens={max(asked)} is more than the {most} of this server")
+        return min(asked)
 
     async def _begin(
         self, body: ChatRequest | CompletionRequest, max_tokens: int, choices: int

@@ -106,7 +106,7 @@ class Writer:
         self.job, self.tokenizer, self.ends = job, tokenizer, ends
         self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
         self._sent, self._scored = 0, 0  # characters, log-probabilities
-        self._special = set(special_ids(tokenizer).values())
+        self._special = set(special_ids(tokenizer).values()) if job.echoes else set()
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""

@@ -55,7 +55,7 @@ class Format:
         self._begun: set[int] = set()
         self._bytes: dict[int, bytes] = {}
         self._alignments: dict[int, Alignment] = {}
-        self._special = set(special_ids(self.tokenizer).values())
+        self._special = set() if self.logprobs is None else set(special_ids(self.tokenizer).values())
 
     def response(self, choices: Sequence[Content], is_chunk: bool = False, tokens: int | None = None) -> Content:
         """Return a response, or an event of a stream; with the usage after so many new tokens."""

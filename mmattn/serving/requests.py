@@ -16,11 +16,9 @@ NoList = Annotated[list[JsonValue], Field(max_length=0)] | None
 NoObject = Annotated[dict[str, JsonValue], Field(max_length=0)] | None
 #: False, and not the 0 that equals it.
 No = Annotated[Literal[False] | None, BeforeValidator(lambda value: repr(value) if type(value) is int else value)]
-#: In JSON 2.0 is an integer, too.
-Int = Annotated[
-    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-]
-Ids = Annotated[list[Annotated[Int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+#: In JSON 2.0 is an integer, too. Behind bounds, which the schema would lose otherwise.
+Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31), Whole]], Field(min_length=1)]
 Vector = Annotated[list[float], Field(min_length=1)]
 
 
@@ -42,10 +40,10 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Int | None = Field(None, ge=-1)
-    seed: Int | None = Field(None, ge=-(2**63), lt=2**63)
+    top_k: Annotated[int | None, Field(ge=-1), Whole] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63), Whole] = None
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    n: Int | None = Field(None, ge=1, le=128)
+    n: Annotated[int | None, Field(ge=1, le=128), Whole] = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     user: str | None = None
@@ -90,10 +88,10 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)] = ""
     image: str | None = None  # a data URL
-    max_tokens: Int | None = Field(None, ge=0)
+    max_tokens: Annotated[int | None, Field(ge=0), Whole] = None
     echo: bool | None = None
-    logprobs: Int | None = Field(None, ge=0, le=20)
-    best_of: Int | None = Field(None, ge=1, le=1)
+    logprobs: Annotated[int | None, Field(ge=0, le=20), Whole] = None
+    best_of: Annotated[int | None, Field(ge=1, le=1), Whole] = None
     suffix: Literal[""] | None = None
 
     @property
@@ -102,9 +100,9 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def most_tokens(self) -> int | None:
-        """New tokens of an answer, at most."""
-        return self.max_tokens
+    def token_limits(self) -> list[int]:
+        """New tokens of an answer, at most; none for no limit."""
+        return [] if self.max_tokens is None else [self.max_tokens]
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -190,10 +188,10 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[Annotated[Message | AssistantMessage, Field(discriminator="role")]] = Field(min_length=1)
-    max_tokens: Int | None = Field(None, ge=1)
-    max_completion_tokens: Int | None = Field(None, ge=1)
+    max_tokens: Annotated[int | None, Field(ge=1), Whole] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1), Whole] = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20), Whole] = None
     response_format: TextFormat | None = None
     tools: NoList = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -223,11 +221,9 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def most_tokens(self) -> int | None:
-        """New tokens of an answer, at most."""
-        return min(
-            (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
-        )
+    def token_limits(self) -> list[int]:
+        """New tokens of an answer, at most, by both names; the least holds."""
+        return [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
 
     @property
     def pictures(self) -> list[str]:

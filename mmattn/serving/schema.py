@@ -18,8 +18,8 @@ from mmattn.serving.inputs import memory_width
 
 #: A text that is not blank, for Python and for JSON Schema, whose spaces differ.
 _TEXT = r"[^\s\u001c-\u001f\u0085]"
-#: The largest number of a vector (float32).
-_LARGEST = 3.4028234663852886e38
+#: The largest number that is finite in float32, rounded.
+_LARGEST = 3.4028235677973362e38
 _BEYOND = (
     "Refused with 400 beyond what this schema can say: a prompt that leaves no room for its answer, ids of special "
     "tokens alone as a question, texts without a token, messages that the chat template of the host refuses, pictures "
@@ -96,7 +96,8 @@ def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
     for url in fields.keys() & {"image", "url"}:
         fields[url] |= {"pattern": "^data:[^,]*;base64,"}
     for field in most.keys() & fields.keys():
-        fields[field]["anyOf"][0]["maximum"] = most[field]
+        whole = fields[field]["anyOf"][0]
+        whole["maximum"] = min(most[field], whole.get("maximum", most[field]))
 
 
 def _document_fields(pipe: Pipeline) -> list[str]:

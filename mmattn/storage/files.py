@@ -292,16 +292,16 @@ class FileFolder:
 def files_below(folder: Path) -> list[str]:
     """Return the files of a folder and of the folders in it, sorted; none that are hidden or that macOS leaves behind.
 
-    Links are followed, and a folder that is reached twice counts once.
+    Links are followed, but for those that lead back.
     """
     paths: list[str] = []
-    seen: set[str] = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        folders[:] = [] if real in seen else [name for name in folders if not name.startswith((".", "__"))]
-        if real not in seen:
-            paths += [os.path.join(place, name) for name in files if not name.startswith((".", "__"))]
-        seen.add(real)
+    trails = {os.fspath(folder): {os.path.realpath(folder)}}  # by folder, those on the way to it
+    for place, folders, files in os.walk(os.fspath(folder), followlinks=True):
+        paths += [os.path.join(place, name) for name in files if not name.startswith((".", "__"))]
+        trail, names = trails.pop(place), [name for name in folders if not name.startswith((".", "__"))]
+        targets = {name: os.path.realpath(os.path.join(place, name)) for name in names}
+        folders[:] = [name for name, target in targets.items() if target not in trail]
+        trails |= {os.path.join(place, name): trail | {targets[name]} for name in folders}
     return sorted(paths)
 
 

@@ -218,7 +218,10 @@ class DryRunEnded(Exception):
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside the block `train` measures its first steps and raises `DryRunEnded` with the cost of the whole run."""
+    """Inside the block `train` measures its first steps and raises `DryRunEnded` with the cost of the whole run.
+
+    It reads their batches and trains the model: give it a stream and a model of its own.
+    """
     token = _DRY_RUN.set(True)
     try:
         yield

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmattn.adapters.serialization import load_folder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
+from mmattn.hosts.probe import in_eval_mode
 from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
@@ -42,7 +43,7 @@ def adapter_trainer() -> type:
         A checkpoint holds the adapters as `save_pretrained` writes them, for `mmattn.load`, and all trained weights (a
         LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
         bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
-        checkpoint.
+        checkpoint. A step is that of its whole batch, however it is accumulated, also of hosts whose loss is a mean.
 
         Args:
             args: positional arguments of the Trainer.
@@ -56,6 +57,8 @@ def adapter_trainer() -> type:
         """
 
         optimizer: torch.optim.Optimizer | None
+        model_accepts_loss_kwargs: bool
+        _calibrates = False
 
         def __init__(
             self,
@@ -73,12 +76,20 @@ def adapter_trainer() -> type:
                         "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
-                arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
                 _read_in_every_process(arguments)
+                arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
+            if getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder:
+                self._loss_shifts_labels = True  # also of classes whose names the Trainer does not know
+            # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
+            self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
+            if self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC"):
+                self._divides = True  # the loss is not the host's, or no mean over targets
+            else:
+                self.model_accepts_loss_kwargs = True  # the Trainer counts the targets of a step
 
         def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
             """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
@@ -94,11 +105,26 @@ def adapter_trainer() -> type:
             return self.optimizer
 
         def compute_loss(
-            self, model: nn.Module, inputs: object, return_outputs: bool = False, *args: object, **kwargs: object
+            self,
+            model: nn.Module,
+            inputs: dict[str, Any],
+            return_outputs: bool = False,
+            num_items_in_batch: Tensor | int | None = None,
         ) -> Tensor | tuple[object, ...]:
-            """The Trainer's loss; where no row has a memory, and no adapter is reached, with gradients of zero."""
-            computed = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
+            """The loss of a micro-batch: the sum over its targets, divided by the targets of the whole step.
+
+            Where no row has a memory, and no adapter is reached, the gradients are zero.
+            """
+            items, share = num_items_in_batch, None
+            if self._divides is False and items is not None:
+                # T5, BART and others return the mean over the targets of a micro-batch.
+                share, items = self._targets(inputs) / items, None
+                if self.args.average_tokens_across_devices:
+                    share = share * (self.accelerator.num_processes // self.get_tp_size())
+            computed = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=items)
             loss, *outputs = computed if return_outputs else (computed,)
+            if share is not None:
+                loss = loss * share.to(loss.device)
             if torch.is_grad_enabled():
                 parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
                 # Of every parameter: DistributedDataParallel waits for all of them in each process.
@@ -122,10 +148,30 @@ def adapter_trainer() -> type:
         def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list[Mapping[str, object]], object]:
             """The micro-batches of a step; by those of the first, fresh adapters are calibrated."""
             batches, items = super().get_batch_samples(*args, **kwargs)
+            if self._divides is None and batches and items is not None:
+                self._divides = self._reads_items(batches[0], items)
             if self._calibrates:
                 self._calibrates = False
                 self._calibrate(batches)
             return batches, items
+
+        def _targets(self, inputs: Mapping[str, Any]) -> Tensor:
+            """Return the number of targets of a micro-batch."""
+            labels: Tensor = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
+            return labels.ne(-100).sum()
+
+        @torch.no_grad()
+        def _reads_items(self, batch: Mapping[str, Any], items: Tensor | int) -> bool:
+            """Return whether the host's loss follows from `num_items_in_batch`, or is a mean whatever it is."""
+            if self.args.gradient_accumulation_steps == self.args.world_size == 1:
+                return True  # both are the same
+            model = self.accelerator.unwrap_model(self.model)
+            losses = []
+            with torch.random.fork_rng(devices=[]), in_eval_mode(model), self.autocast_smart_context_manager():
+                for count in (items, items * 2):
+                    output = model(**self._prepare_inputs(dict(batch)), num_items_in_batch=count)
+                    losses.append(output["loss"] if isinstance(output, Mapping) else output[0])
+            return not torch.equal(*losses)
 
         def _calibrate(self, batches: Sequence[Mapping[str, object]]) -> None:
             """Calibrate fresh adapters by batches that are trained on next: a stream may give its rows once."""

@@ -129,6 +129,8 @@ class TestWords:
         (tmp_path / "texts" / "a.txt").write_text("Snowdrops flower in January. " * 60)
         (tmp_path / "texts" / "more" / "b.md").write_text("# Tulips\n\nTulips come from Asia.")
         (tmp_path / "texts" / "c.png").write_bytes(b"\x89PNG")
+        (tmp_path / "texts" / ".git").mkdir()
+        (tmp_path / "texts" / ".git" / "description.txt").write_text("Of nobody.")
         code, out, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index")
         assert code == 0, err
         index = Index.load(tmp_path / "index")

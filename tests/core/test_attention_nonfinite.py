@@ -124,6 +124,21 @@ def test_garbage_that_some_may_see(dtype, h, g, rules, backend, garbage, reading
             assert_close(grad, right.double(), dtype, "grad")
 
 
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("head", range(2))
+def test_garbage_in_one_head_alone(head, part, reading):
+    """Invariant 6011: a number of one head of keys or values that is not finite reaches those who may see its slot."""
+    clean = make_heads(torch.float64, 6, 2)
+    dirty = [tensor.detach().clone() for tensor in clean]
+    dirty[part][1, head, 4, 3] = math.nan
+    rule = torch.ones(L, M, dtype=torch.bool)
+    rule[1:, 4] = False
+    out, found = (attend(*inputs, attention_mask=rule) for inputs in (clean, dirty))
+    assert found[1, :, 0].isnan().all()
+    assert_close(found[1, :, 1:], out[1, :, 1:], torch.float64)
+    assert_close(found[0], out[0], torch.float64)
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

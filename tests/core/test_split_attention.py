@@ -87,6 +87,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"masked": True, "rule": True},
     {"null_slot": True, "masked": True},
     {"null_slot": True, "length_norm": 10.0, "masked": True, "rule": True},
+    {"null_slot": True, "length_norm": 10.0},
     {"scores": True, "masked": True},
     {"qk_norm": True, "null_slot": True},
     {"num_kv_heads": 4, "rows": 3},

@@ -7,6 +7,7 @@ import math
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from mmattn.encoders import ImageProcessor, load_image
+from mmattn.encoders.images import picture_files
 from mmattn.errors import ConfigError, ImageError
 
 
@@ -339,3 +341,38 @@ def test_one_transparent_level_is_white(level: int) -> None:
     ]
     for picture in pictures:
         assert np.asarray(load_image(picture))[0, :, 0].tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "quantised"])
+def test_tensors_whose_values_cannot_be_read(kind: str) -> None:
+    """Invariant 4007: alone and in a list, where the message says which one."""
+    whole = torch.zeros(3, 5, 7)
+    picture = {
+        "meta": lambda: whole.to("meta"),
+        "sparse": lambda: whole.to_sparse(),
+        "quantised": lambda: whole.to(torch.float8_e4m3fn),
+    }[kind]()
+    with pytest.raises(ImageError, match="no pixels that can be read"):
+        load_image(picture)
+    with pytest.raises(ImageError, match="picture 1: .*no pixels that can be read"):
+        ImageProcessor(5)([torch.zeros(3, 5, 7), picture])
+
+
+def test_folders_are_searched_below(tmp_path: Path) -> None:
+    """Invariant 6010: in class folders too, in the order of names; links that lead back end."""
+    names = ["b.png", "daisy/0.jpg", "daisy/deep/er/1.PNG", "tulip/2.webp"]
+    others = ["daisy/0.txt", ".hidden/3.png", "tulip/.4.png", "__MACOSX/5.png"]
+    for name in [*names, *others]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "daisy" / "back").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "rose").symlink_to(tmp_path / "tulip", target_is_directory=True)
+    names.insert(3, "rose/2.webp")
+    assert picture_files([tmp_path]) == [str(tmp_path / name) for name in names]
+    assert picture_files([tmp_path / "tulip", tmp_path / "b.png"]) == [
+        str(tmp_path / names[4]),
+        str(tmp_path / names[0]),
+    ]
+    (tmp_path / "none" / "below").mkdir(parents=True)
+    with pytest.raises(ImageError, match="none' has no pictures"):
+        picture_files([tmp_path / "none"])

@@ -110,6 +110,7 @@ KINDS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     ),
     "a LayerNorm": ("bert", [pool("mean"), lambda: modules.LayerNorm(WIDTH)], {}),
     "concatenated and dense": ("bert", [pool("cls", "mean"), dense(nn.GELU(), 2 * WIDTH)], {}),
+    "normalised before a dense layer": ("bert", [pool("mean"), modules.Normalize(), dense()], {}),
     "short": ("bert", [pool("cls")], {"max_seq_length": 7}),
     "short and dense": ("bert", [pool("cls"), dense()], {"max_seq_length": 7}),
     "lower case": ("bert", [pool("mean")], {"do_lower_case": True}),

@@ -160,6 +160,28 @@ def test_files_have_a_budget(tmp_path: Path) -> None:
     assert calls_of(model, text(), passages.select([[0, 1, 2]])) == 1
 
 
+def test_uses_by_others_count(tmp_path: Path) -> None:
+    """Invariant 6007: of files whose folder is full, those stay that another process uses often."""
+    model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PassageAdapter())
+    others = mmattn.hosts.PassageCache(model, folder=tmp_path, max_bytes=0)
+    (theirs,) = others.add([[2] * 7], progress=False)
+    kept = set(files(tmp_path))
+    others.add([[3] * 7, [5] * 7], progress=False)
+    before = set(files(tmp_path))
+    size = sum(path.stat().st_size for path in before)
+    passages = mmattn.hosts.PassageCache(model, folder=tmp_path, max_bytes=0, max_file_bytes=size)
+    for number in range(7):
+        answer(model, text(), memory=others.select([[theirs]]))
+        passages.add([[number + 11]], progress=False)  # it looks at the folder
+    for _ in range(2):
+        for number in (31, 37, 41):
+            new = passages.add([[number] * 7], progress=False)
+            for _ in range(3):
+                answer(model, text(), memory=passages.select([new]))
+    after = set(files(tmp_path))
+    assert kept <= after and not after & (before - kept)
+
+
 def test_budgets_that_make_no_sense() -> None:
     """A budget of files without a folder, and a negative one, are refused."""
     model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PassageAdapter())

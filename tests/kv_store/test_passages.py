@@ -174,6 +174,23 @@ def test_recomputing_some_is_between() -> None:
     assert distance(plain, blocks(tiny.make("llama"), [0, 1, 2])) <= CLOSE, "what was read is as it was"
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_tokens_read_again_see_nothing_that_comes_later(count: int) -> None:
+    """Invariant 6006: their keys and values are the same whatever comes after them in their passage and after it."""
+    model, passages = reader("llama")
+    begin = PASSAGES[1][:count]
+    other, longer = passages.add([[*begin, 17, 29, 41, 2, 19], [*begin, 47, 53, 3, 59, 37, 83]], progress=False)
+    place = slice(len(PASSAGES[0]), len(PASSAGES[0]) + count)
+    rows = [[0, 1, 2], [0, other, 2], [0, longer, 1]]
+    found = [passages.select([row], recomputed_tokens=count).slots(model.adapter("default")) for row in rows]
+    plain = passages.select(rows[:1]).slots(model.adapter("default"))
+    for layer in range(1, tiny.LAYERS):
+        for name in ("keys", "values"):
+            wanted, *others = (getattr(one, name)[layer][0, :, place] for one in found)
+            assert distance(wanted, getattr(plain, name)[layer][0, :, place]) > 100 * CLOSE
+            assert all(distance(one, wanted) <= CLOSE for one in others)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_recomputing_is_refused(family: str) -> None:
     """Learned positions and windows cannot be read again: refused in words."""

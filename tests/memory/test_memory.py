@@ -206,6 +206,17 @@ def test_rows_that_are_not_there(pick):
         full()[pick]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_another_dtype_is_that_of_tokens_and_scores(dtype):
+    """Invariant 6012: masks and segments keep theirs, and no value changes but by rounding."""
+    memory = full()
+    found = memory.to(dtype)
+    assert found.tokens.dtype == found.scores.dtype == dtype
+    assert found.mask.dtype == torch.bool and found.segments.dtype == memory.segments.dtype
+    assert torch.equal(found.scores, memory.scores.to(dtype)) and torch.equal(found.tokens, memory.tokens.to(dtype))
+    assert torch.equal(found.segments, memory.segments) and found.sources == memory.sources
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_save_and_load(tmp_path, dtype):
     """Bit for bit, with everything it holds, and with nothing more."""

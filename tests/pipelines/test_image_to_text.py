@@ -86,6 +86,19 @@ def test_a_question_about_a_picture(pipe: Any) -> None:
         asked(FLOWERS[:2], texts[:1])
 
 
+@pytest.mark.parametrize("text", [None, 5, [None], [b"a"], ["a", float("nan")]], ids=repr)
+@pytest.mark.parametrize("template", ["{question}", "A photo of"])
+def test_what_is_no_text(pipe: Any, template: str, text: Any) -> None:
+    """Invariant 4007: in a call, a stream, a trace."""
+    asked = ask_about(pipe, f"{pipe.tokenizer.bos_token}{template}")
+    pictures = FLOWERS[: len(text)] if isinstance(text, list) else FLOWERS[:1]
+    with pytest.raises(TextError, match="must be (a string|strings)"):
+        asked(pictures, text)
+    for call_ in (asked.stream, asked.trace, asked.inputs):
+        with pytest.raises(TextError, match="must be a string"):
+            list(call_(FLOWERS[0], text))
+
+
 def test_the_begin_of_a_caption(pipe: Any) -> None:
     assert pipe(FLOWERS[0], " a red") == ask_about(pipe, f"{pipe.config.prompt} a red")(FLOWERS[0])
 

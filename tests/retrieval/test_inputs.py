@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_an_empty_list_of_texts_waits_for_more() -> None:
 def test_the_exact_store_needs_no_faiss_and_the_others_name_the_extra() -> None:
     code = """
 import sys
+import unicodedata
 sys.modules["faiss"] = None
 import torch, mmattn
 print(mmattn.Index.build(torch.eye(3)).search(torch.eye(3)[1], 1).ids)
@@ -212,3 +214,14 @@ class TestArrays:
         """Invariant 135."""
         with pytest.raises(ShapeError, match=match):
             Index.build(given)
+
+
+def test_ids_and_filters_are_compared_exactly() -> None:
+    """Invariant 4004: a name composed and decomposed is two ids, two texts and two values."""
+    composed, decomposed = (unicodedata.normalize(form, "Zürich") for form in ("NFC", "NFD"))
+    index = Index.build(
+        torch.eye(3)[:2], ids=[composed, decomposed], metadata=[{"city": composed}, {"city": decomposed}]
+    )
+    for name, row in ((composed, 0), (decomposed, 1)):
+        assert index.search(torch.eye(3)[2:], 2, filter={"city": name}).ids == [[name, None]]
+        assert index.search(torch.eye(3)[row], 1).ids == [[name]]

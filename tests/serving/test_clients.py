@@ -97,7 +97,7 @@ def test_the_schema_is_true(kind: str, tmp_path: Path) -> None:
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--no-color",
             "--header", "Authorization: Bearer secret", "--max-examples", "150", "--seed", "7",
-            "--continue-on-failure",
+            "--exclude-checks", "positive_data_acceptance", "--continue-on-failure",
         ]  # fmt: skip
         done = subprocess.run(
             command,

@@ -167,6 +167,24 @@ def test_layers() -> None:
     assert torch.equal(text[:, 13], answer(model, ids, memory=other.prefill(ids))[:, -1].argmax(-1))
 
 
+def test_prompts_without_tokens_to_measure_are_refused() -> None:
+    """Invariant 4007: prompts of one token, held-out ones of one token, or padding alone; the adapter is as before."""
+    model, other = fitted()
+    adapter, ids, full = model.adapter("default"), tiny.text(23, 7), torch.ones(23, 7, dtype=torch.long)
+    before = {name: one.clone() for name, one in adapter.state_dict().items()}
+    short, held = full.clone(), torch.zeros_like(full)
+    short[7::8, 1:], held[7::8] = 0, 1
+    for prompts, mask in ((ids[:, :1], None), (ids, short), (ids, held), (ids, held * 0), (ids[:, :0], None)):
+        with pytest.raises(ShapeError, match="every eighth prompt, on all tokens but the last"):
+            adapter.fit(model, other, prompts, mask, min_cosine=-1)
+    for prompts, mask in ((ids[0], None), (ids, full[:, :5])):
+        with pytest.raises(ShapeError, match=r"must be \(n, p\)"):
+            adapter.fit(model, other, prompts, mask)
+    assert all(torch.equal(one, before[name]) for name, one in adapter.state_dict().items())
+    short[15], full[3] = 1, 0
+    assert -1 <= adapter.fit(model, other, ids, short * full, min_cosine=-1) <= 1, "one of several tokens is enough"
+
+
 def test_what_is_refused() -> None:
     """A pair below the gate leaves the adapter as it was; so do a network, another model, too few prompts."""
     model, other = fitted()

@@ -122,3 +122,42 @@ def test_training_calibrates_by_its_first_batch(calibrate: bool) -> None:
     want.calibrate(ids[:3], memory=memory[:3])
     for layer in LAYERS:
         torch.testing.assert_close(calibration(model, layer).mean, calibration(want, layer).mean)
+
+
+def layer_output(model: Any, layer: int, **call: Any) -> torch.Tensor:
+    """The hidden states after a layer and its adapters."""
+    seen: list[torch.Tensor] = []
+    with model.layers[layer].register_forward_hook(lambda module, args, output: seen.append(output)):
+        model(**inputs(), **call)
+    assert torch.isfinite(seen[0]).all()
+    return seen[0]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@torch.no_grad()
+def test_the_scale_multiplies_all_that_a_block_adds(calibrated: bool) -> None:
+    """Invariant 6013: attention and feed-forward."""
+    model, memory = adapted(), tiny.memory(ROWS)
+    if calibrated:
+        model.calibrate(**inputs(), memory=memory)
+    tiny.open_gates(model)
+    none, half, whole = (layer_output(model, 0, **call) for call in (
+        {}, {"memory": memory, "adapter_scale": 0.5}, {"memory": memory},
+    ))  # fmt: skip
+    assert tiny.differs(whole, none)
+    tiny.assert_close(half - none, 0.5 * (whole - none).double())
+
+
+@torch.no_grad()
+def test_the_feed_forward_reads_calibrated_states() -> None:
+    """Invariant 6013: where the attention adds nothing, that is all that a block adds."""
+    model, memory = adapted(), tiny.memory(ROWS)
+    model.calibrate(**inputs(), memory=memory)
+    block = tiny.open_gates(model).adapter("default").block(0)
+    block.gate.gate.zero_()
+    bare, found = layer_output(model, 0), layer_output(model, 0, memory=memory)
+    wanted = bare + torch.tanh(block.feed_forward_gate.gate) * block.feed_forward(
+        (bare - block.calibration.mean) / block.calibration.spread
+    )
+    assert tiny.differs(found, bare)
+    tiny.assert_close(found, wanted.double())

@@ -73,6 +73,19 @@ def test_beams_read_the_memory_of_their_row(family):
     assert not torch.equal(out.sequences[4:], own.sequences[4:])
 
 
+@pytest.mark.parametrize("beams", [2, 3])
+def test_beams_see_the_slots_that_had_arrived_in_their_row(beams):
+    """Invariant 6015."""
+    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(3), tiny.memory(3)
+    arrived = torch.stack([torch.arange(7), torch.arange(7).clamp(max=1), torch.full((7,), 5)]).clamp(max=5)
+    options = {"num_beams": beams, "max_new_tokens": 5, "do_sample": False}
+    found = model.generate(ids, memory=memory, arrived=arrived, **options)
+    for row in range(3):
+        alone = model.generate(ids[[row]], memory=memory[row], arrived=arrived[[row]], **options)
+        assert torch.equal(found[[row]], alone)
+    assert not torch.equal(found, model.generate(ids, memory=memory, **options))
+
+
 @families
 def test_left_padding_changes_nothing(family):
     s = scene(family)

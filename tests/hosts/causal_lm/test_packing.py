@@ -102,6 +102,17 @@ def test_a_document_without_memory_is_the_hosts_own(family: str, texts: Texts) -
     assert all((parts[row] - alone[row]).abs().max() > 1e-2 for row in (0, 2))
 
 
+@torch.no_grad()
+def test_documents_of_one_token() -> None:
+    """Invariant 6014: told apart by their positions, which do not rise."""
+    texts = make_texts((1, 1, 5, 1))
+    model, memory = tiny.attach(tiny.make("llama")), tiny.memory(4)
+    padded = model(input_ids=texts.padded["input_ids"], attention_mask=texts.padded["attention_mask"], memory=memory)
+    packed = {name: texts.packed[name] for name in ("input_ids", "position_ids")}
+    assert packed["position_ids"][0, :3].tolist() == [0, 0, 0]
+    tiny.assert_close(model(**packed, memory=memory).logits[0], padded.logits[texts.real])
+
+
 @pytest.mark.parametrize("family", [family for family in tiny.DISTINCT if family in APART] + ["mpt"])
 def test_documents_never_see_each_others_memory(family: str, texts: Texts) -> None:
     model, memory = tiny.attach(tiny.make(family)), tiny.memory(len(LENGTHS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -97,8 +98,11 @@ def outcome(cache: Cache, change: Change, folder: Path, **options: Any) -> str:
             ask = stack.enter_context(cache.open(subject, _made(folder / "old")))
             before = ask()
             assert distance(ask(), before) == 0, "the same question has two answers"
-            want = _anew(cache, change, _made(folder / "new"), options)
-            off = distance(want, before)
+            try:
+                want = _anew(cache, change, _made(folder / "new"), options)
+            except Exception as broken:
+                raise NotAPair(f"{change.name}: {broken}") from broken
+            off = distance(want, before) if want.shape == before.shape else math.inf
             if off > CLOSE if change.is_equal else off < VISIBLE:
                 raise NotAPair(f"{change.name} changes the answer by {off:.2g}")
             try:

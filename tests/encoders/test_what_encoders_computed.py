@@ -7,52 +7,64 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import mmattn
 from mmattn.data.row import Row
 from mmattn.data.row_memories import RowMemories
 from mmattn.encoders import HybridEncoder, NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
-from tests.computed import Ask, Cache, Change, Subject
-from tests.computed_changes import WAYS, setting_changes
+from mmattn.errors import MmattnError
+from tests.computed import Ask, Cache, Change, Subject, all_of, outcome, outcome_of_files
+from tests.computed_changes import WAYS, config_changes, setting_changes
 from tests.data.encoded_rows import Eye
 from tests.tiny_texts import save_encoder
 
+pytestmark = pytest.mark.filterwarnings("ignore:. texts are longer than:UserWarning")
 TEXTS = ["the bluebell", "flowers in spring", "woods", "in the woods in spring the flowers"]
 QUERIES = ["a bluebell in the woods", "spring"]
 
 
 @functools.cache
-def _folder() -> str:
-    with torch.random.fork_rng(devices=[]):
+def _files() -> dict[str, bytes]:
+    """The files of a tiny text encoder."""
+    with TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        return str(save_encoder(Path(mkdtemp())))
+        return {file.name: file.read_bytes() for file in save_encoder(Path(folder)).iterdir()}
+
+
+@contextmanager
+def _folder(settings: dict[str, Any] | None = None) -> Iterator[str]:
+    """A folder with these files, and with other settings in the config."""
+    with TemporaryDirectory() as folder:
+        for name, content in _files().items():
+            Path(folder, name).write_bytes(content)
+        config = Path(folder, "config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | (settings or {})))
+        yield folder
 
 
 def text(settings: dict[str, Any] | None = None, **options: Any) -> Subject:
     """An encoder of texts; `settings` are of the config of its network, for equal weights."""
-    folder = _folder()
-    if settings is not None:
-        folder = mkdtemp()
-        for file in Path(_folder()).iterdir():
-            Path(folder, file.name).write_bytes(file.read_bytes())
-        config = Path(folder, "config.json")
-        config.write_text(json.dumps(json.loads(config.read_text()) | settings))
-    encoder = TextEncoder(folder, **options)
+    with _folder(settings) as folder:
+        encoder = TextEncoder(folder, **options)
     return Subject(encoder.model, model=encoder)
 
 
 def hybrid() -> Subject:
-    encoder = HybridEncoder(_folder(), ngrams=31)
+    with _folder() as folder:
+        encoder = HybridEncoder(folder, ngrams=31)
     return Subject(encoder.model.model, model=encoder)
 
 
 def names() -> Subject:
-    encoder = NameEncoder(_folder(), width=29, common=0.3)
+    with _folder() as folder:
+        encoder = NameEncoder(folder, width=29, common=0.3)
     encoder.fit(QUERIES, TEXTS[:2])
     return Subject(encoder.model.model, model=encoder)
 
@@ -113,8 +125,6 @@ def _pictures(subject: Subject, folder: Path) -> Iterator[Ask]:
 
 
 def _paint(place: Path, seed: int) -> None:
-    from PIL import Image
-
     pixels = torch.randint(256, (6, 4, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(place)
 
@@ -133,18 +143,57 @@ CACHES = [
     *[_cache(f"rows, {make.__name__}", make, _rows) for make in (text, hybrid)],
     *[_cache(f"rows, {make.__name__}", make, _pictures) for make in (eye, style)],
 ]
+BY_NAME = {cache.name: cache for cache in CACHES}
+#: Caches whose first pairs run with every test.
+_QUICK = ("index, text", "rows, eye")
 OF_TEXT = [
     Change("pooling", lambda subject: setattr(subject.model, "pooling", "max"), is_of_host=False),
     Change("normalize", lambda subject: setattr(subject.model, "normalize", False), is_of_host=False),
     Change("max_length", lambda subject: setattr(subject.model, "max_length", 4), is_of_host=False),
 ]
 OF_PICTURES = [Change("pooled", lambda subject: setattr(subject.model, "pooled", True), is_of_host=False)]
-CALL = [Change("autocast", lambda _: torch.autocast("cpu", torch.bfloat16), is_of_host=False)]
 WEIGHTS = [Change(name, lambda subject, way=way: way(subject.host)) for name, way in WAYS.items()]
 
 
-def changes_of(cache: Cache) -> list[Change]:
-    """Return the changes that can meet a cache."""
-    settings = setting_changes(cache.make().host)
-    more = OF_TEXT if cache.make is text else OF_PICTURES if cache.make is eye else []
-    return [*WEIGHTS, *settings, *CALL, *more]
+def _pairs() -> Iterator[Any]:
+    for cache in CACHES:
+        more = OF_TEXT if cache.make is text else OF_PICTURES if cache.make is eye else []
+        # The network of an eye is one convolution, with no parts to replace.
+        for change in [one for one in [*WEIGHTS, *more] if (cache.make, one.name) != (eye, "modules replaced")]:
+            is_quick = cache.name in _QUICK and change.name in ("AdamW fused", "new Parameters", "pooling", "pooled")
+            marks = () if is_quick else pytest.mark.slow
+            yield pytest.param(cache, change, id=f"{cache.name}-{change.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("cache", "change"), list(_pairs()))
+def test_an_encoder_that_has_changed_is_noticed(cache: Cache, change: Change, tmp_path: Path) -> None:
+    """Invariant 7006."""
+    outcome(cache, change, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [one for one in CACHES if one.make is not eye], ids=lambda cache: cache.name)
+def test_each_setting_of_the_modules_of_an_encoder_is_noticed(cache: Cache, tmp_path: Path) -> None:
+    """Invariant 7006."""
+    changes = setting_changes(cache.make().host)
+    cases = {one.name: lambda folder, one=one: outcome(cache, one, folder) for one in changes}
+    all_of(cases, tmp_path, least=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["index file, text", "rows, text"])
+def test_an_encoder_of_equal_weights_and_other_settings_takes_up_no_files(name: str, tmp_path: Path) -> None:
+    """Invariant 7006: its own, and every field of the config of its network."""
+    cache = BY_NAME[name]
+    settings = [{"settings": one} for one in config_changes(text().host.config) if _loads(one)]
+    settings += [{"pooling": "cls"}, {"normalize": False}, {"max_length": 4}]
+    cases = {str(one): lambda folder, one=one: outcome_of_files(cache, folder, {}, one) for one in settings}
+    all_of(cases, tmp_path, least=5)
+
+
+def _loads(settings: dict[str, Any]) -> bool:
+    try:
+        text(settings)
+    except MmattnError:
+        return False
+    return True

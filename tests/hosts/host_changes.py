@@ -16,7 +16,17 @@ from torch import nn
 import mmattn
 from tests import tiny
 from tests.computed import Change, Subject
-from tests.computed_changes import PARAMETRIZED, WAYS, Way, add, half_and_back, new_parameters, noise, optimizer
+from tests.computed_changes import (
+    PARAMETRIZED,
+    UNCOUNTED,
+    WAYS,
+    Way,
+    add,
+    half_and_back,
+    new_parameters,
+    noise,
+    optimizer,
+)
 from tests.hosts.host_caches import fill, lora_config
 
 
@@ -220,4 +230,7 @@ HOST = [
     *[Change(f"host: {name}", _of_host(way)) for name, way in (WAYS | PARAMETRIZED).items()],
     Change("host: bfloat16 and back", _of_host(half_and_back), is_of_host=False),
 ]
+#: What memory does not notice, as its pages say; files do, where they are opened.
+HOST_UNCOUNTED = [Change(f"host: {name}", _of_host(way)) for name, way in UNCOUNTED.items()]
+ADAPTER_UNCOUNTED = [Change(f"adapter: {name}", _of_adapter(way), is_of_host=False) for name, way in UNCOUNTED.items()]
 ADAPTER_AND_BACK = Change("adapter: bfloat16 and back", _of_adapter(half_and_back), is_of_host=False)

@@ -13,10 +13,16 @@ import torch
 
 import mmattn
 from mmattn.errors import MmattnError
-from tests.computed import Cache, all_of, distance, outcome_of_files
+from tests.computed import Cache, Change, all_of, distance, outcome, outcome_of_files
 from tests.computed_changes import config_changes
 from tests.hosts.host_caches import BY_NAME, CACHES, FAMILIES, is_heard, lm
+from tests.hosts.host_changes import ADAPTER_UNCOUNTED, HOST_UNCOUNTED
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # by peft
+    pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # by peft's SHiRA
+]
 FILES = [cache for cache in CACHES if cache.is_file]
 _FOLLOWING = ("passage folder", "passage file", "hidden state folder")
 LORA_SETTINGS: list[dict[str, Any]] = [
@@ -72,6 +78,19 @@ def test_files_under_the_names_of_others_are_not_taken_for_them(name: str, tmp_p
                 file.write_bytes(content)
             with suppress(MmattnError):
                 assert distance(ask(), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *itertools.product(("passage folder", "passage file", "hidden state folder"), HOST_UNCOUNTED),
+        *itertools.product(("bank file",), ADAPTER_UNCOUNTED),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_files_follow_writes_that_torch_does_not_count(name: str, change: Change, tmp_path: Path) -> None:
+    """Invariant 7002: such as an average of weights through `.data`, seen where a file is opened."""
+    outcome(BY_NAME[name], change, tmp_path)
 
 
 @contextmanager

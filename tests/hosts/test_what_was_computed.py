@@ -36,6 +36,12 @@ FOLLOWING = (
     *("prepared joined", "prepared prefix", "block fused cache"),  # turn keys as the host does
 )
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # by peft
+    pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # by peft's SHiRA
+]
+
 
 def changes_of(cache: Cache) -> Iterator[tuple[Change, dict[str, Any]]]:
     """Yield the changes that can meet a cache, with the options of its host."""

@@ -221,7 +221,7 @@ def is_there(words: list[str]) -> bool:
 
 @pytest.mark.parametrize("page", ["README.md", *PROJECT])
 def test_what_pages_of_the_project_name_is_there(page: str) -> None:
-    """Invariant 6008."""
+    """Invariant 182."""
     assert absent((ROOT / page).read_text(encoding="utf-8")) == []
 
 
@@ -234,7 +234,7 @@ def test_what_is_not_there_is_seen() -> None:
 
 
 def test_modules_that_docstrings_name_are_there() -> None:
-    """Invariant 6008."""
+    """Invariant 182."""
     known = {path.name for path in ROOT.glob("[!.]*/**/*.py")}
     named = [
         (path.relative_to(ROOT).as_posix(), name)

@@ -83,7 +83,7 @@ def _ways(folder: Path, tokenizer: Any) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tokenizer_keeps_its_settings(tokenizer: PreTrainedTokenizerFast, way: str, tmp_path: Path) -> None:
-    """Invariant 4003: settings of a call of the user's stay as they are, for they are those of all threads."""
+    """Invariant 163: settings of a call of the user's stay as they are, for they are those of all threads."""
     tokenizer = copy.deepcopy(tokenizer)
     read = _ways(tmp_path, tokenizer)[way]
     before = read()
@@ -98,7 +98,7 @@ def test_a_tokenizer_keeps_its_settings(tokenizer: PreTrainedTokenizerFast, way:
 
 
 def test_a_tokenizer_that_changes_is_read_anew(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Invariant 4003: tokens, ends and normalizers that come later count."""
+    """Invariant 163: tokens, ends and normalizers that come later count."""
     tokenizer = copy.deepcopy(tokenizer)
     (before,), _ = tokenize(tokenizer, "the Woods <picture>", add_special_tokens=True)
     tokenizer.add_tokens(["<picture>"])

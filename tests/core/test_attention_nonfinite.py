@@ -127,7 +127,7 @@ def test_garbage_that_some_may_see(dtype, h, g, rules, backend, garbage, reading
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("head", range(2))
 def test_garbage_in_one_head_alone(head, part, reading):
-    """Invariant 6011: a number of one head of keys or values that is not finite reaches those who may see its slot."""
+    """Invariant 185: a number of one head of keys or values that is not finite reaches those who may see its slot."""
     clean = make_heads(torch.float64, 6, 2)
     dirty = [tensor.detach().clone() for tensor in clean]
     dirty[part][1, head, 4, 3] = math.nan

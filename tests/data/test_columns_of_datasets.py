@@ -34,7 +34,7 @@ def collator() -> MemoryCollator:
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])
 def test_memories_of_any_lengths(form: str | None) -> None:
-    """Invariant 3002: a row at a time, and as a DataLoader fetches them."""
+    """Invariant 156: a row at a time, and as a DataLoader fetches them."""
     tables: list[Any] = [torch.randn(m, WIDTH).tolist() for m in (3, 1, 5)] + [None, []]
     data = datasets.Dataset.from_list([{"input_ids": [5, 6], "memory": table} for table in tables])
     want = collator()(list(data))["memory"]
@@ -49,7 +49,7 @@ def test_memories_of_any_lengths(form: str | None) -> None:
 
 
 def test_tables_in_pieces() -> None:
-    """Invariant 3002: lists of arrays or tensors, arrays of arrays, read-only ones; ragged widths are refused."""
+    """Invariant 156: lists of arrays or tensors, arrays of arrays, read-only ones; ragged widths are refused."""
     table = np.arange(6, dtype=np.float32).reshape(2, 3)
     fixed = table.copy()
     fixed.flags.writeable = False
@@ -65,7 +65,7 @@ def test_tables_in_pieces() -> None:
 
 @pytest.mark.parametrize("form", ["arrow", "pandas"])
 def test_formats_of_tables_are_refused(form: str) -> None:
-    """Invariant 3002."""
+    """Invariant 156."""
     row = datasets.Dataset.from_list([{"input_ids": [5, 6], "memory": [[0.5] * WIDTH]}]).with_format(form)[0]
     with pytest.raises(ConfigError, match=r"a row must be a dict of its columns.*with_format\(None\)"):
         collator()([row])
@@ -103,14 +103,14 @@ def sounds() -> dict[str, object]:
 
 @pytest.mark.parametrize("name", list(sounds()))
 def test_sounds(name: str) -> None:
-    """Invariant 3002."""
+    """Invariant 156."""
     sound = sounds()[name]
     for one in (sound, *sound_list(sound), *sound_list([sound])):
         assert np.abs(load_audio(one).numpy() - TONE).max() < 1e-6
 
 
 def test_a_sound_in_a_file(tmp_path: Path) -> None:
-    """Invariant 3002: bytes of None, and the path."""
+    """Invariant 156: bytes of None, and the path."""
     (tmp_path / "a.wav").write_bytes(wave())
     assert load_audio({"bytes": None, "path": str(tmp_path / "a.wav")}).shape == TONE.shape
     for wrong in ({"array": TONE}, {"array": TONE, "sampling_rate": 0.5}, {"bytes": None, "path": None}):
@@ -133,7 +133,7 @@ def pictures() -> dict[str, object]:
 
 @pytest.mark.parametrize("name", list(pictures()))
 def test_pictures(name: str) -> None:
-    """Invariant 3002: alone, in rows, and several in a column."""
+    """Invariant 156: alone, in rows, and several in a column."""
     picture, want = pictures()[name], np.asarray(mmattn.load_image(pictures()["PIL"]))
     rows = [make_row({"text": "a", "image": picture}), make_row({"text": "a", "images": [picture, picture]})]
     for one in (picture, *image_list(picture), *rows[0].images, *rows[1].images):
@@ -142,7 +142,7 @@ def test_pictures(name: str) -> None:
 
 
 def test_pictures_and_texts_that_a_format_puts_together() -> None:
-    """Invariant 3002."""
+    """Invariant 156."""
     pixels = torch.zeros(2, 3, 4, 5, dtype=torch.uint8)
     row = make_row(
         {
@@ -167,7 +167,7 @@ class VideoDecoder:
 
 
 def test_videos() -> None:
-    """Invariant 3002."""
+    """Invariant 156."""
     frames = list(stream_frames(VideoDecoder()))
     assert [frame.time for frame in frames] == [0, 0.5, 1]
     assert [int(np.asarray(mmattn.load_image(frame.image)).max()) for frame in frames] == [0, 10, 20]

@@ -345,7 +345,7 @@ def test_one_transparent_level_is_white(level: int) -> None:
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "quantised"])
 def test_tensors_whose_values_cannot_be_read(kind: str) -> None:
-    """Invariant 4007: alone and in a list, where the message says which one."""
+    """Invariant 167: alone and in a list, where the message says which one."""
     whole = torch.zeros(3, 5, 7)
     picture = {
         "meta": lambda: whole.to("meta"),
@@ -359,7 +359,7 @@ def test_tensors_whose_values_cannot_be_read(kind: str) -> None:
 
 
 def test_folders_are_searched_below(tmp_path: Path) -> None:
-    """Invariant 6010: in class folders too, in the order of names; links that lead back end."""
+    """Invariant 184: in class folders too, in the order of names; links that lead back end."""
     names = ["b.png", "daisy/0.jpg", "daisy/deep/er/1.PNG", "tulip/2.webp"]
     others = ["daisy/0.txt", ".hidden/3.png", "tulip/.4.png", "__MACOSX/5.png"]
     for name in [*names, *others]:

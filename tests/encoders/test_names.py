@@ -46,7 +46,7 @@ def test_names_that_differ_by_a_letter_an_accent_or_a_blank_are_apart(encoder: N
 @pytest.mark.parametrize("kind", [NameEncoder, HybridEncoder])
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_a_name_in_two_spellings_of_unicode_is_one(folder: Path, kind: Any, form: str) -> None:
-    """Invariant 4004: whichever of them was fitted; compatibility letters stay letters of their own."""
+    """Invariant 164: whichever of them was fitted; compatibility letters stay letters of their own."""
     encoder = kind(folder)
     encoder.fit(*([unicodedata.normalize(form, text) for text in texts] for texts in (QUESTIONS, TITLES)))
     for texts in (QUESTIONS, TITLES, ["currency of Ångström", "currency of Việt Nam", "currency of 한국"]):
@@ -62,14 +62,14 @@ def test_a_name_in_two_spellings_of_unicode_is_one(folder: Path, kind: Any, form
 
 @pytest.mark.parametrize("end", ["? ", "?\n", "\n", " ?", "??\r\n", "？", "؟", "? ?", "?\u00a0", "\u3000"])
 def test_blanks_and_question_marks_at_the_end_are_no_part_of_a_name(encoder: NameEncoder, end: str) -> None:
-    """Invariant 4004."""
+    """Invariant 164."""
     asked = [question.rstrip("?") for question in QUESTIONS]
     assert torch.equal(encoder.encode([text + end for text in asked]).tokens, encoder.encode(asked).tokens)
     assert not torch.equal(encoder.encode(["pays Who? Lima"]).tokens, encoder.encode(["pays Who Lima"]).tokens)
 
 
 def test_texts_without_words_are_refused(folder: Path) -> None:
-    """Invariant 4004: in `fit` and in `encode`, and nothing is changed."""
+    """Invariant 164: in `fit` and in `encode`, and nothing is changed."""
     encoder = NameEncoder(folder, width=WIDTH)
     before = encoder.fingerprint
     for texts in (["", ""], ["?", " \n"], ["a", "?"]):

@@ -134,7 +134,7 @@ def close(got: mmattn.Memory, want: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.* texts are longer than:UserWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_vectors_are_those_of_the_folder(name: str, make: Callable[[str], Path]) -> None:
-    """Invariant 4006."""
+    """Invariant 166."""
     folder = make(name)
     encoder = TextEncoder(folder)
     assert encoder.dim == theirs(folder, ["a"]).shape[1]
@@ -156,7 +156,7 @@ def test_vectors_are_those_of_the_folder(name: str, make: Callable[[str], Path])
 @pytest.mark.filterwarnings("ignore:.* texts are longer than:UserWarning")
 @pytest.mark.parametrize("name", ["BGE", "LaBSE", "INSTRUCTOR"])
 def test_folders_of_earlier_versions(name: str, make: Callable[[str], Path]) -> None:
-    """Invariant 4006: settings of pooling one by one, lower case and length in `sentence_bert_config.json`."""
+    """Invariant 166: settings of pooling one by one, lower case and length in `sentence_bert_config.json`."""
     folder = make(name)
     pooling = json.loads((folder / "1_Pooling" / "config.json").read_text())
     keys = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "max": "pooling_mode_max_tokens"}
@@ -177,7 +177,7 @@ def test_folders_of_earlier_versions(name: str, make: Callable[[str], Path]) -> 
 
 
 def test_a_transformer_in_a_folder_of_its_own(make: Callable[[str], Path]) -> None:
-    """Invariant 4006: `0_Transformer`, as the first versions saved it."""
+    """Invariant 166: `0_Transformer`, as the first versions saved it."""
     folder = make("BGE")
     inner = folder / "0_Transformer"
     inner.mkdir()
@@ -192,13 +192,13 @@ def test_a_transformer_in_a_folder_of_its_own(make: Callable[[str], Path]) -> No
 
 
 def test_every_setting_is_in_the_fingerprint(make: Callable[[str], Path]) -> None:
-    """Invariant 4006: encoders whose vectors differ are told apart."""
+    """Invariant 166: encoders whose vectors differ are told apart."""
     names = ("MiniLM", "BGE", "mean alone", "E5", "default prompt", "INSTRUCTOR", "short", "lower case")
     assert len({TextEncoder(make(name)).fingerprint for name in names}) == len(names)
 
 
 def test_an_index_has_the_prompts_of_documents_and_queries(make: Callable[[str], Path]) -> None:
-    """Invariant 4006: entries are documents, searches are queries."""
+    """Invariant 166: entries are documents, searches are queries."""
     folder = make("E5")
     encoder = TextEncoder(folder)
     index = mmattn.Index.build(TEXTS, encoder=encoder)
@@ -210,7 +210,7 @@ def test_an_index_has_the_prompts_of_documents_and_queries(make: Callable[[str],
 
 
 def test_settings_of_the_caller_come_first(make: Callable[[str], Path]) -> None:
-    """Invariant 4006: a pooling or a length that is given counts; a layer that is there cannot be left out."""
+    """Invariant 166: a pooling or a length that is given counts; a layer that is there cannot be left out."""
     folder, bge = make("LaBSE"), make("BGE")
     plain = TextEncoder(folder, pooling="mean")
     assert plain.dim == WIDTH and plain.normalize
@@ -231,7 +231,7 @@ def test_settings_of_the_caller_come_first(make: Callable[[str], Path]) -> None:
 
 
 def test_without_sentence_transformers(make: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 4006: what the folder asks for is done or refused by name."""
+    """Invariant 166: what the folder asks for is done or refused by name."""
     plain = {name: theirs(make(name), TEXTS) for name in ("MiniLM", "BGE", "mean alone", "max")}
     others = {name: make(name) for name in KINDS if name not in (*plain, "short", "lower case")}
     folders = {name: make(name) for name in plain}

@@ -167,14 +167,14 @@ def _pairs() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("cache", "change"), list(_pairs()))
 def test_an_encoder_that_has_changed_is_noticed(cache: Cache, change: Change, tmp_path: Path) -> None:
-    """Invariant 7006."""
+    """Invariant 202."""
     outcome(cache, change, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [one for one in CACHES if one.make is not eye], ids=lambda cache: cache.name)
 def test_each_setting_of_the_modules_of_an_encoder_is_noticed(cache: Cache, tmp_path: Path) -> None:
-    """Invariant 7006."""
+    """Invariant 202."""
     changes = setting_changes(cache.make().host)
     cases = {one.name: lambda folder, one=one: outcome(cache, one, folder) for one in changes}
     all_of(cases, tmp_path, least=1)
@@ -183,7 +183,7 @@ def test_each_setting_of_the_modules_of_an_encoder_is_noticed(cache: Cache, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["index file, text", "rows, text"])
 def test_an_encoder_of_equal_weights_and_other_settings_takes_up_no_files(name: str, tmp_path: Path) -> None:
-    """Invariant 7006: its own, and every field of the config of its network."""
+    """Invariant 202: its own, and every field of the config of its network."""
     cache = BY_NAME[name]
     settings = [{"settings": one} for one in config_changes(text().host.config) if _loads(one)]
     settings += [{"pooling": "cls"}, {"normalize": False}, {"max_length": 4}]

@@ -45,7 +45,7 @@ def attached(host: nn.Module) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "a LoRA"])
 def test_a_generation_config_that_is_set_is_followed(family: str) -> None:
-    """Invariant 2003."""
+    """Invariant 149."""
     model = attached(t5() if family == "t5" else lora() if family == "a LoRA" else tiny.make(family))
     asked = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=2)
     asked.decoder_start_token_id = 0
@@ -57,14 +57,14 @@ def test_a_generation_config_that_is_set_is_followed(family: str) -> None:
 
 
 def test_a_trainer_that_sets_a_generation_config(tmp_path: Any) -> None:
-    """Invariant 2003."""
+    """Invariant 149."""
     model, asked = attached(t5()), GenerationConfig(max_new_tokens=4, decoder_start_token_id=0, pad_token_id=0)
     Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments(tmp_path, generation_config=asked, use_cpu=True))
     assert model.host.generation_config.max_new_tokens == 4
 
 
 def test_whatever_the_host_has_is_set_and_deleted_on_it() -> None:
-    """Invariant 2003."""
+    """Invariant 149."""
     host = tiny.make("llama")
     host.note = "a plain attribute"
     host.register_buffer("table", torch.zeros(3))
@@ -98,7 +98,7 @@ def test_whatever_the_host_has_is_set_and_deleted_on_it() -> None:
 
 
 def test_what_the_adapted_model_has_stays_its_own() -> None:
-    """Invariant 2003: also where the host has an attribute of the same name."""
+    """Invariant 149: also where the host has an attribute of the same name."""
     host = tiny.make("llama")
     host.path, host.active, host.require_memory = "host", "host", "host"
     model = attached(host)
@@ -115,7 +115,7 @@ def test_what_the_adapted_model_has_stays_its_own() -> None:
 
 
 def test_a_host_of_peft_has_them_where_they_are_read() -> None:
-    """Invariant 2003: on the model that peft has wrapped, which peft reads and does not set."""
+    """Invariant 149: on the model that peft has wrapped, which peft reads and does not set."""
     model = attached(lora())
     inner = model.host.get_base_model()
     inner.note = 1
@@ -126,7 +126,7 @@ def test_a_host_of_peft_has_them_where_they_are_read() -> None:
 
 
 def test_a_host_of_diffusers() -> None:
-    """Invariant 2003."""
+    """Invariant 149."""
     unet = tiny_unets.make()
     unet.note = 1
     model = mmattn.attach(unet, mmattn.DecoupledAdapter(memory_dim=7))

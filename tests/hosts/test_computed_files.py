@@ -40,7 +40,7 @@ def _quick(family: str, name: str) -> Any:
 def test_a_host_of_equal_weights_and_another_config_takes_up_no_files(
     family: str, cache: Cache, tmp_path: Path
 ) -> None:
-    """Invariant 7002: every field of the config that changes logits."""
+    """Invariant 198: every field of the config that changes logits."""
     first = {"family": family}
     settings = [one for one in config_changes(lm(family).host.config) if is_heard(family, **one)]
     cases = {str(one): lambda folder, one=one: outcome_of_files(cache, folder, first, first | one) for one in settings}
@@ -53,19 +53,19 @@ def test_a_host_of_equal_weights_and_another_config_takes_up_no_files(
 def test_a_host_with_a_lora_of_other_settings_takes_up_no_files(
     cache: Cache, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Invariant 7002: of equal weights, where it has as many."""
+    """Invariant 198: of equal weights, where it has as many."""
     outcome_of_files(cache, tmp_path, {"lora": {}}, {"lora": settings})
 
 
 def test_an_adapter_of_equal_weights_and_other_settings_takes_up_no_bank(tmp_path: Path) -> None:
-    """Invariant 7002: five heads of width 2 have as many weights as two of width 5."""
+    """Invariant 198: five heads of width 2 have as many weights as two of width 5."""
     other = {"resampler": mmattn.Resampler(num_latents=3, depth=1, num_heads=5, head_dim=2)}
     outcome_of_files(BY_NAME["bank file, resampled"], tmp_path, {}, {"adapter": other})
 
 
 @pytest.mark.parametrize("name", ["passage folder", "passage folder, prefix", "hidden state folder"])
 def test_files_under_the_names_of_others_are_not_taken_for_them(name: str, tmp_path: Path) -> None:
-    """Invariant 7003: as a copy or a rename gone wrong leaves them."""
+    """Invariant 199: as a copy or a rename gone wrong leaves them."""
     cache = BY_NAME[name]
     cache.adapt(subject := cache.make())
     with torch.no_grad(), cache.open(subject, tmp_path) as ask:
@@ -89,7 +89,7 @@ def test_files_under_the_names_of_others_are_not_taken_for_them(name: str, tmp_p
     ids=lambda one: getattr(one, "name", one),
 )
 def test_files_follow_writes_that_torch_does_not_count(name: str, change: Change, tmp_path: Path) -> None:
-    """Invariant 7002: such as an average of weights through `.data`, seen where a file is opened."""
+    """Invariant 198: such as an average of weights through `.data`, seen where a file is opened."""
     outcome(BY_NAME[name], change, tmp_path)
 
 
@@ -108,7 +108,7 @@ def _reading(host: Any) -> Iterator[list[int]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["passage folder", "passage folder, prefix", "passage file", "hidden state folder"])
 def test_what_was_written_under_autocast_is_found_under_autocast(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Invariant 7004: and answers bit for bit as when it was written; only the text is read by the host."""
+    """Invariant 200: and answers bit for bit as when it was written; only the text is read by the host."""
     cache = BY_NAME[name]
     answers = []
     for time in range(3):

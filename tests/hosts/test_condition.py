@@ -204,7 +204,7 @@ def test_an_interrupted_forward_leaves_nothing(asked):
 
 @pytest.mark.parametrize("change", ["set_adapter", "delete_adapter"])
 def test_the_adapters_of_an_open_block_stay(asked, change):
-    """Invariant 1004: a block gives its memory to the adapters that were active where it began: others would be without, in silence."""
+    """Invariant 146: a block gives its memory to the adapters that were active where it began."""
     model = asked.model
     model.add_adapter("second", mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=[1]))
     with model.condition(asked.A):
@@ -252,7 +252,7 @@ def test_tasks_have_a_memory_each(asked):
 
 
 def test_blocks_that_are_left_elsewhere_are_forgotten(asked):
-    """Invariant 6016. In a server that opens each block in one context and leaves it in another, none are kept."""
+    """Invariant 190. In a server that opens each block in one context and leaves it in another, none are kept."""
     before = len(_BLOCKS.get())
     for _ in range(23):
         session = Session(asked.model, asked.A).open()

@@ -149,7 +149,7 @@ def said() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("use", USES)
 def test_nothing_deprecated_is_used(use: str) -> None:
-    """Invariant 6003."""
+    """Invariant 177."""
     with said() as lines:
         USES[use]()
     assert [line for line in lines if "deprecated" in line] == []
@@ -157,7 +157,7 @@ def test_nothing_deprecated_is_used(use: str) -> None:
 
 @pytest.mark.slow
 def test_a_fresh_process_is_told_nothing() -> None:
-    """Invariant 6003. With all of transformers' and Python's warnings on."""
+    """Invariant 177. With all of transformers' and Python's warnings on."""
     command = [sys.executable, "-m", "tests.hosts.test_deprecated_names"]
     root = Path(__file__).resolve().parent.parent.parent
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)

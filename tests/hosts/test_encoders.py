@@ -94,7 +94,7 @@ def whisper(**more: Any) -> WhisperForAudioClassification:
 @torch.no_grad()
 @pytest.mark.parametrize("training", [False, True])
 def test_outputs_of_the_layers_are_refused_unless_the_memory_is_in_them(training: bool) -> None:
-    """Invariant 2002."""
+    """Invariant 148."""
     host = whisper()
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2)))
     host.train(training)
@@ -117,7 +117,7 @@ def test_outputs_of_the_layers_are_refused_unless_the_memory_is_in_them(training
 
 
 def test_layers_that_training_drops_need_not_run() -> None:
-    """Invariant 2002."""
+    """Invariant 148."""
     host = whisper(encoder_layerdrop=1.0)
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2)))
     assert model.train()(torch.randn(2, 80, 60), memory=memory()).logits.isfinite().all()
@@ -125,7 +125,7 @@ def test_layers_that_training_drops_need_not_run() -> None:
 
 @torch.no_grad()
 def test_embeddings_that_stand_for_a_part_are_refused_beside_a_memory_for_it() -> None:
-    """Invariant 2002: CLIPSeg runs no text where it is given embeddings of one."""
+    """Invariant 148: CLIPSeg runs no text where it is given embeddings of one."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     text = sizes | {"vocab_size": 101, "eos_token_id": 2, "max_position_embeddings": 16}
     vision = sizes | {"image_size": 32, "patch_size": 8}

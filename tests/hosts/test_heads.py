@@ -51,7 +51,7 @@ def memory(rows: int = 2) -> mmattn.Memory:
 def test_memory_reaches_every_head(head: str) -> None:
     """A fresh adapter leaves what the host answers bit for bit; with open gates every row follows its memory.
 
-    Invariant 6001.
+    Invariant 175.
     """
     host = host_of(head)
     inputs = inputs_of(host)
@@ -65,7 +65,7 @@ def test_memory_reaches_every_head(head: str) -> None:
 
 
 def test_a_multiple_choice_head_has_a_row_of_memory_for_each_choice() -> None:
-    """Invariant 6001."""
+    """Invariant 175."""
     model = mmattn.attach(host_of("choices"), mmattn.GatedAdapter(memory_dim=MEMORY_DIM))
     with pytest.raises(mmattn.errors.ShapeError, match="6 rows and the memory of adapter 'default' has 2"):
         model(**inputs_of(model.host), memory=memory(2))
@@ -73,7 +73,7 @@ def test_a_multiple_choice_head_has_a_row_of_memory_for_each_choice() -> None:
 
 @pytest.mark.parametrize("head", ["span", "choices"])
 def test_the_doctor_examines_every_head(head: str) -> None:
-    """Invariant 6001."""
+    """Invariant 175."""
     model = tiny.open_gates(mmattn.attach(host_of(head), mmattn.GatedAdapter(memory_dim=MEMORY_DIM)))
     report = doctor(model, inputs_of(model.host) | {"memory": memory(6 if head == "choices" else 2)})
     assert report.ok, report
@@ -84,7 +84,7 @@ def test_the_doctor_examines_every_head(head: str) -> None:
 def test_hosts_whose_config_says_return_dict_false(head: str) -> None:
     """A host that returns tuples is adapted like any, and returns tuples.
 
-    Invariant 6002.
+    Invariant 176.
     """
     host = host_of(head)
     host.config.return_dict = False
@@ -99,7 +99,7 @@ def test_hosts_whose_config_says_return_dict_false(head: str) -> None:
 def test_a_language_model_whose_config_says_return_dict_false() -> None:
     """Adapters of every position attach, and losses read its logits.
 
-    Invariant 6002.
+    Invariant 176.
     """
     settings = tiny_config("bert", writes=True)
     settings.return_dict = False
@@ -113,7 +113,7 @@ def test_a_language_model_whose_config_says_return_dict_false() -> None:
 
 
 def test_logits_that_are_not_finite_are_refused_in_tuples_too() -> None:
-    """Invariant 6002."""
+    """Invariant 176."""
     model = mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(memory_dim=MEMORY_DIM))
     with torch.no_grad():
         model.host.lm_head.weight.fill_(torch.inf)

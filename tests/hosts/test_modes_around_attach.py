@@ -76,7 +76,7 @@ def check_trains(model: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attach_and_load(mode: str, kind: str, tmp_path: Path) -> None:
-    """Invariant 2007."""
+    """Invariant 153."""
     ids, memory = tiny.text(2), tiny.memory(2)
     saved = tiny.open_gates(mmattn.attach(tiny.make("llama"), KINDS[kind]()))
     saved.save_adapter(tmp_path)
@@ -104,7 +104,7 @@ def test_attach_and_load(mode: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
 def test_calibrate(mode: str) -> None:
-    """Invariant 2007."""
+    """Invariant 153."""
     model = mmattn.attach(tiny.make("llama"), KINDS["gated"]())
     with MODES[mode]():
         model.calibrate(tiny.text(2), memory=tiny.memory(2))
@@ -114,7 +114,7 @@ def test_calibrate(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", [name for name in MODES if name != "autocast"])
 def test_weights_that_begin_as_the_hosts(mode: str) -> None:
-    """Invariant 2007: of a UNet, whose projections are copied as they are."""
+    """Invariant 153: of a UNet, whose projections are copied as they are."""
     unet = tiny_unets.make()
     wanted = tiny_unets.attach(tiny_unets.make(), opened=False, **COPIED).adapters.state_dict()
     with MODES[mode]():
@@ -126,7 +126,7 @@ def test_weights_that_begin_as_the_hosts(mode: str) -> None:
 
 
 def test_weights_without_values_are_refused(tmp_path: Path) -> None:
-    """Invariant 2007: nothing is changed then."""
+    """Invariant 153: nothing is changed then."""
     host = tiny.make("llama")
     mmattn.attach(tiny.make("llama"), KINDS["gated"]()).save_adapter(tmp_path)
     before = dict(vars(host))

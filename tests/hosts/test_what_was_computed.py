@@ -72,7 +72,7 @@ def cases() -> Iterator[Any]:
 def test_after_a_change_a_cache_answers_as_if_all_was_computed_anew_or_raises(
     cache: Cache, change: Change, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Invariant 7001."""
+    """Invariant 197."""
     outcome(cache, change, tmp_path, **options)
 
 
@@ -86,7 +86,7 @@ _SETTINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), _SETTINGS)
 def test_each_setting_of_the_modules_of_a_host_is_noticed(family: str, name: str, tmp_path: Path) -> None:
-    """Invariant 7001: numbers, switches, activations and buffers, changed in place, and fields of the config."""
+    """Invariant 197: numbers, switches, activations and buffers, changed in place, and fields of the config."""
     changes = [one for one in setting_changes(lm(family).host) if is_heard(family, one.apply)]
     _all_changes(changes, BY_NAME[name], tmp_path, least=3, family=family)
 
@@ -94,7 +94,7 @@ def test_each_setting_of_the_modules_of_a_host_is_noticed(family: str, name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["prepared resampled", "prepared inserted", "bank, resampled", "block decoupled"])
 def test_each_setting_of_the_modules_of_an_adapter_is_noticed(name: str, tmp_path: Path) -> None:
-    """Invariant 7001."""
+    """Invariant 197."""
     cache = BY_NAME[name]
     cache.adapt(subject := cache.make())
     changes = setting_changes(subject.model.adapters, lambda one: one.model.adapters)
@@ -107,7 +107,7 @@ def test_each_setting_of_the_modules_of_an_adapter_is_noticed(name: str, tmp_pat
     "name", ["prepared inserted", "passages", "passage folder", "passage file", "hidden states", "prompts"]
 )
 def test_each_kind_of_adapter_of_peft_is_noticed(name: str, tuner: str, tmp_path: Path) -> None:
-    """Invariant 7001: put on, switched off, its weights changed, taken off."""
+    """Invariant 197: put on, switched off, its weights changed, taken off."""
     added = Change("put on", lambda subject: put_on(subject.host, tuner) and None)
     _all_changes([added], BY_NAME[name], tmp_path, least=0)
     _all_changes(OF_TUNER, BY_NAME[name], tmp_path, least=2, tuner=tuner)

@@ -27,18 +27,18 @@ WRONG = [
 
 @pytest.mark.parametrize(("expected", "answer"), RIGHT)
 def test_right(expected: str, answer: str) -> None:
-    """Invariant 5006."""
+    """Invariant 173."""
     assert is_right(expected, answer)
 
 
 @pytest.mark.parametrize(("expected", "answer"), WRONG)
 def test_wrong(expected: str, answer: str) -> None:
-    """Invariant 5006."""
+    """Invariant 173."""
     assert not is_right(expected, answer)
 
 
 def test_sound_chains_without_blanks_between_words() -> None:
-    """Invariant 5006."""
+    """Invariant 173."""
     for chain, rows in ((chinese_chain, chinese_rows()), (korean_chain, korean_rows())):
         report = mmattn.doctor(chain, rows)
         assert report.ok and all(report.figures["… by looking"]), report

@@ -140,14 +140,14 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
 @pytest.mark.parametrize("name", ["max_questions", "batch_size"])
 @pytest.mark.parametrize("value", [0, -3, True, 7.0, None])
 def test_numbers_of_questions_that_cannot_be(name: str, value: Any) -> None:
-    """Invariant 5007."""
+    """Invariant 174."""
     with pytest.raises(ConfigError, match=name):
         mmattn.doctor(tiny_readers.chain, passage_rows(7), **{name: value})
 
 
 @pytest.mark.parametrize("rows", [[], [{"prompt": "Who?", "passages": ["Ann."], "text": " "}]])
 def test_rows_that_cannot_be_asked(rows: Any) -> None:
-    """Invariant 5007."""
+    """Invariant 174."""
     with pytest.raises(ConfigError, match=r"none|empty"):
         mmattn.doctor(tiny_readers.chain, rows)
 
@@ -157,13 +157,13 @@ def test_rows_that_cannot_be_asked(rows: Any) -> None:
     "given", [None, [], ["no", "no"], {"generated_text": "no"}, [{"generated_text": "no"}], [None]]
 )
 def test_answers_that_are_no_texts(given: Any, batched: bool) -> None:
-    """Invariant 5007."""
+    """Invariant 174."""
     with pytest.raises(ConfigError, match="1 questions need as many texts"):
         mmattn.doctor(lambda question, evidence: given, passage_rows(7), batched=batched)
 
 
 def test_more_questions_than_there_are() -> None:
-    """Invariant 5007."""
+    """Invariant 174."""
     report = mmattn.doctor(tiny_readers.chain, passage_rows(23), max_questions=5000)
     assert report.ok and len(report.items) == 23
 

@@ -47,7 +47,7 @@ UNFOUND = {
 
 @pytest.mark.slow
 def test_faults_of_a_stranger() -> None:
-    """Invariant 5001."""
+    """Invariant 168."""
     found = {}
     for name, make in FAULTS.items():
         with subject(make()) as (model, rows, options):
@@ -59,7 +59,7 @@ def test_faults_of_a_stranger() -> None:
 
 @pytest.mark.slow
 def test_no_false_alarm_in_sixty_sound_models() -> None:
-    """Invariant 5002."""
+    """Invariant 169."""
     alarms = []
     for kind, make in SOUND.items():
         for seed, accuracy in enumerate(ACCURACIES):
@@ -73,7 +73,7 @@ def test_no_false_alarm_in_sixty_sound_models() -> None:
 @pytest.mark.parametrize("batch_size", [2, 3, 4, 5, 7, 8, 9])
 @pytest.mark.parametrize("odd", [True, False], ids=["odd", "even"])
 def test_a_mix_up_in_batches_of_odd_or_of_even_sizes(batch_size: int, odd: bool) -> None:
-    """Invariant 5003: the last row gets the first row's picture."""
+    """Invariant 170: the last row gets the first row's picture."""
 
     def mixed(evidence: list[Any]) -> list[Any]:
         return [*evidence[:-1], evidence[0]] if len(evidence) % 2 == odd else evidence
@@ -96,7 +96,7 @@ def test_batches_are_no_larger_than_asked_for() -> None:
 @pytest.mark.parametrize("seed", [0, 101, 202, 303])
 @pytest.mark.parametrize("make", [session, cached_by_question, last_of_the_question, last_of_all])
 def test_what_is_kept_of_earlier_calls(make: Any, seed: int) -> None:
-    """Invariant 5004: answers that are right with the right evidence, and with less of it where it was there before."""
+    """Invariant 171: answers that are right with the right evidence, and with less of it where it was there before."""
     rows = passage_rows(120, seed) if make is session else card_rows(200, seed)
     report = mmattn.doctor(make(), rows, batched=make is not session)
     assert "earlier calls" in report.failed, report
@@ -105,7 +105,7 @@ def test_what_is_kept_of_earlier_calls(make: Any, seed: int) -> None:
 @pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
 @pytest.mark.parametrize(("start", "text"), [("How many", "2"), ("Is", "yes")])
 def test_a_kind_of_questions_that_ignores_its_picture(start: str, text: str, named: bool) -> None:
-    """Invariant 5005: figures by kind where the rows name kinds, else by what is answered."""
+    """Invariant 172: figures by kind where the rows name kinds, else by what is answered."""
     model = kind_ignored(start, lambda question: text)
     report = mmattn.doctor(model, card_rows(named=named), batched=True)
     kind = f"kind {'n' if text == '2' else 'y'}" if named else f"answers {text!r}"

@@ -56,7 +56,7 @@ def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["cpu_offload", "disk_offload"])
 def test_the_host_is_offloaded_and_the_adapted_model_refused(verb: str, tmp_path: Path) -> None:
-    """Invariant 3005: refused before a weight is moved, or accelerate would find none to bring back."""
+    """Invariant 159: refused before a weight is moved, or accelerate would find none to bring back."""
     folder = [str(tmp_path)] if verb == "disk_offload" else []
     model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(2), tiny.memory(2)
     before = set(vars(model))

@@ -59,7 +59,7 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a module"])
 @pytest.mark.parametrize("name", list(HOSTS))
 def test_the_state_of_one_is_set_on_another(name: str, nested: bool) -> None:
-    """Invariant 3004: of model and optimizer, with the names that they have."""
+    """Invariant 158: of model and optimizer, with the names that they have."""
     models, optimizers = [adapted(name, seed) for seed in (0, 1)], []
     for model in models:
         optimizers.append(torch.optim.AdamW(trained(model).values(), lr=0.1))

@@ -99,7 +99,7 @@ def test_what_is_used_often_stays() -> None:
 
 
 def test_what_was_used_often_long_ago_goes() -> None:
-    """Invariant 6018: uses fade, so that what is used now displaces what was used more before."""
+    """Invariant 192: uses fade, so that what is used now displaces what was used more before."""
     budget = GreedyDual[str](7)
     assert budget.add("old", 7, cost=3) == []
     for name, uses in (("old", 900), ("new", 600)):
@@ -172,7 +172,7 @@ def test_files_have_a_budget(tmp_path: Path) -> None:
 
 
 def test_uses_by_others_count(tmp_path: Path) -> None:
-    """Invariant 6007: of files whose folder is full, those stay that another process uses often."""
+    """Invariant 181: of files whose folder is full, those stay that another process uses often."""
     model = mmattn.attach(tiny.make("llama"), mmattn.adapters.PassageAdapter())
     others = mmattn.hosts.PassageCache(model, folder=tmp_path, max_bytes=0)
     (theirs,) = others.add([[2] * 7], progress=False)

@@ -176,7 +176,7 @@ def test_recomputing_some_is_between() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_tokens_read_again_see_nothing_that_comes_later(count: int) -> None:
-    """Invariant 6006: their keys and values are the same whatever comes after them in their passage and after it."""
+    """Invariant 180: their keys and values are the same whatever comes after them in their passage and after it."""
     model, passages = reader("llama")
     begin = PASSAGES[1][:count]
     other, longer = passages.add([[*begin, 17, 29, 41, 2, 19], [*begin, 47, 53, 3, 59, 37, 83]], progress=False)

@@ -207,7 +207,7 @@ def test_rows_that_are_not_there(pick):
 
 
 def test_scores_that_are_not_finite_are_refused_where_they_may_be_read():
-    """Invariant 6012."""
+    """Invariant 186."""
     scores, mask = torch.zeros(B, M), torch.ones(B, M, dtype=torch.bool)
     scores[1, 2], mask[1, 2] = torch.nan, False
     assert Memory(TOKENS, mask, scores=scores).finite_checked
@@ -216,7 +216,7 @@ def test_scores_that_are_not_finite_are_refused_where_they_may_be_read():
 
 
 def test_a_memory_of_checked_and_unchecked_parts_is_unchecked():
-    """Invariant 6012."""
+    """Invariant 186."""
     checked, unchecked = Memory(TOKENS), Memory(TOKENS, check_finite=False)
     for join in (Memory.cat, Memory.stack):
         assert join([checked, checked]).finite_checked
@@ -225,7 +225,7 @@ def test_a_memory_of_checked_and_unchecked_parts_is_unchecked():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_another_dtype_is_that_of_tokens_and_scores(dtype):
-    """Invariant 6012: masks and segments keep theirs, and no value changes but by rounding."""
+    """Invariant 186: masks and segments keep theirs, and no value changes but by rounding."""
     memory = full()
     found = memory.to(dtype)
     assert found.tokens.dtype == found.scores.dtype == dtype

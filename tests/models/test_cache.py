@@ -120,7 +120,7 @@ def test_a_conversion_that_ends_in_the_middle_leaves_nothing(toy: Path, monkeypa
     ids=lambda text: text[:16],
 )
 def test_a_file_that_was_cut_or_changed_is_found(toy: Path, file: str, content: str) -> None:
-    """Invariant 6009."""
+    """Invariant 183."""
     (fetch("toy") / file).write_text(content, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(AdapterFileError, match=r"toy-1' is damaged: remove it"):
         fetch("toy")
@@ -128,7 +128,7 @@ def test_a_file_that_was_cut_or_changed_is_found(toy: Path, file: str, content: 
 
 @pytest.mark.parametrize("listed", [[], ["config.json"], ["../../source.json"]])
 def test_a_list_of_other_files_lets_no_change_pass(toy: Path, listed: list[str]) -> None:
-    """Invariant 6009: each file is listed, and what was changed is found whatever the list says."""
+    """Invariant 183: each file is listed, and what was changed is found whatever the list says."""
     folder = fetch("toy")
     source = json.loads((folder / "source.json").read_text())
     source["files"] = {name: digest for name, digest in source["files"].items() if name in listed}
@@ -139,7 +139,7 @@ def test_a_list_of_other_files_lets_no_change_pass(toy: Path, listed: list[str])
 
 
 def test_what_is_no_file_of_a_model_is_found(toy: Path) -> None:
-    """Invariant 6009: a folder in the place of the list."""
+    """Invariant 183: a folder in the place of the list."""
     folder = fetch("toy")
     (folder / "source.json").unlink()
     (folder / "source.json").mkdir()

@@ -89,7 +89,7 @@ def test_a_question_about_a_picture(pipe: Any) -> None:
 @pytest.mark.parametrize("text", [None, 5, [None], [b"a"], ["a", float("nan")]], ids=repr)
 @pytest.mark.parametrize("template", ["{question}", "A photo of"])
 def test_what_is_no_text(pipe: Any, template: str, text: Any) -> None:
-    """Invariant 4007: in a call, a stream, a trace."""
+    """Invariant 167: in a call, a stream, a trace."""
     asked = ask_about(pipe, f"{pipe.tokenizer.bos_token}{template}")
     pictures = FLOWERS[: len(text)] if isinstance(text, list) else FLOWERS[:1]
     with pytest.raises(TextError, match="must be (a string|strings)"):

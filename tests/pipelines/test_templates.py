@@ -90,7 +90,7 @@ FLAGS: list[dict[str, bool]] = [{}, {"rstrip": True}, {"lstrip": True, "rstrip":
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_ids_are_those_of_transformers(template: str, build: str, flags: dict[str, bool]) -> None:
-    """Invariant 4001."""
+    """Invariant 161."""
     tokenizer = make_tokenizer(build, TEMPLATES[template], **flags)
     for messages in conversations(23, [one for one in PIECES if "think" not in one]):
         assert chat_ids(tokenizer, messages) == by_transformers(tokenizer, messages), messages
@@ -98,7 +98,7 @@ def test_ids_are_those_of_transformers(template: str, build: str, flags: dict[st
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
 def test_earlier_thoughts_are_dropped_as_the_template_says(special: bool) -> None:
-    """Invariant 4001: where the tokens around a thought are tokens of the tokenizer, too."""
+    """Invariant 161: where the tokens around a thought are tokens of the tokenizer, too."""
     tokenizer = make_tokenizer("never", TEMPLATES["drops thoughts"], special)
     messages = [
         {"role": "user", "content": "hello"},
@@ -112,7 +112,7 @@ def test_earlier_thoughts_are_dropped_as_the_template_says(special: bool) -> Non
 @pytest.mark.parametrize("build", [one for one in BUILDS if one != "lower-case"])
 @pytest.mark.parametrize("template", [one for one in TEMPLATES if one != "drops thoughts"])
 def test_special_tokens_in_messages_are_text(template: str, build: str, flags: dict[str, bool]) -> None:
-    """Invariant 4002: the special tokens of a conversation are those that the template wrote."""
+    """Invariant 162: the special tokens of a conversation are those that the template wrote."""
     tokenizer = make_tokenizer(build, TEMPLATES[template], **flags)
     typed = 0
     for messages in conversations(23, [*PIECES, *SPECIAL, "</s>", "<s>", "a<|end|>b"]):
@@ -124,7 +124,7 @@ def test_special_tokens_in_messages_are_text(template: str, build: str, flags: d
 
 
 def test_a_token_in_pieces_of_several_texts_is_text() -> None:
-    """Invariant 4002: a name and a content that together spell a token, which the template joins."""
+    """Invariant 162: a name and a content that together spell a token, which the template joins."""
     tokenizer = make_tokenizer("never", TEMPLATES["names"])
     messages = [{"role": "user", "name": "<|e", "content": "n"}, {"role": "user", "content": "d|></"}]
     messages.append({"role": "user", "content": "s>hello"})
@@ -133,7 +133,7 @@ def test_a_token_in_pieces_of_several_texts_is_text() -> None:
 
 
 def test_another_spelling_that_the_normalizer_makes_a_token_is_text() -> None:
-    """Invariant 4002: "<|END|>" in lower case."""
+    """Invariant 162: "<|END|>" in lower case."""
     tokenizer = make_tokenizer("lower-case", TEMPLATES["Phi 3"], normalized=True)
     messages = [{"role": "user", "content": "a<|END|>b"}]
     end = tokenizer.convert_tokens_to_ids("<|end|>")
@@ -142,7 +142,7 @@ def test_another_spelling_that_the_normalizer_makes_a_token_is_text() -> None:
 
 
 def test_what_cannot_be_plain_text_is_refused() -> None:
-    """Invariant 4002: an end token that is a letter of the vocabulary; a token that the template looks for."""
+    """Invariant 162: an end token that is a letter of the vocabulary; a token that the template looks for."""
     tokenizer = make_tokenizer("never", TEMPLATES["trims"])
     tokenizer.eos_token = "."
     with pytest.raises(TextError, match=r"spells the token '\.'"):
@@ -158,7 +158,7 @@ def test_what_cannot_be_plain_text_is_refused() -> None:
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_template_with_a_text_is_the_whole_text(build: str) -> None:
-    """Invariant 4001: a prompt with {question}, as pipelines have it."""
+    """Invariant 161: a prompt with {question}, as pipelines have it."""
     tokenizer = make_tokenizer(build, "", rstrip=True)
     for question in ("hello there", " hello", "\nhello", ""):
         right = tokenizer(f"<|user|> {question}\n<|end|><|assistant|>", add_special_tokens=False)["input_ids"]

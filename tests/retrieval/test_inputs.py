@@ -217,7 +217,7 @@ class TestArrays:
 
 
 def test_ids_and_filters_are_compared_exactly() -> None:
-    """Invariant 4004: a name composed and decomposed is two ids, two texts and two values."""
+    """Invariant 164: a name composed and decomposed is two ids, two texts and two values."""
     composed, decomposed = (unicodedata.normalize(form, "Zürich") for form in ("NFC", "NFD"))
     index = Index.build(
         torch.eye(3)[:2], ids=[composed, decomposed], metadata=[{"city": composed}, {"city": decomposed}]

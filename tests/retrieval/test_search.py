@@ -28,7 +28,7 @@ class TestEveryEngine:
         agree(index.search(queries, 7), queries, held(index), metric)
 
     def test_scores_that_round_to_the_same_are_in_the_order_of_adding(self, store: str, metric: str) -> None:
-        """Invariant 6005. The second entry fits better, by less than float32 can say."""
+        """Invariant 179. The second entry fits better, by less than float32 can say."""
         axes = torch.eye(WIDTH)
         query = 3 * axes[0] + (axes[3] if metric == "ip" else 0)
         alike = torch.stack(

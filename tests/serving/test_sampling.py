@@ -85,7 +85,7 @@ def test_stop_texts_end_an_answer(client: Any, pipe: Any, stream: bool) -> None:
 
 
 def test_a_stop_text_that_begins_with_the_last_letter_of_a_token(client: Any, pipe: Any) -> None:
-    """Invariant 6020. No letter of a stop text is sent before it is known that none follows."""
+    """Invariant 194. No letter of a stop text is sent before it is known that none follows."""
     written = by_definition(pipe, ids_of(pipe, "What is white?"), 13)[0]
     ends = [len(text_of(pipe, written[: number + 1])) for number in range(len(written))]
     whole = text_of(pipe, written)
@@ -96,7 +96,7 @@ def test_a_stop_text_that_begins_with_the_last_letter_of_a_token(client: Any, pi
 
 
 def test_penalties_by_their_definition() -> None:
-    """Invariant 6020. A presence counts once, a frequency each time."""
+    """Invariant 194. A presence counts once, a frequency each time."""
     logits = torch.tensor([3.0, 2.5, 0.0])
     for settings, wanted in (
         ({"presence_penalty": 0.2}, [0, 0, 0, 0, 0]),
@@ -156,7 +156,7 @@ def test_a_prompt_is_scored(client: Any, pipe: Any) -> None:
 
 
 def test_offsets_of_a_prompt_with_characters_of_several_tokens(client: Any, pipe: Any) -> None:
-    """Invariant 4005: through the server, in a prompt that is scored and in the answer behind it."""
+    """Invariant 165: through the server, in a prompt that is scored and in the answer behind it."""
     text = "A 😀 smile 漢字 red"
     ids = pipe.tokenizer(text, add_special_tokens=False)["input_ids"]
     chosen = complete(client, ids, max_tokens=3, echo=True, logprobs=1).choices[0]

@@ -142,7 +142,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 def test_what_the_schema_says_is_what_the_server_does(served: tuple[Server, list[Any]]) -> None:
-    """Invariant 6004."""
+    """Invariant 178."""
     server, cases = served
     width = server.engine.pipe.model.adapter(server.engine.pipe.model.active[0]).config.memory_dim
     schema = httpx.get(f"{server.url}/openapi.json").json()

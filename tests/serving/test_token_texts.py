@@ -64,7 +64,7 @@ def written(tokenizer: Any, prompt: list[int], ids: list[int], *, chat: bool, ec
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_of_a_chat_are_those_of_its_text(build: str, text: str, stream: bool) -> None:
-    """Invariant 4005."""
+    """Invariant 165."""
     tokenizer = make_tokenizer(build)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     choices = written(tokenizer, [1], ids, chat=True, echo=False, stream=stream)
@@ -81,7 +81,7 @@ def test_bytes_of_a_chat_are_those_of_its_text(build: str, text: str, stream: bo
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_offsets_are_places_in_the_text(build: str, text: str, stream: bool, echo: bool) -> None:
-    """Invariant 4005: of each token that is no part of a character; parts of one begin where it does."""
+    """Invariant 165: of each token that is no part of a character; parts of one begin where it does."""
     tokenizer = make_tokenizer(build)
     prompt = [1, *tokenizer("né 😀 s", add_special_tokens=False)["input_ids"]]
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], 2]
@@ -103,7 +103,7 @@ def test_offsets_are_places_in_the_text(build: str, text: str, stream: bool, ech
 
 
 def test_likely_parts_of_characters_are_told_apart() -> None:
-    """Invariant 4005: they look alike as text, and none is lost."""
+    """Invariant 165: they look alike as text, and none is lost."""
     tokenizer = make_tokenizer("byte-level")
     first, second = tokenizer.convert_tokens_to_ids(["ð", "Ã"])
     form = Format(False, "tiny", tokenizer, 1, 2)

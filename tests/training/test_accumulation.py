@@ -98,7 +98,7 @@ KINDS = ("t5", "bart", "marian", "llama", "its own loss", "bert of rows")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_that_of_its_whole_batch(kind: str, tmp_path: Path) -> None:
-    """Invariant 2008."""
+    """Invariant 154."""
     whole = weights_after_a_step(kind, tmp_path / "whole", 5, 1)
     assert whole.norm() > 0
     for size, accumulation in ((2, 3), (1, 5)):
@@ -107,7 +107,7 @@ def test_a_step_is_that_of_its_whole_batch(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_with_label_smoothing(kind: str, tmp_path: Path) -> None:
-    """Invariant 2008."""
+    """Invariant 154."""
     whole = weights_after_a_step(kind, tmp_path / "whole", 5, 1, label_smoothing_factor=0.1)
     got = weights_after_a_step(kind, tmp_path / "cut", 2, 3, label_smoothing_factor=0.1)
     tiny.assert_close(got, whole, 1e-4)

@@ -236,7 +236,7 @@ HANGING: dict[str, Any] = {
 @pytest.mark.parametrize("hanging", HANGING)
 @pytest.mark.parametrize("checked", [False, True], ids=["before", "after a first loss"])
 def test_what_hangs_on_a_head_is_in_the_loss_and_its_gradients(hanging: str, checked: bool) -> None:
-    """Invariant 2006: by "auto" the logits stand whole; a chunk size is refused."""
+    """Invariant 152: by "auto" the logits stand whole; a chunk size is refused."""
     model = attach()
     if checked:
         step(model, 4)
@@ -250,7 +250,7 @@ def test_what_hangs_on_a_head_is_in_the_loss_and_its_gradients(hanging: str, che
 
 
 def test_a_hook_of_all_modules() -> None:
-    """Invariant 2006."""
+    """Invariant 152."""
     model = attach()
     handle = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
     try:
@@ -262,7 +262,7 @@ def test_a_hook_of_all_modules() -> None:
 
 
 def test_a_config_that_changes_after_a_first_loss() -> None:
-    """Invariant 2006."""
+    """Invariant 152."""
     model = attach("gemma2", final_logit_softcapping=3.0)
     step(model, 4)
     model.host.config.final_logit_softcapping = 1.0
@@ -270,7 +270,7 @@ def test_a_config_that_changes_after_a_first_loss() -> None:
 
 
 def test_a_head_that_accelerate_places() -> None:
-    """Invariant 2006: its hook moves inputs and outputs, and changes none."""
+    """Invariant 152: its hook moves inputs and outputs, and changes none."""
     host = dispatch_model(tiny.make("llama"), {"": "cpu"}, main_device="cpu", force_hooks=True)
     assert "forward" in vars(host.lm_head) or "forward" in vars(host)
     model = tiny.attach(host, layers=(1, 2)).train()

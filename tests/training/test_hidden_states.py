@@ -236,7 +236,7 @@ class TestNothingStale:
         assert all(map(same, got, want)) and not same(want[0], want[1]) and not same(want[0], want[2])
 
     def test_autocast(self, tmp_path: Path) -> None:
-        """Invariant 1003: what the host computed under autocast serves only calls under autocast."""
+        """Invariant 145: what the host computed under autocast serves only calls under autocast."""
         model = attach()
 
         def under_autocast() -> Step:
@@ -253,7 +253,7 @@ class TestNothingStale:
 
     @torch.no_grad()
     def test_another_dtype_inside_the_block(self, tmp_path: Path) -> None:
-        """Invariant 1003: computed by the host as it is then, and found by a later block."""
+        """Invariant 145: computed by the host as it is then, and found by a later block."""
         model, given = attach(host=tiny.make("llama")).eval().to(torch.bfloat16), batch().kwargs()
         real = given["attention_mask"].bool()
         want = model(**given).logits[real]
@@ -265,7 +265,7 @@ class TestNothingStale:
             tiny.assert_close(logits, want, 6e-2)
 
     def test_files_of_two_texts_that_were_exchanged(self, tmp_path: Path) -> None:
-        """Invariant 1003."""
+        """Invariant 145."""
         model = attach()
         with cached_hidden_states(model, tmp_path):
             step(model, batch((0,)))

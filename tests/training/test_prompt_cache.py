@@ -111,7 +111,7 @@ def test_a_changed_or_trained_host_is_refused() -> None:
 
 
 def test_arguments_of_a_block_serve_no_call_outside_it() -> None:
-    """Invariant 1002: only the length of what the lower layers read is kept, so that a copy, or a later call, has no keys of theirs."""
+    """Invariant 144: only the length of what the lower layers read is kept; a copy or a later call has no keys."""
     model, memory = attach(), tiny.memory(2)
     with cached_prompts(model, texts()) as prompts:
         early, copied = prompts[[0, 1]], copy.deepcopy(prompts[[0, 1]])
@@ -126,7 +126,7 @@ def test_arguments_of_a_block_serve_no_call_outside_it() -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("change", ["disabled", "scaled"])
 def test_another_lora_is_refused(change: str) -> None:
-    """Invariant 1002: switched off, or with another scale, the LoRA of the host reads prompts otherwise."""
+    """Invariant 144: switched off, or with another scale, the LoRA of the host reads prompts otherwise."""
     host = tiny.make("llama")
     lora = peft.get_peft_model(host, peft.LoraConfig(r=3, target_modules=["k_proj", "v_proj"])).eval()
     for name, parameter in lora.named_parameters():

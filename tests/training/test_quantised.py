@@ -131,7 +131,7 @@ def test_4_bit_weights_that_were_laid_out_anew_are_refused(tmp_path: Path) -> No
 
 
 def test_an_attached_host_in_4_bits_is_the_bare_one_to_the_rounding_of_its_kernel(tmp_path: Path) -> None:
-    """Invariant 3006: in evaluation mode some processors have a kernel in bfloat16, which passes no gradient."""
+    """Invariant 160: in evaluation mode some processors have a kernel in bfloat16, which passes no gradient."""
     pytest.importorskip("bitsandbytes")
     tiny.make("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
     ids, memory, lm = tiny.text(ROWS), tiny.memory(ROWS), load(tmp_path, "bnb4")

@@ -78,7 +78,7 @@ def calibration(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["read once", "an iterator", "of datasets", "in workers"])
 def test_the_trainer_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> None:
-    """Invariant 2004."""
+    """Invariant 150."""
     dataset = {
         "read once": lambda: Once(made()),
         "an iterator": lambda: Once(iter(list(made()))),
@@ -101,7 +101,7 @@ def test_the_trainer_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> 
 
 
 def test_a_run_over_a_stream_is_resumed_with_its_calibration(tmp_path: Path) -> None:
-    """Invariant 2004: of a checkpoint, since the rows that it was measured on do not come again."""
+    """Invariant 150: of a checkpoint, since the rows that it was measured on do not come again."""
     whole = trainer(tmp_path / "whole", Again(), save_strategy="steps", save_steps=1)
     whole.train()
     resumed = trainer(tmp_path / "resumed", Again())
@@ -116,7 +116,7 @@ def test_a_run_over_a_stream_is_resumed_with_its_calibration(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["an iterator", "a loader", "a stream of rows"])
 def test_the_loop_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> None:
-    """Invariant 2004."""
+    """Invariant 150."""
     rows = [training.Row(row.text, memory=row.memory) for row in small_run.rows(12) if row.has_memory]
     left = iter(rows)
     batches = {
@@ -157,7 +157,7 @@ class StreamOnce(training.StreamRows):
 
 @pytest.mark.slow
 def test_processes_calibrate_by_the_rows_of_all(tmp_path: Path) -> None:
-    """Invariant 2004: alike in each, and as one process does that trains on the same rows."""
+    """Invariant 150: alike in each, and as one process does that trains on the same rows."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launch, __file__, str(tmp_path)], cwd=small_run.ROOT, capture_output=True, text=True, timeout=300

@@ -117,7 +117,7 @@ def test_gates_have_their_rate_and_the_cache_its_setting(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_stream_in_two_processes(tmp_path: Path) -> None:
-    """Invariant 3003: with accelerate's defaults each row is learned from once, with its memory."""
+    """Invariant 157: with accelerate's defaults each row is learned from once, with its memory."""
     done = small_run.start(tmp_path, processes=2, script=stream_process.__file__)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -127,14 +127,14 @@ def test_a_stream_in_two_processes(tmp_path: Path) -> None:
 
 
 def test_batches_that_one_process_makes_for_all_are_refused(tmp_path: Path) -> None:
-    """Invariant 3003."""
+    """Invariant 157."""
     with pytest.raises(ConfigError, match="dispatch_batches=True sends slices of tensors"):
         trainer(tmp_path, accelerator_config={"dispatch_batches": True})
     assert trainer(tmp_path).args.accelerator_config.dispatch_batches is False
 
 
 def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
-    """Invariant 6021: by number, not by name, and the last that is complete."""
+    """Invariant 195: by number, not by name, and the last that is complete."""
     made = trainer(tmp_path, max_steps=11, save_steps=1, gradient_accumulation_steps=1, eval_strategy="no")
     made.train()
     assert last_complete(tmp_path) == str(tmp_path / "checkpoint-11")
@@ -144,7 +144,7 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
 
 
 def test_the_best_weights_are_there_at_the_end(tmp_path: Path) -> None:
-    """Invariant 6021: `load_best_model_at_end`."""
+    """Invariant 195: `load_best_model_at_end`."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
     made = trainer(tmp_path, eval_strategy="steps", eval_steps=2, **best)  # the worst loss: not that of the last step
     made.train()

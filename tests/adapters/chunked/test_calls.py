@@ -123,7 +123,7 @@ def test_a_prepared_function_is_asked_once():
 
 @torch.no_grad()
 def test_what_a_function_retrieves_is_what_the_doctor_looks_at():
-    """Invariant 6019. Each row has the neighbours of its chunks, rows without a whole chunk among them."""
+    """Invariant 193. Each row has the neighbours of its chunks, rows without a whole chunk among them."""
     model, ids = attach(tiny.make("llama")), tiny.text(ROWS, LENGTH)
     mask = torch.ones_like(ids)
     mask[0, : LENGTH - SIZE + 1], mask[1, :SIZE] = 0, 0

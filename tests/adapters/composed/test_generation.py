@@ -158,7 +158,7 @@ def test_options_of_the_attention_hold_over_a_growing_memory():
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 @torch.no_grad()
 def test_an_augmenting_model_with_a_lora_reads_padded_rows_as_alone():
-    """Invariant 6022: it is given the positions of the real tokens, as one without a LoRA is."""
+    """Invariant 196: it is given the positions of the real tokens, as one without a LoRA is."""
     lora = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
     other = peft.get_peft_model(tiny.make("gpt2", 1), lora).eval()
     settings = mmattn.ComposedAdapter(memory_dim=32, layers=(0, 2), augmenting_layers=(0, 2), num_heads=2, head_dim=8)

@@ -168,7 +168,7 @@ def test_layers() -> None:
 
 
 def test_prompts_without_tokens_to_measure_are_refused() -> None:
-    """Invariant 4007: prompts of one token, held-out ones of one token, or padding alone; the adapter is as before."""
+    """Invariant 167: prompts of one token, held-out ones of one token, or padding alone; the adapter is as before."""
     model, other = fitted()
     adapter, ids, full = model.adapter("default"), tiny.text(23, 7), torch.ones(23, 7, dtype=torch.long)
     before = {name: one.clone() for name, one in adapter.state_dict().items()}

@@ -136,7 +136,7 @@ def layer_output(model: Any, layer: int, **call: Any) -> torch.Tensor:
 @pytest.mark.parametrize("calibrated", [False, True])
 @torch.no_grad()
 def test_the_scale_multiplies_all_that_a_block_adds(calibrated: bool) -> None:
-    """Invariant 6013: attention and feed-forward."""
+    """Invariant 187: attention and feed-forward."""
     model, memory = adapted(), tiny.memory(ROWS)
     if calibrated:
         model.calibrate(**inputs(), memory=memory)
@@ -150,7 +150,7 @@ def test_the_scale_multiplies_all_that_a_block_adds(calibrated: bool) -> None:
 
 @torch.no_grad()
 def test_the_feed_forward_reads_calibrated_states() -> None:
-    """Invariant 6013: where the attention adds nothing, that is all that a block adds."""
+    """Invariant 187: where the attention adds nothing, that is all that a block adds."""
     model, memory = adapted(), tiny.memory(ROWS)
     model.calibrate(**inputs(), memory=memory)
     block = tiny.open_gates(model).adapter("default").block(0)

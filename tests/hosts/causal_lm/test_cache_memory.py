@@ -203,7 +203,7 @@ def write(model: Any, count: int, memory: Any = None, **more: Any) -> Any:
 
 @pytest.mark.parametrize("where", ["decoder", "encoder"])
 def test_whisper_goes_on_from_the_cache_that_its_generate_puts_together(where: str) -> None:
-    """Invariant 2005: of the caches of its rows; also as a copy, reordered, shortened, and made of its two parts."""
+    """Invariant 151: of the caches of its rows; also as a copy, reordered, shortened, and made of its two parts."""
     model, memory = seeing(whisper(), where=where), tiny.memory(2)
     whole = write(model, 6, memory).sequences
     assert not torch.equal(whole, write(model, 6).sequences)
@@ -231,7 +231,7 @@ def test_whisper_goes_on_from_the_cache_that_its_generate_puts_together(where: s
 
 
 def test_a_cache_of_tensors_says_what_is_not_known_of_it() -> None:
-    """Invariant 2005: it is refused in true words, and goes on where `arrived` says what the tokens see."""
+    """Invariant 151: it is refused in true words, and goes on where `arrived` says what the tokens see."""
     model, memory = seeing(whisper()), tiny.memory(2)
     first = write(model, 3, memory)
     ids = first.sequences[:, -1:]
@@ -247,7 +247,7 @@ def test_a_cache_of_tensors_says_what_is_not_known_of_it() -> None:
 @pytest.mark.parametrize("family", ["whisper", "t5", "bart", "llama", "gpt2"])
 @pytest.mark.parametrize("assistant", ["the model", "its host", "the bare host"])
 def test_a_model_is_its_own_assistant(family: str, assistant: str) -> None:
-    """Invariant 2005: drafts change no answer."""
+    """Invariant 151: drafts change no answer."""
     made: dict[str, Any] = {"whisper": whisper}
     if family in ("t5", "bart"):
         made[family] = lambda: tiny_model(family, AutoModelForSeq2SeqLM)

@@ -99,7 +99,7 @@ GIVEN = {
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @torch.no_grad()
 def test_the_adapted_model_itself_is_one_graph(dynamo, given):
-    """Invariant 1001: each call has its own memory, or none, and a call outside of the graph is as before."""
+    """Invariant 143: each call has its own memory, or none, and a call outside of the graph is as before."""
     model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
     compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     bare = model(ids).logits
@@ -116,7 +116,7 @@ def test_the_adapted_model_itself_is_one_graph(dynamo, given):
 
 @torch.no_grad()
 def test_other_memories_compile_nothing_again(dynamo):
-    """Invariant 7005: each an object of its own and of another length: one graph, and one for all lengths."""
+    """Invariant 201: each an object of its own and of another length: one graph, and one for all lengths."""
     model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
     compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     for slots in (5, 2, 11, 13):
@@ -127,7 +127,7 @@ def test_other_memories_compile_nothing_again(dynamo):
 
 @torch.no_grad()
 def test_a_block_of_an_export_holds_in_its_thread_alone():
-    """Invariant 7005: exporting runs the code, while other threads call the host."""
+    """Invariant 201: exporting runs the code, while other threads call the host."""
     model, ids, seen = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), []
     bare = model(ids).logits
 

@@ -75,7 +75,7 @@ def test_beams_read_the_memory_of_their_row(family):
 
 @pytest.mark.parametrize("beams", [2, 3])
 def test_beams_see_the_slots_that_had_arrived_in_their_row(beams):
-    """Invariant 6015."""
+    """Invariant 189."""
     model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(3), tiny.memory(3)
     arrived = torch.stack([torch.arange(7), torch.arange(7).clamp(max=1), torch.full((7,), 5)]).clamp(max=5)
     options = {"num_beams": beams, "max_new_tokens": 5, "do_sample": False}

@@ -119,7 +119,7 @@ NOT_HERE = {
 
 
 def test_the_tables_name_every_field() -> None:
-    """Invariant 2001: a field that a later version of transformers adds fails here until it is looked at."""
+    """Invariant 147: a field that a later version of transformers adds fails here until it is looked at."""
     assert set(vars(ContinuousBatchingConfig())) <= {*BATCHING, *COMPILED}
     generation = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert generation <= {*GENERATION, *NOT_HERE}
@@ -140,21 +140,21 @@ def known_to(config: type, names: dict[str, tuple[Any, ...]]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), known_to(ContinuousBatchingConfig, BATCHING), ids=str)
 def test_each_setting_of_continuous_batching(name: str, value: Any) -> None:
-    """Invariant 2001."""
+    """Invariant 147."""
     model, inputs, memories, wanted = batch()
     assert tokens(model.generate_batch(inputs, memory=memories, **settings(**{name: value}))) == wanted
 
 
 @pytest.mark.parametrize(("name", "value"), known_to(ContinuousBatchingConfig, COMPILED), ids=str)
 def test_a_compiled_batch_is_refused(name: str, value: Any) -> None:
-    """Invariant 2001."""
+    """Invariant 147."""
     model, inputs, memories, _ = batch()
     with pytest.raises(ConditionError, match=f"would leave the adapters out: take .*{name}|default_compile_level"):
         model.generate_batch(inputs, memory=memories, **settings(**{name: value}))
 
 
 def test_a_compiled_batch_is_refused_wherever_it_is_asked_for() -> None:
-    """Invariant 2001: the settings that a ContinuousBatchingConfig falls back on."""
+    """Invariant 147: the settings that a ContinuousBatchingConfig falls back on."""
     model, inputs, memories, _ = batch()
     given = settings()
     given["generation_config"].compile_config = CompileConfig()
@@ -173,7 +173,7 @@ def test_a_compiled_batch_is_refused_wherever_it_is_asked_for() -> None:
 
 
 def test_settings_inside_a_generation_config_are_read() -> None:
-    """Invariant 2001."""
+    """Invariant 147."""
     model, inputs, memories, wanted = batch()
     given = settings()["generation_config"]
     given.continuous_batching_config = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
@@ -190,7 +190,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_manager_that_is_kept_gives_each_prompt_its_memory() -> None:
-    """Invariant 2001: transformers sorts the prompts where they may share a cache; some of them are one object."""
+    """Invariant 147: transformers sorts the prompts where they may share a cache; some of them are one object."""
     model, inputs, memories, wanted = batch()
     manager = model.host.init_continuous_batching(**settings())
     manager.memories.share_prompts()
@@ -210,7 +210,7 @@ def test_a_manager_that_is_kept_gives_each_prompt_its_memory() -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_manager_of_the_bare_host_is_refused() -> None:
-    """Invariant 2001: it holds keys and values that were read without a memory."""
+    """Invariant 147: it holds keys and values that were read without a memory."""
     host, inputs, memory = tiny.make("llama"), prompts((37,)), [tiny.memory(1)]
     host.generate_batch(inputs, persistent_manager=True, **settings())
     model = tiny.attach(host)
@@ -239,7 +239,7 @@ def constant_change() -> tuple[Any, mmattn.Memory, nn.Module]:
 
 @pytest.mark.parametrize(("name", "fields"), known_to(GenerationConfig, GENERATION), ids=str)
 def test_each_setting_of_generate(name: str, fields: dict[str, Any]) -> None:
-    """Invariant 2001: against a host without us that adds to its layers what the adapter adds."""
+    """Invariant 147: against a host without us that adds to its layers what the adapter adds."""
     model, memory, twin = constant_change()
     config = GenerationConfig(**{"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | fields)
     ids = tiny.text(1)

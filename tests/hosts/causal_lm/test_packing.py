@@ -104,7 +104,7 @@ def test_a_document_without_memory_is_the_hosts_own(family: str, texts: Texts) -
 
 @torch.no_grad()
 def test_documents_of_one_token() -> None:
-    """Invariant 6014: told apart by their positions, which do not rise."""
+    """Invariant 188: told apart by their positions, which do not rise."""
     texts = make_texts((1, 1, 5, 1))
     model, memory = tiny.attach(tiny.make("llama")), tiny.memory(4)
     padded = model(input_ids=texts.padded["input_ids"], attention_mask=texts.padded["attention_mask"], memory=memory)

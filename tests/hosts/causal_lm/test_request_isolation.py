@@ -132,7 +132,7 @@ def test_a_row_that_was_not_checked_changes_no_other() -> None:
 
 @torch.no_grad()
 def test_beams_of_a_row_that_was_not_checked() -> None:
-    """Invariant 6017. What is not finite in the memory of a row is that of its beams, and refuses no other row."""
+    """Invariant 191. What is not finite in the memory of a row is that of its beams, and refuses no other row."""
     model, rows, ids = tiny.attach(tiny.make("llama")), tiny.memory(3), tiny.text(3, 5)
     spoilt = rows.tokens.clone()
     spoilt[1] = torch.nan

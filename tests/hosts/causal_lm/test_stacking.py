@@ -25,7 +25,7 @@ GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(1,), num_heads=2
 
 @torch.no_grad()
 def test_blocks_within_blocks_disable_what_each_names(ids):
-    """Invariant 6016."""
+    """Invariant 190."""
     model, memory = tiny.attach(tiny.make("llama"), name="eye"), tiny.memory(ROWS)
     tiny.attach(model, name="ear", layers=(1,))
     model.set_adapter(["eye", "ear"])

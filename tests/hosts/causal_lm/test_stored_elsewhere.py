@@ -28,7 +28,7 @@ def store(host: Any, way: str, folder: Path) -> Any:
 
 
 def test_no_loss_in_chunks_of_a_head_that_is_brought_in(tmp_path: Path) -> None:
-    """Invariant 3001: the gradient of such a loss multiplies the weight itself."""
+    """Invariant 155: the gradient of such a loss multiplies the weight itself."""
     batch = training.collate([[5, 6, 7, 8]], tiny.memory(1))
     for way in ("leaf_level", "float8"):
         model = tiny.attach(store(tiny.make("llama"), way, tmp_path))
@@ -44,7 +44,7 @@ def test_no_loss_in_chunks_of_a_head_that_is_brought_in(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_packed_rows_of_a_host_in_8_bits(tmp_path: Path) -> None:
-    """Invariant 3001: the mask that keeps documents of MPT apart has the dtype in which it computes."""
+    """Invariant 155: the mask that keeps documents of MPT apart has the dtype in which it computes."""
     model = tiny.attach(store(tiny.make("mpt"), "float8", tmp_path))
     ids, memory = tiny.text(1), tiny.memory(2)
     packed = model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False, memory=memory).logits
@@ -61,7 +61,7 @@ def test_packed_rows_of_a_host_in_8_bits(tmp_path: Path) -> None:
     ids=lambda x: x.kind,
 )
 def test_frequencies_on_the_disk(adapter: Any, tmp_path: Path) -> None:
-    """Invariant 3001: they are read at attach, and are not there."""
+    """Invariant 155: they are read at attach, and are not there."""
     host = store(tiny.make("llama"), "leaf_level", tmp_path)
     with pytest.raises(AttachError, match="leave offload_to_disk_path out, or attach before"):
         mmattn.attach(host, adapter)

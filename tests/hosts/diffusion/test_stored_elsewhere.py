@@ -69,7 +69,7 @@ def plain(family: str, way: str, folder: Path) -> Any:
 @pytest.mark.parametrize("family", HOSTS)
 @torch.no_grad()
 def test_memory_is_seen_as_with_weights_in_memory(family: str, way: str, after: bool, tmp_path: Path) -> None:
-    """Invariant 3001."""
+    """Invariant 155."""
     reference = tiny_transformers.attach(plain(family, way, tmp_path / "reference"))
     batch, memory = given(reference, family), tiny.memory(ROWS, lengths=[5, 0, 3])
     want = run(reference, batch, memory=memory)
@@ -91,7 +91,7 @@ def test_memory_is_seen_as_with_weights_in_memory(family: str, way: str, after: 
 @pytest.mark.parametrize("family", TEXT_LAYERS)
 @torch.no_grad()
 def test_the_text_goes_through_the_core(family: str, way: str, tmp_path: Path) -> None:
-    """Invariant 3001: few queries over a short text, where the core would rather multiply weights itself."""
+    """Invariant 155: few queries over a short text, where the core would rather multiply weights itself."""
     answers = []
     for stored in (False, True):
         host = make(family) if stored else plain(family, way, tmp_path / "reference")
@@ -109,7 +109,7 @@ def test_the_text_goes_through_the_core(family: str, way: str, tmp_path: Path) -
 @pytest.mark.parametrize("family", ["stable", "SD3Transformer2DModel"])
 @torch.no_grad()
 def test_copies_of_projections(family: str, tmp_path: Path) -> None:
-    """Invariant 3001: a copy of what the host multiplies with, or refused."""
+    """Invariant 155: a copy of what the host multiplies with, or refused."""
 
     def copied(host: Any) -> dict[str, torch.Tensor]:
         model = mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM, tokens=2, start="host"))
@@ -133,7 +133,7 @@ def test_copies_of_projections(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["SD3Transformer2DModel", "PixArtTransformer2DModel"])
 @torch.no_grad()
 def test_hosts_in_4_bits(family: str) -> None:
-    """Invariant 3001: their weights lie in a row, two in a byte."""
+    """Invariant 155: their weights lie in a row, two in a byte."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     host, plain_host = make(family), make(family)
     for name, layer in list(host.named_modules()):
@@ -159,7 +159,7 @@ def test_hosts_in_4_bits(family: str) -> None:
 
 
 def test_no_fingerprint_of_weights_that_are_not_there(tmp_path: Path) -> None:
-    """Invariant 3001: an adapter saved beside a host on the disk names no weights, and loads without a warning."""
+    """Invariant 155: an adapter saved beside a host on the disk names no weights, and loads without a warning."""
     host = make("SD3Transformer2DModel")
     model = tiny_transformers.attach(host)
     offload(host, "leaf_level", tmp_path / "host")

@@ -92,6 +92,8 @@ def _check_passages(
             expected[f"{part}.{site.layer}"] = ((total, site.heads.num_kv_heads, width), kind)
             if not kind.is_floating_point or kind.itemsize == 1:
                 raise AdapterFileError(f"the {part} in {str(path)!r} are {kind}, in which no host computes them")
+        if tables[f"keys.{site.layer}"].dtype.itemsize < tables[f"values.{site.layer}"].dtype.itemsize:
+            raise AdapterFileError(f"the keys in {str(path)!r} are narrower than the values, which no host computes")
     check_tensors(expected, tables)
     lengths, ids = tables["lengths"], tables["ids"]
     if not len(lengths) or int(lengths.min()) < 1 or int(lengths.max()) > total or int(lengths.sum()) != total:

@@ -30,6 +30,7 @@ from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.cache_memory import (
+    READ,
     check_with_memory,
     check_without_memory,
     fill_cache,
@@ -207,7 +208,8 @@ class AdaptedCausalLM(AdaptedModel):
             text, inputs = rest or (text, None)
             kwargs = inputs or kwargs
         step = ForwardStep(self, host, None, self.actions(call, disabled, text), details=text, inputs=inputs)
-        if text.cache is not None and noted(text.cache) is None:
+        # A token may cost little: the note on the cache itself is looked at first.
+        if text.cache is not None and not hasattr(text.cache, READ) and noted(text.cache) is None:
             check_with_memory(self.host, call, text)
         for actions in step.actions.values():
             if actions[0][0].stands_in_text or len(actions) > 1:
@@ -434,8 +436,10 @@ def note_cache(output: object) -> None:
     else:
         parts = [part for part in output if hasattr(part, "get_seq_length")] if isinstance(output, tuple) else []
     for part in parts:
-        if part is not None:
+        if hasattr(part, "self_attention_cache"):
             note(part)
+        elif part is not None:
+            setattr(part, READ, True)
 
 
 def past_length(cache: Cache) -> int | None:

@@ -207,23 +207,18 @@ def config_changes(config: Any) -> list[dict[str, Any]]:
     return [{name: one} for name, value in fields.items() for one in _variants(value)]
 
 
-def setting_changes(root: nn.Module, of: Callable[[Subject], nn.Module] | None = None) -> list[Change]:
-    """Return changes of each number, switch, activation and buffer of modules, and of each field of their config.
-
-    Args:
-        root: a module like the one that is changed.
-        of: gives the one that is changed, by default the host.
-    """
+def setting_changes(root: nn.Module) -> list[Change]:
+    """Return changes of each number, switch, activation and buffer of a host, and of each field of its config."""
     found: dict[str, Change] = {}
 
     def note(what: str, kind: type, change: Callable[[Any], object]) -> None:
         def apply(subject: Subject) -> None:
-            for one in (subject.host if of is None else of(subject)).modules():
+            for one in subject.host.modules():
                 if type(one) is kind:
                     change(one)
 
         name = f"{kind.__name__}.{what}"
-        found.setdefault(name, Change(name, apply, is_of_host=of is None))
+        found.setdefault(name, Change(name, apply))
 
     for module in root.modules():
         kind = type(module)

@@ -19,9 +19,8 @@ import mmattn
 from mmattn.data.row import Row
 from mmattn.data.row_memories import RowMemories
 from mmattn.encoders import HybridEncoder, NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
-from mmattn.errors import MmattnError
 from tests.computed import Ask, Cache, Change, Subject, all_of, outcome, outcome_of_files
-from tests.computed_changes import WAYS, config_changes, setting_changes
+from tests.computed_changes import WAYS
 from tests.data.encoded_rows import Eye
 from tests.tiny_texts import save_encoder
 
@@ -172,28 +171,10 @@ def test_an_encoder_that_has_changed_is_noticed(cache: Cache, change: Change, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", [one for one in CACHES if one.make is not eye], ids=lambda cache: cache.name)
-def test_each_setting_of_the_modules_of_an_encoder_is_noticed(cache: Cache, tmp_path: Path) -> None:
-    """Invariant 202."""
-    changes = setting_changes(cache.make().host)
-    cases = {one.name: lambda folder, one=one: outcome(cache, one, folder) for one in changes}
-    all_of(cases, tmp_path, least=1)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["index file, text", "rows, text"])
 def test_an_encoder_of_equal_weights_and_other_settings_takes_up_no_files(name: str, tmp_path: Path) -> None:
-    """Invariant 202: its own, and every field of the config of its network."""
+    """Invariant 202."""
     cache = BY_NAME[name]
-    settings = [{"settings": one} for one in config_changes(text().host.config) if _loads(one)]
-    settings += [{"pooling": "cls"}, {"normalize": False}, {"max_length": 4}]
+    settings: list[dict[str, Any]] = [{"pooling": "cls"}, {"normalize": False}, {"max_length": 4}]
     cases = {str(one): lambda folder, one=one: outcome_of_files(cache, folder, {}, one) for one in settings}
-    all_of(cases, tmp_path, least=5)
-
-
-def _loads(settings: dict[str, Any]) -> bool:
-    try:
-        text(settings)
-    except MmattnError:
-        return False
-    return True
+    all_of(cases, tmp_path, least=3)

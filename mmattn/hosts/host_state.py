@@ -20,6 +20,7 @@ from mmattn.storage.tensor_cache import ModuleVersion, TensorVersion, autocast_d
 _INERT = {
     *("training", "gradient_checkpointing", "name_or_path", "transformers_version", "architectures", "dtype"),
     *("torch_dtype", "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_is_full_backward_hook"),
+    *("warnings_issued", "model_tags", "accepts_loss_kwargs", "loss_type", "hf_device_map"),  # by trainers and loaders
 }
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 

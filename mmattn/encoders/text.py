@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 #: Head of the pretraining: it never runs, and may be random.
 _UNUSED = ("pooler",)
 _POOLINGS = ("mean", "cls", "max", "none")
+#: Entries of a config that the shapes of the weights say, too, or on which no vector depends.
+_IMPLIED = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "id2label"),
+    *("label2id", "architectures", "transformers_version", "dtype", "use_cache", "return_dict", "tie_word_embeddings"),
+}
 
 
 @register_encoder("text")
@@ -102,7 +107,7 @@ class TextEncoder(TextEncoderBase):
         if model.config.is_encoder_decoder:
             model = model.get_encoder()
         self.max_length = text_length(max_length, longest or tokenizer.model_max_length, model, name)
-        super().__init__(model, self._settings(tokenizer) | {"model": model.config.model_type}, device)
+        super().__init__(model, self._settings(tokenizer, model) | {"model": model.config.model_type}, device)
         self.tokenizer = tokenizer
         try:
             self.dim = self._slots(tokenize(tokenizer, "a", add_special_tokens=True)[0])[0].shape[1]
@@ -131,11 +136,13 @@ class TextEncoder(TextEncoderBase):
         check_int("batch_size", batch_size)
         return self._encode_sentences(self._folder, check_text(texts), batch_size, progress, kind)
 
-    def _settings(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    def _settings(self, tokenizer: PreTrainedTokenizerBase, network: nn.Module) -> dict[str, object]:
         """Return what vectors depend on beside the weights."""
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
         settings: dict[str, object] = {"encoder": "text", "vocabulary": hashlib.sha256(vocabulary).hexdigest()}
         normalizer = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None))
+        config = _changed_defaults(getattr(network, "config", None))
+        settings |= {"config": config} if config else {}
         return settings | ({"lower_case": True} if "Lowercase(" in normalizer else {})
 
     def _described(self) -> dict[str, object]:
@@ -155,7 +162,8 @@ class TextEncoder(TextEncoderBase):
         model = load_sentence_transformer(name, folder, folder.beyond(_POOLINGS), max_length)
         self.max_length = model.max_seq_length
         self.tokenizer = model.tokenizer
-        settings = self._settings(self.tokenizer) | {"folder": folder.described()}
+        network = getattr(model[0], "auto_model", model)
+        settings = self._settings(self.tokenizer, network) | {"folder": folder.described()}
         super().__init__(model, settings | {"padding": str(getattr(self.tokenizer, "padding_side", ""))}, device)
         self.dim = model.encode(["a"], convert_to_tensor=True, show_progress_bar=False).shape[1]
 
@@ -212,6 +220,22 @@ class TextEncoder(TextEncoderBase):
         heads = slice(None) if self._folder is not None else slice(1)
         state = self.model.state_dict().items()
         return {name: tensor for name, tensor in state if not set(_UNUSED).intersection(name.split(".")[heads])}
+
+
+def _changed_defaults(config: Any) -> dict[str, object]:
+    """Return the entries of a config that differ from the defaults of its class, as JSON.
+
+    Entries that a later transformers adds have their defaults, and leave the fingerprint as it was.
+    """
+    if config is None or getattr(config, "has_no_defaults_at_init", False):
+        return {}
+    defaults = vars(type(config)())
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if name[0] != "_" and name not in _IMPLIED and not name.endswith("_token_id")
+        if name in defaults and value != defaults[name] and isinstance(value, (bool, int, float, str, dict, list))
+    }
 
 
 def token_sources(lengths: list[int]) -> list[list[Source]]:

@@ -19,8 +19,9 @@ import mmattn
 from mmattn.data.row import Row
 from mmattn.data.row_memories import RowMemories
 from mmattn.encoders import HybridEncoder, NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
+from mmattn.errors import MmattnError
 from tests.computed import Ask, Cache, Change, Subject, all_of, outcome, outcome_of_files
-from tests.computed_changes import WAYS
+from tests.computed_changes import WAYS, config_changes
 from tests.data.encoded_rows import Eye
 from tests.tiny_texts import save_encoder
 
@@ -173,8 +174,17 @@ def test_an_encoder_that_has_changed_is_noticed(cache: Cache, change: Change, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["index file, text", "rows, text"])
 def test_an_encoder_of_equal_weights_and_other_settings_takes_up_no_files(name: str, tmp_path: Path) -> None:
-    """Invariant 202."""
+    """Invariant 202: its own, and every field of the config of its network."""
     cache = BY_NAME[name]
-    settings: list[dict[str, Any]] = [{"pooling": "cls"}, {"normalize": False}, {"max_length": 4}]
+    settings = [{"settings": one} for one in config_changes(text().host.config) if _loads(one)]
+    settings += [{"pooling": "cls"}, {"normalize": False}, {"max_length": 4}]
     cases = {str(one): lambda folder, one=one: outcome_of_files(cache, folder, {}, one) for one in settings}
-    all_of(cases, tmp_path, least=3)
+    all_of(cases, tmp_path, least=5)
+
+
+def _loads(settings: dict[str, Any]) -> bool:
+    try:
+        text(settings)
+    except MmattnError:
+        return False
+    return True

@@ -135,12 +135,12 @@ def ids_with_plain(tokenizer: PreTrainedTokenizerBase, text: str, plain: Contain
         TextError: a special token whose plain text the tokenizer cannot spell otherwise.
     """
     special = special_ids(tokenizer)
-    known = set(special.values()) - {tokenizer.unk_token_id}
+    numbers = set(special.values()) - {tokenizer.unk_token_id}
     pattern = special_pattern(special)
     tokens = [match[0] for match in pattern.finditer(text) if match.start() not in plain]
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     ids = list(call_tokenizer(tokenizer, text, **options)["input_ids"])
-    more = Counter(one for one in ids if one in known) - Counter(special[token] for token in tokens)
+    more = Counter(one for one in ids if one in numbers) - Counter(special[token] for token in tokens)
     if more and getattr(tokenizer, "backend_tokenizer", None) is not None:
         private, names = _private(tokenizer), {token: _STAND_IN.format(special[token]) for token in tokens}
         renamed = pattern.sub(lambda match: match[0] if match.start() in plain else names[match[0]], text)
@@ -148,7 +148,7 @@ def ids_with_plain(tokenizer: PreTrainedTokenizerBase, text: str, plain: Contain
             private.tokenizer.add_tokens([_stand_in(tokenizer, special[token], names[token]) for token in names])
             ids = list(private.tokenizer(renamed, split_special_tokens=True, **options)["input_ids"])
             back = {private.tokenizer.convert_tokens_to_ids(name): special[token] for token, name in names.items()}
-        more, ids = Counter(known.intersection(ids)), [back.get(one, one) for one in ids]
+        more, ids = Counter(numbers.intersection(ids)), [back.get(one, one) for one in ids]
     if more:
         raise _spells("the text", tokenizer, min(more))
     return ids

@@ -71,10 +71,10 @@ def picture_files(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     files: list[str] = []
     for path in (os.fspath(item) for item in paths):
         if os.path.isdir(path):
-            found = [file for file in files_below(path) if os.path.splitext(file)[1].lower() in endings]
-            if not found:
+            pictures = [file for file in files_below(path) if os.path.splitext(file)[1].lower() in endings]
+            if not pictures:
                 raise ImageError(f"the folder {path!r} has no pictures; name one that has, or the pictures themselves")
-            files += found
+            files += pictures
         elif os.path.isfile(path):
             files.append(path)
         else:

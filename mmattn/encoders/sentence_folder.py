@@ -39,7 +39,7 @@ _PLAIN = {"do_lower_case": False, "transformer_task": "feature-extraction", "mod
 
 
 class SentenceFolder(NamedTuple):
-    """What a folder of sentence-transformers says.
+    """Settings in a folder of sentence-transformers.
 
     Attributes:
         modules: kind and settings of each, in their order.
@@ -59,7 +59,7 @@ class SentenceFolder(NamedTuple):
 
     @property
     def pooling(self) -> str:
-        """How states are pooled; "+" stands between vectors that are concatenated."""
+        """Names of the poolings; "+" stands between vectors that are concatenated."""
         modes = [_modes(config) for kind, config in self.modules if kind == "Pooling"]
         return "+".join(modes[0]) if modes else "none"
 
@@ -75,15 +75,15 @@ class SentenceFolder(NamedTuple):
     def beyond(self, poolings: tuple[str, ...]) -> list[str]:
         """Return what the folder asks for beside a transformer, one of some poolings, and a normalisation."""
         kinds = [kind for kind, _ in self.modules]
-        found = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+        needs = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-            found = found or [" and ".join(kinds)]
+            needs = needs or [" and ".join(kinds)]
         elif self.pooling not in poolings:
-            found.append(f"{self.pooling} pooling")
+            needs.append(f"{self.pooling} pooling")
         prompts = [name for name, text in self.prompts.items() if text]
         if self.default_prompt is not None and self.default_prompt not in self.prompts:
             prompts.append(self.default_prompt)
-        return found + [f"the prompt {name!r}" for name in prompts] + self._beyond_plain()
+        return needs + [f"the prompt {name!r}" for name in prompts] + self._beyond_plain()
 
     def _beyond_plain(self) -> list[str]:
         settings = dict(self.modules[0][1]) if self.modules else {}

@@ -222,8 +222,8 @@ def _frames(source: object, max_pixels: int) -> Iterator[Frame]:
         is_file = isinstance(source, (str, bytes, bytearray, memoryview)) or hasattr(source, "read")
         pairs: Iterable[object]
         if hasattr(source, "get_frame_at"):
-            shown = map(source.get_frame_at, range(len(source)))  # type: ignore[arg-type]
-            name, pairs = "the video", ((float(frame.pts_seconds), frame.data) for frame in shown)
+            frames = map(source.get_frame_at, range(len(source)))  # type: ignore[arg-type]
+            name, pairs = "the video", ((float(frame.pts_seconds), frame.data) for frame in frames)
         elif isinstance(source, Iterable) and not is_file and not is_array(source):
             name, pairs = "the stream", source
         else:

@@ -92,9 +92,9 @@ def _tensors(part: nn.Module) -> dict[str, Tensor]:
     # Scales of quantised weights are neither parameters nor buffers, but part of the state dict.
     part._save_to_state_dict(tensors, "", keep_vars=True)
     tensors |= dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
-    found = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    values = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     offloaded: Mapping[str, Tensor] | None = getattr(_hook(part), "weights_map", None)
-    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in found.items()}
+    return {name: offloaded[name] if value.is_meta and offloaded else value for name, value in values.items()}
 
 
 def _configs(host: nn.Module) -> list[object]:

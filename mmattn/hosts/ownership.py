@@ -173,8 +173,8 @@ class AttachedModel(nn.Module):
         if any(hasattr(one, "weights_map") for one in getattr(hook, "hooks", (hook,))):
             self.__dict__.pop("_old_forward", None)
             raise ConditionError(
-                "accelerate looks weights up in state_dict(), and that of an adapted model leaves the frozen host out: "
-                "give model.host to cpu_offload, disk_offload or dispatch_model"
+                "accelerate looks weights up in state_dict(), where an adapted model has no frozen ones: give "
+                "model.host to cpu_offload, disk_offload or dispatch_model"
             )
 
     def _get_name(self) -> str:
@@ -287,8 +287,8 @@ class AttachedModel(nn.Module):
         """Refuse to change the adapters whose memory a block of this context holds."""
         if self.open_blocks.in_force().call is not None:
             raise ConditionError(
-                f"{verb} inside a condition block, which gives its memory to the adapters that were active where it "
-                "began: leave the block first, or switch adapters off with disable_adapter()"
+                f"{verb} inside a condition block, whose memory is for the adapters that were active where it began: "
+                "leave the block first, or use disable_adapter()"
             )
 
     def trainable_parameters(self) -> tuple[int, int]:

@@ -104,9 +104,9 @@ def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], rows: int
         parts = [one.flatten(1) for one in outputs if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
         if parts:
             return torch.cat(parts, 1)
-        wanted = "output with a row for each row of its input" if any_output else "logits"
+        needed = "output with a row for each row of its input" if any_output else "logits"
         message = message or (
-            f"{name} returns no {wanted}, by which to see that memory matters: attach to the model with its head "
+            f"{name} returns no {needed}, by which to see that memory matters: attach to the model with its head "
             "(AutoModelForCausalLM, AutoModelForSequenceClassification, …)"
         )
     raise AttachError(message or f"there are no example inputs for {name}") from cause

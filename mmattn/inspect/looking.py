@@ -58,10 +58,10 @@ class Asker:
         texts = self.texts.setdefault(kind, [""] * len(self.items))
         start, turns = 0, cycle(sizes or [self.batch_size])
         while batch := numbers[start : start + min(next(turns), self.batch_size)]:
-            given = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
-            answers = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else [given]
+            reply = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
+            answers = list(reply) if isinstance(reply, Iterable) and not isinstance(reply, (str, Mapping)) else [reply]
             if len(answers) != len(batch) or not all(isinstance(one, (str, Number)) for one in answers):
-                raise ConfigError(f"{len(batch)} questions need as many texts for answers, got {given!r:.60}")
+                raise ConfigError(f"{len(batch)} questions need as many texts for answers, got {reply!r:.60}")
             for number, text in zip(batch, answers, strict=True):
                 texts[number] = str(text)
             start += len(batch)
@@ -141,7 +141,7 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
 def _alone(asker: Asker, order: Sequence[int]) -> Checks:
     """Ask items one by one, twice with the right evidence, and with none and other: before at every second item."""
     # By which is asked first, the right evidence or less: right answers to new questions, and those without it.
-    questions, firsts, kept = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
+    questions, firsts, without = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
     for turn, number in enumerate(order[:ALONE]):
         for kind in (NONE, OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, NONE, OTHER):
             if kind == NONE:
@@ -150,7 +150,7 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
                 asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
         if asker.items[number].question not in questions:
             firsts[turn % 2].append(asker.right(OWN, [number])[0])
-        kept[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
+        without[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
         questions.add(asker.items[number].question)
     numbers, half = order[:ALONE], min(len(order), ALONE) // 2
     differ = sum(asker.said(OWN, one) != asker.said(AGAIN, one) for one in numbers)
@@ -163,9 +163,9 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
             "the second is right, a call gets the evidence of the one before" if late else "sampling, dropout, a race",
         ),
         "earlier calls": (
-            3 * min(fisher(*firsts), fisher(*kept), fisher(*halves)),
+            3 * min(fisher(*firsts), fisher(*without), fisher(*halves)),
             f"right before other evidence {_of(firsts[0])}, after it {_of(firsts[1])}; without the right evidence "
-            f"{_of(kept[1])}, after it {_of(kept[0])}; at the beginning {_of(halves[0])}, later {_of(halves[1])}",
+            f"{_of(without[1])}, after it {_of(without[0])}; at the beginning {_of(halves[0])}, later {_of(halves[1])}",
             "something of an earlier call is kept, such as its evidence or a cache by the question",
         ),
     }

@@ -279,8 +279,7 @@ def build_index(
     columns = [_texts_of(entries, field) for field in fields]
     vectors = [_encode_unique(encoder, texts, progress) for texts in columns]
     template = config.memory.text or ": ".join(f"{{{field}}}" for field in fields)
-    given = [row.get("text") for row in entries]
-    texts = [template.format_map(row) if text in (None, "") else text for row, text in zip(entries, given, strict=True)]
+    texts = [template.format_map(row) if row.get("text") in (None, "") else row["text"] for row in entries]
     tokens = Memory(torch.cat(vectors, -1)[:, None]) if entries else None
     return Index.build(vectors[0] if entries else [], encoder=encoder, ids=ids, texts=texts, tokens=tokens, store=store)
 

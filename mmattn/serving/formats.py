@@ -100,16 +100,16 @@ class Format:
         return {"token": self._text_of(token), "logprob": logprob, "bytes": list(self._bytes_of(token))}
 
     def _text_logprobs(self, number: int, text: str, logprobs: Sequence[TokenLogprob], echo: Echo | None) -> Content:
-        asked = [] if echo is None else list(echo.ids)
+        prompt = [] if echo is None else list(echo.ids)
         scored = [*(echo.logprobs or () if echo is not None else ()), *logprobs]
         # The text of an answer has no special tokens.
-        spelled = [*map(self._bytes_of, asked)]
+        spelled = [*map(self._bytes_of, prompt)]
         spelled += [b"" if one.token in self._special else self._bytes_of(one.token) for one in logprobs]
         alignment = self._alignments.setdefault(number, Alignment())
         return {
-            "tokens": [self._text_of(token) for token in (*asked, *(one.token for one in logprobs))],
-            "token_logprobs": [*([None] * bool(asked)), *(one.logprob for one in scored)],
-            "top_logprobs": [*([None] * bool(asked)), *map(self._top_texts, scored)],
+            "tokens": [self._text_of(token) for token in (*prompt, *(one.token for one in logprobs))],
+            "token_logprobs": [*([None] * bool(prompt)), *(one.logprob for one in scored)],
+            "top_logprobs": [*([None] * bool(prompt)), *map(self._top_texts, scored)],
             "text_offset": text_offsets(alignment, text, spelled),
         }
 

@@ -129,15 +129,15 @@ def _chat_rules(pipe: Pipeline) -> list[dict[str, Any]]:
         {"if": _given("top_logprobs", {"type": "integer", "minimum": 1}), "then": _given("logprobs", {"const": True})}
     ]
     picture = _given("type", {"const": "image_url"})
-    seen = _given("content", {"type": "array", "contains": picture})
+    shows = _given("content", {"type": "array", "contains": picture})
     if isinstance(pipe, ImageToTextPipeline):
         once = {"properties": {"content": {"contains": picture, "minContains": 0, "maxContains": 1}}}
         rules.append(
-            {"properties": {"messages": {"items": once, "contains": seen, "minContains": 0, "maxContains": 1}}}
+            {"properties": {"messages": {"items": once, "contains": shows, "minContains": 0, "maxContains": 1}}}
         )
-        rules.append({"if": _given("memory"), "then": {"properties": {"messages": {"not": {"contains": seen}}}}})
+        rules.append({"if": _given("memory"), "then": {"properties": {"messages": {"not": {"contains": shows}}}}})
         if "{question}" not in pipe.config.prompt:
-            rules.append({"anyOf": [_given("memory"), _given("messages", {"contains": seen})]})
+            rules.append({"anyOf": [_given("memory"), _given("messages", {"contains": shows})]})
     if pipe.tokenizer.chat_template is None or "{passages}" in pipe.config.prompt:
         rules.append(_given("messages", {"maxItems": 1, "items": _given("role", {"const": "user"})}))
     if isinstance(pipe, QuestionAnsweringPipeline):
@@ -153,8 +153,8 @@ def _completion_rules(engine: Engine) -> list[dict[str, Any]]:
     pipe, most = engine.pipe, engine.limits.max_requests
     rules: list[dict[str, Any]] = []
     for n in sorted({most // (most // n + 1) + 1 for n in range(1, most + 1)}):
-        few = {"anyOf": [{"type": "string"}, {"items": {"type": "integer"}}, {"maxItems": most // n}]}
-        rule = {"properties": {"prompt": few}}
+        limit = {"anyOf": [{"type": "string"}, {"items": {"type": "integer"}}, {"maxItems": most // n}]}
+        rule = {"properties": {"prompt": limit}}
         rules.append(rule if n == 1 else {"if": _given("n", {"type": "integer", "minimum": n}), "then": rule})
     if isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
         rules.append({"anyOf": [_given("memory"), _given("image")]})

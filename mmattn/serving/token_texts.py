@@ -74,10 +74,10 @@ def _go_on(known: Alignment, more: str) -> None:
     while known.ahead and known.place < len(known.text):
         character, known.ahead = known.ahead[0], known.ahead[1:]
         # Decoding strips blanks, and may write other ones; a byte that is no character can be more of U+FFFD.
-        found = known.place
-        while not character.isspace() and known.text[found : found + 1] in (" ", "\N{REPLACEMENT CHARACTER}"):
-            if known.text[found] == character:
+        place = known.place
+        while not character.isspace() and known.text[place : place + 1] in (" ", "\N{REPLACEMENT CHARACTER}"):
+            if known.text[place] == character:
                 break
-            found += 1
-        if known.text.startswith(character, found):
-            known.place = found + 1
+            place += 1
+        if known.text.startswith(character, place):
+            known.place = place + 1

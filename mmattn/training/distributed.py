@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.errors import ConfigError, check_choice, import_extra
@@ -275,6 +276,17 @@ def epoch_of(batches: Batches, number: int, start: int = 0) -> Iterator[Sequence
     if isinstance(batches, EpochBatches):
         return batches.epoch(number, start)
     return itertools.islice(batches, start, None)
+
+
+def is_stream(batches: Batches) -> bool:
+    """Return whether batches may be given only once; those of a known number are given anew in each epoch."""
+    if isinstance(batches, EpochBatches):
+        return batches.batches_per_epoch is None
+    try:
+        len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return True
+    return isinstance(getattr(batches, "dataset", None), IterableDataset)
 
 
 def prefetched(items: Iterator[T], ahead: int) -> Generator[T, None, None]:

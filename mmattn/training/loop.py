@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.data.row import Row
-from mmattn.data.sampling import Batches, EpochBatches, derive_seed
+from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.calibration import calibrating, fresh_adapters
@@ -36,7 +36,7 @@ from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, sh
 from mmattn.progress import tracked
 from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_parameters
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
-from mmattn.training.distributed import FetchedBatch, Processes, epoch_of, fetch, prefetched
+from mmattn.training.distributed import FetchedBatch, Processes, epoch_of, fetch, is_stream, prefetched
 from mmattn.training.evaluation import evaluate, loss_of
 from mmattn.training.metrics import MEASURED, DryRunEnded, Figures, StepClock, cost, is_dry_run
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
@@ -231,8 +231,8 @@ class _Run:
             return
         begun = epoch_of(batches, 0)
         first_batch = list(islice(begun, 1))
-        if not isinstance(batches, EpochBatches) or batches.batches_per_epoch is None:
-            self.begun = chain(first_batch, begun)  # a stream may give its rows once
+        if is_stream(batches):
+            self.begun = chain(first_batch, begun)
         whole = replace(self.processes, index=0, count=1)  # nothing may depend on the number of processes
         first = next(fetch(first_batch, self.config, whole, self.collate, self.sharded, TrainingResult(), steps=1))
         with calibrating(model):

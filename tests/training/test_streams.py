@@ -145,6 +145,25 @@ def test_the_loop_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> Non
         assert seen == [row.text for row in (*rows[:4], *rows)]
 
 
+def test_a_loader_of_known_length_is_begun_anew_by_training(tmp_path: Path) -> None:
+    """Calibration draws an order of its own, so that recorded figures are those of the same rows in each epoch."""
+    rows = [training.Row(row.text, memory=row.memory) for row in small_run.rows(12) if row.has_memory]
+    drawn: list[str] = []
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": list}
+    loaders = [DataLoader(rows, generator=torch.Generator().manual_seed(7), **options) for _ in range(2)]
+    orders = [[row.text for batch in loaders[0] for row in batch] for _ in range(2)]
+    model = small_run.attach()
+
+    def loss(batch: Any, seeds: Any) -> Any:
+        drawn.extend(row.text for row in batch)
+        return training.sum_nats(model, small_run.collator(tmp_path).batch(batch))
+
+    config = training.TrainingConfig(max_steps=2, learning_rate=1e-2)
+    training.train(model, loss, loaders[1], config, training.make_accelerator(device="cpu"), progress=False)
+    assert orders[0] != orders[1]
+    assert drawn == [*orders[0][:4], *orders[1][:8]]
+
+
 class StreamOnce(training.StreamRows):
     """A stream of rows that goes on where it was left."""
 

@@ -265,8 +265,8 @@ class StartsBatching:
                 "model.generate_batch(inputs, memory=[…]) or manager.add_request(ids, memory=…)"
             )
         host_class: type[PreTrainedModel] = type(self.host)
-        kept = getattr(self.host, "_cached_continuous_batching_manager", None)
-        if kept is not None and getattr(getattr(kept, "memories", None), "model", None) is not self.model:
+        persistent = getattr(self.host, "_cached_continuous_batching_manager", None)
+        if persistent is not None and getattr(getattr(persistent, "memories", None), "model", None) is not self.model:
             raise ConditionError(
                 "the manager that persistent_manager=True keeps was made without these adapters: call "
                 "destroy_cached_continuous_batching_manager() first"
@@ -274,7 +274,7 @@ class StartsBatching:
         options = inspect.signature(host_class.init_continuous_batching).bind(self.host, *args, **kwargs).arguments
         _prepare_options(self.host, options)
         manager = host_class.init_continuous_batching(**options)
-        if kept is None:
+        if persistent is None:
             manager.memories = RequestMemories(self.model, manager)
         return manager
 
@@ -288,8 +288,8 @@ def _prepare_options(host: nn.Module, options: Arguments) -> None:
     from transformers import ContinuousBatchingConfig
 
     answers: Any = options.get("generation_config") or getattr(host, "generation_config", None)
-    given = options.get("continuous_batching_config") or getattr(answers, "continuous_batching_config", None)
-    config = ContinuousBatchingConfig() if given is None else copy.copy(given)
+    batching = options.get("continuous_batching_config") or getattr(answers, "continuous_batching_config", None)
+    config = ContinuousBatchingConfig() if batching is None else copy.copy(batching)
     compiled = [
         f"{type(one).__name__}.{name}"
         for one in (config, answers, text_config(host))

@@ -22,7 +22,7 @@ from mmattn.errors import ConditionError
 from tests import tiny
 from tests.families.building import tiny_model
 
-WITHOUT, WITH = "read without a memory, or was put together", "read with a memory, and this call has none"
+WITHOUT, WITH = "read without a memory, or put together", "read with a memory, and this call has none"
 FAMILIES = ("llama", "gpt2", "gemma3_text", "mamba")
 pytestmark = pytest.mark.usefixtures("without_gradients")
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}

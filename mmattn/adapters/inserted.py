@@ -213,9 +213,8 @@ class InsertedMemory(VectorMemory, JoinedMemory):
         sources = [*prepared.memory.tensors(), *adapter.reading_parameters(), *reader.tensors()]
         if reader.is_training or (grad and any(one.requires_grad for one in sources)):
             return adapter.insert(prepared.memory)
-        if "slots" in values and not values["unchanged"]():
-            del values["slots"]
-        if "slots" not in values:
+        if "unchanged" not in values or not values["unchanged"]():
+            values.pop("slots", None)
             values["unchanged"] = reader.unchanged()
         slots = cached(values, "slots", lambda: adapter.insert(prepared.memory))
         if cache is not None:

@@ -73,3 +73,18 @@ def test_gathered_rows_are_the_rows(kind, monkeypatch):
         assert torch.isfinite(out).all()
         torch.testing.assert_close(out[row], every[number])
     assert KeyValue.gather([(first, number) for number in range(3)]) is first
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_is_an_edit_of_what_it_moves(fused: bool, compiled: bool):
+    """Invariant 197: kernels of fused optimizers do not count what they write; a parameter without gradients stays."""
+    moved, still = torch.nn.Linear(3, 5), torch.nn.Linear(5, 3)
+    versions = [TensorVersion(part.parameters()) for part in (moved, still)]
+    optimizer = torch.optim.AdamW([*moved.parameters(), *still.parameters()], fused=fused)
+    moved(torch.ones(2, 3)).sum().backward()
+    (torch.compile(optimizer.step) if compiled else optimizer.step)()
+    assert [version.holds(part.parameters()) for version, part in zip(versions, (moved, still), strict=True)] == [
+        False,
+        True,
+    ]

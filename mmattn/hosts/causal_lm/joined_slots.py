@@ -240,11 +240,12 @@ class HostEmbeddingReader:
     def __init__(self, model: AdaptedModel, turns_keys: bool) -> None:
         self.model, self.turns_keys = model, turns_keys
         self._options = fewest_logits(model.host)
+        self._state: HostState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostEmbeddingReader:
         # In a copy of the model it reads with the copy's host; a copy of an adapter alone stays with its host.
         twin = copy.copy(self)
-        twin.model = memo.get(id(self.model), self.model)
+        twin.model, twin._state = memo.get(id(self.model), self.model), None
         return twin
 
     @property
@@ -265,7 +266,9 @@ class HostEmbeddingReader:
 
     def unchanged(self) -> Callable[[], bool]:
         """Return a function that tells whether the host still computes as it does now."""
-        return HostState(self.model.host).holds
+        if self._state is None or not self._state.holds():
+            self._state = HostState(self.model.host)
+        return self._state.holds
 
     def read(
         self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor

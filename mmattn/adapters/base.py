@@ -73,6 +73,7 @@ class AdapterLayers(Reader):
         self.position = self.sites[0].position
         self.places = [(layer, self.position) for layer in self.layers]
         self.name = "default"
+        self.register_load_state_dict_pre_hook(_give_dimension)
 
     @property
     def adapter_config(self) -> AdapterConfig:
@@ -181,3 +182,10 @@ class AdapterLayers(Reader):
         for child in self.children():
             if child is not self.blocks:
                 child.to(self.sites[0].device)
+
+
+def _give_dimension(adapter: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Give gates of files that have them as plain numbers the dimension that FSDP2 shards by."""
+    for name, parameter in adapter.named_parameters(prefix.removesuffix(".")):
+        if name in state and not state[name].dim() and parameter.dim() == 1:
+            state[name] = state[name][None]

@@ -75,11 +75,13 @@ class Gate(nn.Module):
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.zeros(shape))
+        self.shape = shape
+        # FSDP2 shards by the first dimension, and refuses a parameter without dimensions.
+        self.gate = nn.Parameter(torch.zeros(shape or (1,)))
 
     def forward(self) -> Tensor:
         """tanh of the numbers, in their shape."""
-        return self.gate.tanh()
+        return self.gate.tanh().view(self.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         def keep_precision(tensor: Tensor) -> Tensor:

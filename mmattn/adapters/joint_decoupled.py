@@ -185,7 +185,7 @@ class JointDecoupledBlock(nn.Module):
         self.k_proj = nn.Linear(dim, size.num_heads * size.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, size.num_heads * size.head_dim, bias=False)
         self.q_norm, self.k_norm, self.memory_k_norm = (nn.RMSNorm(size.head_dim, eps=1e-6) for _ in range(3))
-        self.gate = nn.Parameter(torch.zeros(()))
+        self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, memory: Memory, time: Tensor) -> Tensor:
         """Compute the attention (b, h, l, k), 0 in rows without a memory."""

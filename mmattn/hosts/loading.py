@@ -112,9 +112,10 @@ def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> Ada
         needed = settings.build(sites).state_dict()
     expected = {key: (tuple(value.shape), value.dtype) for key, value in needed.items()}
     for key, (shape, dtype) in expected.items():
-        # Weights are cast where they are loaded, from whatever precision they were saved in.
-        if key in shapes and dtype.is_floating_point and shapes[key][1].is_floating_point:
-            expected[key] = shape, shapes[key][1]
+        saved_shape, saved_dtype = shapes.get(key, (shape, dtype))
+        if dtype.is_floating_point and saved_dtype.is_floating_point:
+            dtype = saved_dtype  # weights are cast where they are loaded, from whatever precision they were saved in
+        expected[key] = () if not saved_shape and shape == (1,) else shape, dtype
     check_tensors(expected, shapes)
     return settings
 

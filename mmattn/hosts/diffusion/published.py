@@ -182,7 +182,7 @@ class SD3Layout(PublishedLayout):
 
     def complete(self, state: Tensors) -> Tensors:
         """Return the state with gates of 1."""
-        gates = {f"blocks.{layer}.gate": torch.ones(()) for layer in self.numbers}
+        gates = {f"blocks.{layer}.gate": torch.ones(1) for layer in self.numbers}
         return state | gates | {"perceiver.latents": state["perceiver.latents"].flatten(0, -2)}
 
     def written(self, adapter: AdapterLayers, state: Tensors) -> Tensors | None:

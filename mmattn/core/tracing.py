@@ -14,7 +14,8 @@ transform_under_way = torch._C._functorch.peek_interpreter_stack
 def readable(tensor: Tensor) -> bool:
     """Return whether a tensor has values that Python may branch on.
 
-    It has none on the meta device, as a fake tensor, while a graph is traced, or inside a transform of `torch.func`.
+    It has none on the meta device, as a fake tensor, while a graph is traced or a CUDA graph captured, or inside a
+    transform of `torch.func`.
     """
     return (
         not torch.compiler.is_compiling()
@@ -22,6 +23,7 @@ def readable(tensor: Tensor) -> bool:
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type != "meta"
         and transform_under_way() is None
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import BoundMemory
+from mmattn.core.device_checks import collect_checks, raise_failed
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
@@ -181,14 +183,21 @@ def call_of_step(model: AdaptedModel, cache: object) -> Call | None:
 
 
 def bind_request(model: AdaptedModel, memory: object) -> dict[str, BoundMemory]:
-    """Return the memory of one request, bound to the adapters."""
-    bound = {name: one.for_request() for name, one in model.bind(memory).items()}
-    return {name: one for name, one in bound.items() if one is not None}
+    """Return the memory of one request, bound to the adapters; NonFiniteError where it is not finite."""
+
+    def bind() -> dict[str, BoundMemory]:
+        bound = {name: one.for_request() for name, one in model.bind(memory).items()}
+        return {name: one for name, one in bound.items() if one is not None}
+
+    bound, checks = collect_checks(bind)
+    raise_failed(checks, wait=True)  # once for a request, so that no call of its thread is refused for it
+    return bound
 
 
 def prepared_by_name(model: AdaptedModel, memory: object) -> dict[str, object]:
     """Return the memory of one request as an object for many calls, for each adapter that reads it."""
-    return {name: bound.shared for name, bound in model.bind(memory).items()}
+    bound, _ = collect_checks(partial(model.bind, memory))  # `bind_request` checks
+    return {name: one.shared for name, one in bound.items()}
 
 
 def check_memories(model: AdaptedModel, memories: Sequence[object]) -> list[object]:

@@ -1,4 +1,4 @@
-"""What a GPU would pay beyond the bare model: operations that launch a kernel, and waits for values (DESIGN, section 2).
+"""What a GPU would pay beyond the bare model: operations that launch a kernel, and waits for values.
 
 Counted on the CPU, where the numbers are the same on every machine.
 """
@@ -38,7 +38,7 @@ def beyond(ours: Work, bare: Work) -> int:
 
 @torch.no_grad()
 def test_cross_attention() -> None:
-    """Four products and one attention; a mask is one operation more, and hiding what lies in padding another."""
+    """Invariant 206. Four products and one attention; a mask is one operation more, and hiding what lies in padding another."""
     layer, x, memory = mmattn.CrossAttention(64, 48, 4), torch.randn(2, 6, 64), torch.randn(2, 17, 48)
     assert beyond(lambda: layer(x, memory), lambda: None) == 5
     assert beyond(lambda: layer(x, memory, mask=SLOTS), lambda: None) <= 5 + 2
@@ -82,7 +82,7 @@ MEMORIES: dict[str, tuple[bool, bool, float]] = {
 @pytest.mark.parametrize("kind", MEMORIES)
 @torch.no_grad()
 def test_texts_and_tokens(kind: str) -> None:
-    """An adapted layer: norm, two products, attention and gated sum, and the same for its feed-forward."""
+    """Invariant 206. An adapted layer: norm, two products, attention and gated sum, and the same for its feed-forward."""
     prepares, pads, budget = MEMORIES[kind]
     bare, model = make_models()
     memory: Any = mmattn.Memory(torch.randn(2, 17, 48), SLOTS if pads else None)
@@ -106,6 +106,7 @@ def test_a_memory_and_calls_without() -> None:
 
 
 def test_a_training_step() -> None:
+    """Invariant 206."""
     _, model = make_models()
     model.train()
 
@@ -121,6 +122,7 @@ def test_a_training_step() -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @torch.no_grad()
 def test_a_host_of_each_family_waits_no_longer(family: str) -> None:
+    """Invariant 206."""
     bare, model = tiny.make(family), tiny.attach(tiny.make(family))
     memory, ids = tiny.memory(3, lengths=[5, 0, 3]), tiny.text(3)
     assert beyond(lambda: model(ids, memory=memory), lambda: bare(ids)) > 0

@@ -39,7 +39,7 @@ def call_projected(layer: CrossAttention, x: Tensor, memory: Tensor, *, mask: Te
 @pytest.mark.parametrize("h,g", [(5, 5), (6, 2)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers(dtype, h, g, biases, layout, through, monkeypatch):
-    """Invariants 4, 5, 9: forward and backward, beams included; padding may hold anything."""
+    """Invariant 207: forward and backward, beams included; padding may hold anything."""
     force(monkeypatch, layout)
     layer = CrossAttention(D, E, h, num_kv_heads=g, head_dim=8, **BIASES[biases]).to(dtype)
     for beams in (1, 3):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import call_by_name
+from mmattn.core.tracing import may_read
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
 from mmattn.hosts.causal_lm.output_head import OutputHead, has_output_head, last_hidden_states, output_head
@@ -51,9 +52,13 @@ def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) 
     return token_nats(model, batch, chunk_size).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
-def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> tuple[Tensor, int]:
-    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`."""
-    return token_nats(model, batch, chunk_size).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
+def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> tuple[Tensor, int | Tensor]:
+    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`.
+
+    Of labels on a device the number is a tensor, since to read it would wait for the device.
+    """
+    count = (batch.labels[:, 1:] != IGNORED).sum()
+    return token_nats(model, batch, chunk_size).sum(), int(count) if may_read(count) else count
 
 
 @torch.no_grad()
@@ -108,8 +113,13 @@ def _chunked_nats(model: nn.Module, kwargs: Mapping[str, object], labels: Tensor
     states = last_hidden_states(model, kwargs)[:, :-1]
     labels = labels[:, 1:].to(states.device)
     learned = labels != IGNORED
-    nats: Tensor = ChunkedCrossEntropy.apply(states[learned], labels[learned], head, chunk_size)
-    return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned.to(nats.device), nats)
+    if may_read(learned):
+        nats: Tensor = ChunkedCrossEntropy.apply(states[learned], labels[learned], head, chunk_size)
+        return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned.to(nats.device), nats)
+    # To gather the tokens that are learned would wait for the device, which is to count them: the others are 0.
+    states = torch.where(learned[..., None], states, 0)
+    nats = ChunkedCrossEntropy.apply(states.flatten(0, 1), labels.clamp(min=0).flatten(), head, chunk_size)
+    return torch.where(learned.to(nats.device), nats.view(labels.shape), 0)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

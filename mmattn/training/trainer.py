@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.serialization import load_folder
+from mmattn.core.device_checks import report_checks
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.probe import in_eval_mode
@@ -44,6 +45,7 @@ def adapter_trainer() -> type:
         LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
         bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
         checkpoint. A step is that of its whole batch, however it is accumulated, also of hosts whose loss is a mean.
+        `logging_nan_inf_filter` is off, since it reads the loss of each step: a loss that is NaN is logged as NaN.
 
         Args:
             args: positional arguments of the Trainer.
@@ -77,6 +79,9 @@ def adapter_trainer() -> type:
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
                 _read_in_every_process(arguments)
+                # What is logged, and where a copy begins, must not have each step wait for the device.
+                arguments.logging_nan_inf_filter = False
+                arguments.accelerator_config.non_blocking |= arguments.dataloader_pin_memory
                 arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
@@ -186,6 +191,11 @@ def adapter_trainer() -> type:
                 for batch in batches:
                     model(**self._prepare_inputs(dict(batch)))
 
+        def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+            """Log metrics, which were read from the device; what was found there meanwhile is raised."""
+            report_checks(wait=True)
+            super().log(logs, *args, **kwargs)
+
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
         def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:
             return dataset
@@ -196,6 +206,7 @@ def adapter_trainer() -> type:
         def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
             if not self.args.should_save:
                 return
+            report_checks(wait=True)
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             model = self.accelerator.unwrap_model(self.model)

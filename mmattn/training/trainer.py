@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import call_by_name
 from mmattn.adapters.serialization import load_folder
 from mmattn.core.device_checks import report_checks
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
-from mmattn.hosts.probe import in_eval_mode
+from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
+from mmattn.training.losses import chunked_nats, has_chunks
 from mmattn.training.optimization import parameter_groups
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ def adapter_trainer() -> type:
         optimizer: torch.optim.Optimizer | None
         model_accepts_loss_kwargs: bool
         _calibrates = False
+        _chunks: bool | None = None
 
         def __init__(
             self,
@@ -121,6 +125,10 @@ def adapter_trainer() -> type:
             Where no row has a memory, and no adapter is reached, the gradients are zero.
             """
             items, share = num_items_in_batch, None
+            if items is not None and not return_outputs and self._in_chunks(inputs):
+                kwargs = {name: value for name, value in inputs.items() if name != "labels"}
+                with self.accelerator.autocast():
+                    return self._of_every_parameter(chunked_nats(self.model, kwargs, inputs["labels"]).sum() / items)
             if self._divides is False and items is not None:
                 # T5, BART and others return the mean over the targets of a micro-batch.
                 share, items = self._targets(inputs) / items, None
@@ -130,11 +138,39 @@ def adapter_trainer() -> type:
             loss, *outputs = computed if return_outputs else (computed,)
             if share is not None:
                 loss = loss * share.to(loss.device)
-            if torch.is_grad_enabled():
-                parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
-                # Of every parameter: DistributedDataParallel waits for all of them in each process.
-                loss = loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+            loss = self._of_every_parameter(loss)
             return (loss, *outputs) if return_outputs else loss
+
+        def _of_every_parameter(self, loss: Tensor) -> Tensor:
+            """Return a loss that depends on every parameter: DistributedDataParallel waits for all of them."""
+            if not torch.is_grad_enabled():
+                return loss
+            parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
+            return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+
+        def _in_chunks(self, inputs: Mapping[str, Any]) -> bool:
+            """Return whether the host's loss is computed in chunks: not where it is compiled, or shared out."""
+            model = self.model
+            if (
+                self.model_wrapped is not model
+                or "labels" not in inputs
+                or not getattr(model, "predicts_tokens", False)
+            ):
+                return False
+            if self.label_smoother or self.compute_loss_func or not has_chunks(model):
+                return False
+            if self._chunks is None:
+                self._chunks = self._is_mean_of_tokens()
+            return self._chunks
+
+        @torch.no_grad()
+        def _is_mean_of_tokens(self) -> bool:
+            """Return whether the host's loss is the mean of `token_nats`, without that of a router, for instance."""
+            model: Any = self.model
+            kwargs = next(text_inputs(inner_host(model.host), 1)) | {"use_cache": False}
+            with bare_forward(model.host, model.open_blocks), self.accelerator.autocast():
+                loss = call_by_name(model.host, **kwargs, labels=kwargs["input_ids"]).loss
+                return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
 
         def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
@@ -153,7 +189,7 @@ def adapter_trainer() -> type:
         def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list[Mapping[str, object]], object]:
             """The micro-batches of a step; by those of the first, fresh adapters are calibrated."""
             batches, items = super().get_batch_samples(*args, **kwargs)
-            if self._divides is None and batches and items is not None:
+            if self._divides is None and batches and items is not None and not self._in_chunks(batches[0]):
                 self._divides = self._reads_items(batches[0], items)
             if self._calibrates:
                 self._calibrates = False
@@ -189,7 +225,7 @@ def adapter_trainer() -> type:
                 self.autocast_smart_context_manager(),
             ):
                 for batch in batches:
-                    model(**self._prepare_inputs(dict(batch)))
+                    self.compute_loss(model, self._prepare_inputs(dict(batch)), num_items_in_batch=1)
 
         def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
             """Log metrics, which were read from the device; what was found there meanwhile is raised."""

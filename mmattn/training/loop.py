@@ -39,7 +39,16 @@ from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_pa
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 from mmattn.training.distributed import FetchedBatch, Processes, epoch_of, fetch, is_stream, prefetched
 from mmattn.training.evaluation import evaluate, loss_of, sums_of
-from mmattn.training.metrics import MEASURED, DryRunEnded, Figures, StepClock, cost, is_dry_run
+from mmattn.training.metrics import (
+    MEASURED,
+    DryRunEnded,
+    Figures,
+    StepClock,
+    cost,
+    flops_per_token,
+    is_dry_run,
+    tokens_of,
+)
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
 from mmattn.training.run_folder import RunFolder
 
@@ -211,7 +220,7 @@ class _Run:
             parameter.data.copy_(self.processes.from_first(parameter.data))
         self.begun: Iterator[Sequence[object]] | None = None  # the first epoch, where calibration has opened it
         self.measured: dict[str, float] = {}  # of this step, beside its loss
-        self.clock = StepClock()
+        self.clock, self.flops = StepClock(), flops_per_token(model)
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
         lengths = getattr(batches, "fingerprint", None)
         identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **self.identity}
@@ -284,7 +293,7 @@ class _Run:
                 self.measured |= self.measure(step + 1, float(norm))
         self.optimizer.step()
         self.state.average(config.ema_decay)
-        self.clock.count(batch.size, targets)
+        self.clock.count(batch.size, targets, sum(self.flops * tokens_of(part.batch) for part in batch.micro_batches))
         return total_loss / max(1.0, targets), norm
 
     # The run -------------------------------------------------------------------------------------------------------
@@ -365,7 +374,7 @@ class _Run:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "grad_norm": sum(torch.stack(norms).tolist()) / len(norms),
         }
-        return {**metrics, **self.clock.metrics(), **self.measured}
+        return {**metrics, **self.clock.metrics(self.accelerator.device), **self.measured}
 
     def _status(self) -> str:
         recent = self.recent

@@ -22,6 +22,7 @@ from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
 from mmattn.training.losses import chunked_nats, has_chunks
+from mmattn.training.metrics import StepClock, flops_per_token, tokens_of
 from mmattn.training.optimization import parameter_groups
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def adapter_trainer() -> type:
         optimizer: torch.optim.Optimizer | None
         model_accepts_loss_kwargs: bool
         _calibrates = False
-        _chunks: bool | None = None
+        _chunks: bool | None  # None where the host's loss is still to be compared
 
         def __init__(
             self,
@@ -74,6 +75,7 @@ def adapter_trainer() -> type:
             **kwargs: object,
         ) -> None:
             self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
+            self._clock, self._flops = StepClock(), 0.0
             model = args[0] if args else kwargs.get("model")
             arguments = args[1] if len(args) > 1 else kwargs.get("args")
             if isinstance(arguments, transformers.TrainingArguments):
@@ -91,7 +93,9 @@ def adapter_trainer() -> type:
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
-            if getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder:
+            of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
+            self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False
+            if of_tokens:
                 self._loss_shifts_labels = True  # also of classes whose names the Trainer does not know
             # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
             self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
@@ -150,14 +154,9 @@ def adapter_trainer() -> type:
 
         def _in_chunks(self, inputs: Mapping[str, Any]) -> bool:
             """Return whether the host's loss is computed in chunks: not where it is compiled, or shared out."""
-            model = self.model
-            if (
-                self.model_wrapped is not model
-                or "labels" not in inputs
-                or not getattr(model, "predicts_tokens", False)
-            ):
+            if self._chunks is False or self.model_wrapped is not self.model or "labels" not in inputs:
                 return False
-            if self.label_smoother or self.compute_loss_func or not has_chunks(model):
+            if not has_chunks(self.model):
                 return False
             if self._chunks is None:
                 self._chunks = self._is_mean_of_tokens()
@@ -167,7 +166,7 @@ def adapter_trainer() -> type:
         def _is_mean_of_tokens(self) -> bool:
             """Return whether the host's loss is the mean of `token_nats`, without that of a router, for instance."""
             model: Any = self.model
-            kwargs = next(text_inputs(inner_host(model.host), 1)) | {"use_cache": False}
+            kwargs: dict[str, Any] = next(text_inputs(inner_host(model.host), 1)) | {"use_cache": False}
             with bare_forward(model.host, model.open_blocks), self.accelerator.autocast():
                 loss = call_by_name(model.host, **kwargs, labels=kwargs["input_ids"]).loss
                 return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
@@ -178,6 +177,8 @@ def adapter_trainer() -> type:
                 resume_from_checkpoint = last_complete(Path(self.args.output_dir))
             # A checkpoint holds the calibration of the run that is resumed.
             self._calibrates = not resume_from_checkpoint
+            self._flops = flops_per_token(self.model)
+            self._clock.begin()
             config = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
@@ -227,10 +228,33 @@ def adapter_trainer() -> type:
                 for batch in batches:
                     self.compute_loss(model, self._prepare_inputs(dict(batch)), num_items_in_batch=1)
 
+        def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+            """Those of a micro-batch by `flops_per_token`, which are counted here with its tokens."""
+            tokens = tokens_of(inputs)
+            self._clock.count(0, tokens, tokens * self._flops)
+            return tokens * self._flops
+
         def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-            """Log metrics, which were read from the device; what was found there meanwhile is raised."""
+            """Log metrics, which were read from the device; what was found there meanwhile is raised.
+
+            Beside the loss there are `tokens_per_second` and, on a known card, `mfu` of this process since the last.
+            """
             report_checks(wait=True)
+            if "loss" in logs:
+                speed = self._clock.metrics(self.args.device)
+                logs["tokens_per_second"] = speed["targets_per_second"]
+                logs |= {name: value for name, value in speed.items() if name == "mfu"}
+                self._clock.begin()
             super().log(logs, *args, **kwargs)
+
+        def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
+            """Evaluate, as every Trainer does; its time is none of the training's."""
+            with self._clock.aside():
+                return super().evaluate(*args, **kwargs)
+
+        def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
+            with self._clock.aside():
+                super()._save_checkpoint(*args, **kwargs)
 
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
         def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import call_by_name
 from mmattn.adapters.serialization import load_folder
-from mmattn.core.device_checks import report_checks
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.peft import inner_host
@@ -235,11 +234,7 @@ def adapter_trainer() -> type:
             return tokens * self._flops
 
         def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-            """Log metrics, which were read from the device; what was found there meanwhile is raised.
-
-            Beside the loss there are `tokens_per_second` and, on a known card, `mfu` of this process since the last.
-            """
-            report_checks(wait=True)
+            """Log metrics, beside the loss `tokens_per_second` and, on a known card, `mfu` of this process."""
             if "loss" in logs:
                 speed = self._clock.metrics(self.args.device)
                 logs["tokens_per_second"] = speed["targets_per_second"]
@@ -266,7 +261,6 @@ def adapter_trainer() -> type:
         def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
             if not self.args.should_save:
                 return
-            report_checks(wait=True)
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             model = self.accelerator.unwrap_model(self.model)

@@ -253,10 +253,11 @@ def flops_per_token(model: Any) -> float:
     """
     if not getattr(model, "predicts_tokens", False) or not model.adapters or model.config.is_encoder_decoder:
         return 0.0
-    if getattr(model, "is_quantized", False) or getattr(text_config(model.host), "num_experts_per_tok", None):
+    head = model.host.get_output_embeddings()
+    few = getattr(model, "is_quantized", False) or getattr(text_config(model.host), "num_experts_per_tok", None)
+    if few or not isinstance(head, nn.Linear):
         return 0.0
     tables = {id(part.weight) for part in model.host.modules() if isinstance(part, nn.Embedding)}
-    head = model.host.get_output_embeddings()
     host = {id(one): one for one in (*model.host.parameters(), *head.parameters())}
     trained = {id(one): one for one in model.parameters() if one.requires_grad}
     upper = {id(one): one for part in (*model.layers[count_below(model) :], head) for one in part.parameters()}

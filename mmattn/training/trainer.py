@@ -225,7 +225,11 @@ def adapter_trainer() -> type:
                 self.autocast_smart_context_manager(),
             ):
                 for batch in batches:
-                    self.compute_loss(model, self._prepare_inputs(dict(batch)), num_items_in_batch=1)
+                    inputs = self._prepare_inputs(dict(batch))
+                    if self._in_chunks(inputs):
+                        self.compute_loss(model, inputs, num_items_in_batch=1)
+                    else:
+                        model(**inputs)
 
         def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
             """Those of a micro-batch by `flops_per_token`, which are counted here with its tokens."""

@@ -54,7 +54,7 @@ class HostAttention:
     computed: tuple[Tensor, Tensor] | None = None
     is_sdpa: bool = False  # the function is that of transformers for `scaled_dot_product_attention`
     # masks of slots and text that layers of this forward have made, which later layers take
-    masks: dict[object, tuple[Tensor, object]] | None = None
+    masks: dict[object, tuple[Tensor | None, object]] | None = None
 
     def with_text(self, key: Tensor, value: Tensor) -> HostAttention:
         """Return this attention with other keys and values of the text."""

@@ -71,12 +71,11 @@ class JoinedSlots:
         keys, values = (
             {layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in (self.keys, self.values)
         )
-        rows = (
-            None if one is None else one.repeat_interleave(times, 0)
-            for one in (self.mask, self.positions, self.offsets)
+        positions, offsets = (
+            None if one is None else one.repeat_interleave(times, 0) for one in (self.positions, self.offsets)
         )
         lengths = None if self.lengths is None else [one for one in self.lengths for _ in range(times)]
-        return JoinedSlots(keys, values, *rows, lengths)  # type: ignore[arg-type]
+        return JoinedSlots(keys, values, self.mask.repeat_interleave(times, 0), positions, offsets, lengths)
 
 
 class JoinedView(View):
@@ -129,9 +128,8 @@ class JoinedView(View):
         visible = text.pack(self.visible.expand(documents, text.longest, m), blank)
         owned = numbers[..., None] == torch.arange(documents, device=numbers.device)
         every = torch.ones(1, documents * m, dtype=torch.bool, device=numbers.device)
-        return JoinedView(
-            JoinedSlots(keys, values, every, lengths=[documents * m]), (owned[..., None] & visible[:, :, None]).flatten(2), is_packed=True
-        )
+        own = (owned[..., None] & visible[:, :, None]).flatten(2)
+        return JoinedView(JoinedSlots(keys, values, every, lengths=[documents * m]), own, is_packed=True)
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
         """Return the attention of a layer with the slots; a token attends back as far as its layer does."""

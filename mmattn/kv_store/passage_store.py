@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from mmattn.kv_store.greedy_dual import GreedyDual
 from mmattn.kv_store.passage_folder import PassageFolder
@@ -19,11 +18,13 @@ AHEAD = 64
 class PassageStore:
     """Passages that a host has read; safe in several threads.
 
-    `max_bytes` of keys and values are in memory; `cost` is that of reading so many tokens with the host.
+    `max_bytes` of keys and values are in memory: on the device that computed them, or out of a file in memory of the
+    CPU, which is `pinned` for a host on a CUDA device. `cost` is that of reading so many tokens with the host.
     """
 
-    def __init__(self, max_bytes: int | None, cost: Callable[[int], float]) -> None:
+    def __init__(self, max_bytes: int | None, cost: Callable[[int], float], pinned: bool = False) -> None:
         self.folder: PassageFolder | None = None
+        self.pinned = pinned
         self._budget, self._cost = GreedyDual[Ids](max_bytes), cost
         self._passages: dict[Ids, Passage] = {}
         self._latest: dict[Ids, Passage] = {}  # of the batch that the host has read last, without a place
@@ -96,7 +97,4 @@ class PassageStore:
                 return
             for victim in victims:
                 del self._passages[victim]
-            if mapped:
-                keys, values = ({n: one.clone() for n, one in part.items()} for part in (passage.keys, passage.values))
-                passage = replace(passage, keys=keys, values=values)
-            self._passages[passage.ids] = passage
+            self._passages[passage.ids] = passage.loaded(self.pinned) if mapped else passage

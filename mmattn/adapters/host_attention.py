@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmattn.adapters.gated_block import Gate
@@ -154,28 +154,24 @@ class HostAttention:
 
         key, value = joined([one.key for one in slots], self.key), joined([one.value for one in slots], self.value)
         if self._is_causal and all(one.mask is None for one in slots) and self._has_causal_kernel(key, value):
-            mask: Tensor | None = causal_lower_right(self.query.shape[2], key.shape[2])
-        else:
-            mask = self._mask_with(slots)
-        function = _sdpa_of_groups if self._needs_no_repeated_heads(mask) else self.function
+            mask = causal_lower_right(self.query.shape[2], key.shape[2])
+            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=mask)
+        mask = self._mask_with(slots)
+        # Beside a mask transformers copies keys for each head of a group, which the kernel of the CPU does not need.
+        is_grouped = self._is_plain_sdpa and mask is not None and key.shape[1] != self.query.shape[1]
+        function = _grouped_sdpa if is_grouped and key.device.type == "cpu" else self.function
         return replace(self, function=function, key=key, value=value, mask=mask)
 
-    def _has_causal_kernel(self, key: Tensor, value: Tensor) -> bool:
-        """Return whether a kernel of this device lets the text see all slots without a mask."""
-        if not self.is_sdpa or key.device.type != "cuda" or torch.compiler.is_compiling():
-            return False
-        groups = key.shape[1] != self.query.shape[1]
-        return can_use_flash_attention(SDPAParams(self.query, key, value, None, 0.0, False, groups))
+    @property
+    def _is_plain_sdpa(self) -> bool:
+        return self.is_sdpa and all(self.options.get(name) is None for name in ("softcap", "position_bias"))
 
-    def _needs_no_repeated_heads(self, mask: Tensor | None) -> bool:
-        """Return whether the keys of a group of heads, which transformers repeats for a mask, can stay as they are."""
-        if not self.is_sdpa or mask is None or self.query.shape[2] == 1:
+    def _has_causal_kernel(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether a kernel of this device lets all tokens see all slots without a mask."""
+        if not self._is_plain_sdpa or key.device.type != "cuda" or torch.compiler.is_compiling():
             return False
-        if any(self.options.get(name) is not None for name in ("softcap", "position_bias")):
-            return False
-        return isinstance(mask, CausalBias) or (
-            self.query.device.type == "cpu" and self.key.shape[1] != self.query.shape[1]
-        )
+        is_grouped = key.shape[1] != self.query.shape[1]
+        return can_use_flash_attention(SDPAParams(self.query, key, value, None, 0.0, False, is_grouped))
 
     def _mask_with(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
         """Return the mask of slots and text, once for the layers of a forward; None if everything is visible."""
@@ -183,7 +179,7 @@ class HostAttention:
         if self.masks is None or torch.compiler.is_compiling() or any(_is_float(one) for one in masks):
             return self._make_mask(slots)
         sizes = *self.query.shape, self.key.shape[2], *(one.key.shape[2] for one in slots)
-        key = id(self.mask), *map(id, masks), sizes, self.query.dtype, self.query.device, self._is_causal
+        key = id(self.mask), *map(id, masks), sizes, self.query.dtype, self.query.device, self._is_causal, self.is_sdpa
         if key not in self.masks:
             self.masks[key] = self._make_mask(slots), (self.mask, masks)  # kept, so that no other gets their ids
         return self.masks[key][0]
@@ -275,7 +271,7 @@ def _added_to_scores(mask: Tensor, dtype: torch.dtype, hidden: float | None = No
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
 
 
-def _sdpa_of_groups(
+def _grouped_sdpa(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -286,6 +282,6 @@ def _sdpa_of_groups(
     **options: object,
 ) -> tuple[Tensor, None]:
     """Compute attention as the function of transformers does, without a copy of keys and values for each head."""
-    groups = key.shape[1] != query.shape[1]
-    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=groups)
+    is_grouped = key.shape[1] != query.shape[1]
+    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=is_grouped)
     return out.transpose(1, 2).contiguous(), None

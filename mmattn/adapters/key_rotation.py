@@ -8,13 +8,12 @@ differs by family and by layer, and shows in the keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.diffusers_hooks import is_on_disk
-from mmattn.adapters.language_models import to_device
 from mmattn.errors import AttachError
 
 #: By how many positions the text is moved: far enough that slow frequencies are told apart.
@@ -23,8 +22,6 @@ DISTANCE = 37
 BEYOND = 1 << 23
 #: Relative errors of keys that were rotated, by bytes of a number.
 WITHIN = {8: 1e-4, 4: 1e-4, 2: 3e-2}
-
-
 #: Numbers that are rotated at once: on the CPU what its caches hold, on a device what bounds the memory it takes.
 AT_ONCE, AT_ONCE_ON_DEVICE = 1 << 20, 1 << 26
 
@@ -36,6 +33,7 @@ class KeyRotation:
     frequencies: Tensor  # (k / 2,) angle of each pair for one position, in radians
     start: int = 0  # first of the channels that are rotated
     interleaved: bool = False  # neighbours make a pair; else a channel and the one half of the width further
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)  # frequencies by device
 
     def __call__(self, keys: Tensor, distance: Tensor | int) -> Tensor:
         """Rotate keys (…, m, k) by a distance (…, m), or one for all, in positions."""
@@ -53,8 +51,10 @@ class KeyRotation:
     def _turns(self, keys: Tensor, distance: Tensor | int) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine of each pair of channels (…, m, pairs)."""
         wide = torch.promote_types(keys.dtype, torch.float32)
-        distance = torch.as_tensor(distance, device=keys.device)
-        angle = distance[..., None].double() * to_device(self.frequencies, keys.device).double()
+        if keys.device not in self._copies:
+            self._copies[keys.device] = self.frequencies.to(keys.device).double()
+        distance = distance[..., None].to(keys.device).double() if isinstance(distance, Tensor) else distance
+        angle = distance * self._copies[keys.device]
         return angle.cos().to(wide), angle.sin().to(wide)
 
     def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> None:

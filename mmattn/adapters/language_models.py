@@ -55,7 +55,7 @@ def check_ids(what: str, ids: Sequence[int], lm: nn.Module) -> None:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; from the CPU it is copied out of pinned memory, without a wait."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

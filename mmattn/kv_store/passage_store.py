@@ -11,7 +11,7 @@ from mmattn.kv_store.greedy_dual import GreedyDual
 from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage
 
-#: Passages that are mapped and checked ahead of their use, at most.
+#: Passages that are read ahead of their use, at most.
 AHEAD = 64
 
 
@@ -58,9 +58,9 @@ class PassageStore:
             self._keep(passage)
         elif self.folder is not None:
             # What the thread has not begun yet stands behind the passages of other calls.
-            passage = loading.result() if loading is not None and not loading.cancel() else self.folder.read(ids)
+            passage = loading.result() if loading is not None and not loading.cancel() else self._read(self.folder, ids)
             if passage is not None:
-                self._keep(passage, mapped=True)
+                self._keep(passage, mapped=not self.pinned)
         return passage
 
     def put(self, passages: Sequence[Passage]) -> None:
@@ -81,13 +81,18 @@ class PassageStore:
                 self._loader = ThreadPoolExecutor(1, "mmattn-passages")
             for ids in passages:
                 if ids not in self._passages and ids not in self._latest and ids not in self._ahead:
-                    self._ahead[ids] = self._loader.submit(self.folder.read, ids)
+                    self._ahead[ids] = self._loader.submit(self._read, self.folder, ids)
             while len(self._ahead) > AHEAD:
                 self._ahead.pop(next(iter(self._ahead))).cancel()
 
     def writing(self, passages: Iterable[Ids]) -> AbstractContextManager[None]:
         """Keep other processes from reading these passages with their host inside the block."""
         return nullcontext() if self.folder is None else self.folder.writing(passages)
+
+    def _read(self, folder: PassageFolder, ids: Ids) -> Passage | None:
+        """Map the file of a passage; for a device read it into pinned memory, so that the copy to it waits for nothing."""
+        passage = folder.read(ids)
+        return passage.loaded(pinned=True) if passage is not None and self.pinned else passage
 
     def _keep(self, passage: Passage, mapped: bool = False) -> None:
         """Keep a passage in memory if it is worth more than those that go for it; a mapped one is copied."""
@@ -97,4 +102,4 @@ class PassageStore:
                 return
             for victim in victims:
                 del self._passages[victim]
-            self._passages[passage.ids] = passage.loaded(self.pinned) if mapped else passage
+            self._passages[passage.ids] = passage.loaded(pinned=False) if mapped else passage

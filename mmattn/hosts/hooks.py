@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.text_state import TextState
+from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
@@ -136,6 +137,8 @@ class BeforeHost:
             return None
         if compiling and not any(source.follows_text for source in call.sources.values()):
             return None  # a compiler cannot follow the variable, and the layers can do without
+        if not compiling and UNDER_WAY.get():
+            report_checks()
         if type(host) not in self._signatures:
             self._signatures[type(host)] = signature_of(host)
         places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)

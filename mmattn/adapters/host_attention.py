@@ -154,12 +154,12 @@ class HostAttention:
 
         key, value = joined([one.key for one in slots], self.key), joined([one.value for one in slots], self.value)
         if self._is_causal and all(one.mask is None for one in slots) and self._has_causal_kernel(key, value):
-            mask = causal_lower_right(self.query.shape[2], key.shape[2])
-            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=mask)
+            causal = causal_lower_right(self.query.shape[2], key.shape[2])
+            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=causal)
         mask = self._mask_with(slots)
         # Beside a mask transformers copies keys for each head of a group, which the kernel of the CPU does not need.
-        is_grouped = self._is_plain_sdpa and mask is not None and key.shape[1] != self.query.shape[1]
-        function = _grouped_sdpa if is_grouped and key.device.type == "cpu" else self.function
+        is_grouped = mask is not None and key.shape[1] != self.query.shape[1] and self.query.shape[2] > 1
+        function = _grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
         return replace(self, function=function, key=key, value=value, mask=mask)
 
     @property

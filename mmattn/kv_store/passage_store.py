@@ -90,7 +90,7 @@ class PassageStore:
         return nullcontext() if self.folder is None else self.folder.writing(passages)
 
     def _read(self, folder: PassageFolder, ids: Ids) -> Passage | None:
-        """Map the file of a passage; for a device read it into pinned memory, so that the copy to it waits for nothing."""
+        """Map the file of a passage; for a device read it into pinned memory, from which it copies without a wait."""
         passage = folder.read(ids)
         return passage.loaded(pinned=True) if passage is not None and self.pinned else passage
 

@@ -12,6 +12,9 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.text_state import Keywords
@@ -49,6 +52,9 @@ class HostAttention:
     slots: tuple[ExtraSlots, ...] = ()
     # keys and values of the text as the host computed them, if an adapter has changed them
     computed: tuple[Tensor, Tensor] | None = None
+    is_sdpa: bool = False  # the function is that of transformers for `scaled_dot_product_attention`
+    # masks of slots and text that layers of this forward have made, which later layers take
+    masks: dict[object, tuple[Tensor | None, object]] | None = None
 
     def with_text(self, key: Tensor, value: Tensor) -> HostAttention:
         """Return this attention with other keys and values of the text."""
@@ -106,7 +112,7 @@ class HostAttention:
                 f"the attention of {type(self.module).__name__} is more than a softmax of scaled scores "
                 f"({', '.join(more)}), and its weights are not recorded"
             )
-        x = self._with_shared()._widened([slots])
+        x = replace(self, is_sdpa=False)._with_shared()._widened([slots])
         b, h, l, m = x.query.shape[0], x.query.shape[1], x.query.shape[2], x.key.shape[2]
         allowed = bias = None
         if x.mask is not None:
@@ -139,7 +145,6 @@ class HostAttention:
 
     def _widened(self, slots: Sequence[ExtraSlots]) -> HostAttention:
         """Return this attention with slots in front of its keys and values."""
-        text_mask = self._text_mask(any(one.mask is not None for one in slots))
         rows = self.query.shape[0]
 
         def joined(slots: Sequence[Tensor], text: Tensor) -> Tensor:
@@ -147,12 +152,45 @@ class HostAttention:
             text = text[:, :, : self.query.shape[2]] if self._is_causal else text
             return torch.cat([*(one.to(text.dtype).expand(rows, -1, -1, -1) for one in slots), text], 2)
 
-        return replace(
-            self,
-            key=joined([one.key for one in slots], self.key),
-            value=joined([one.value for one in slots], self.value),
-            mask=None if text_mask is None else self._joined_mask(slots, text_mask),
-        )
+        key, value = joined([one.key for one in slots], self.key), joined([one.value for one in slots], self.value)
+        if self._is_causal and all(one.mask is None for one in slots) and self._has_causal_kernel(key, value):
+            causal = causal_lower_right(self.query.shape[2], key.shape[2])
+            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=causal)
+        mask = self._mask_with(slots)
+        # Beside a mask transformers copies keys for each head of a group, which the kernel of the CPU does not need.
+        is_grouped = mask is not None and key.shape[1] != self.query.shape[1] and self.query.shape[2] > 1
+        function = _grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
+        return replace(self, function=function, key=key, value=value, mask=mask)
+
+    @property
+    def _is_plain_sdpa(self) -> bool:
+        return self.is_sdpa and all(self.options.get(name) is None for name in ("softcap", "position_bias"))
+
+    def _has_causal_kernel(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether a kernel of this device lets all tokens see all slots without a mask."""
+        if not self._is_plain_sdpa or key.device.type != "cuda" or torch.compiler.is_compiling():
+            return False
+        is_grouped = key.shape[1] != self.query.shape[1]
+        return can_use_flash_attention(SDPAParams(self.query, key, value, None, 0.0, False, is_grouped))
+
+    def _mask_with(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
+        """Return the mask of slots and text, once for the layers of a forward; None if everything is visible."""
+        masks = [one.mask for one in slots]
+        if self.masks is None or torch.compiler.is_compiling() or any(_is_float(one) for one in masks):
+            return self._make_mask(slots)
+        sizes = *self.query.shape, self.key.shape[2], *(one.key.shape[2] for one in slots)
+        key = id(self.mask), *map(id, masks), sizes, self.query.dtype, self.query.device, self._is_causal, self.is_sdpa
+        if key not in self.masks:
+            self.masks[key] = self._make_mask(slots), (self.mask, masks)  # kept, so that no other gets their ids
+        return self.masks[key][0]
+
+    def _make_mask(self, slots: Sequence[ExtraSlots]) -> Tensor | None:
+        text_mask = self._text_mask(any(one.mask is not None for one in slots))
+        mask = None if text_mask is None else self._joined_mask(slots, text_mask)
+        if mask is None or mask.is_floating_point() or not self.is_sdpa:
+            return mask
+        # What torch adds to the scores, and would compute from a bool mask in each layer.
+        return _added_to_scores(mask, self.query.dtype, -torch.inf)
 
     def _joined_mask(self, slots: Sequence[ExtraSlots], text_mask: Tensor) -> Tensor:
         """Return the mask of slots and text: bool, or float if one of them is."""
@@ -221,8 +259,29 @@ class JoinSlots(nn.Module):
         return attention_mask
 
 
-def _added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers added to scores: 0 for a visible key, else the least that the dtype has."""
+def _is_float(mask: Tensor | None) -> bool:
+    return mask is not None and mask.is_floating_point()
+
+
+def _added_to_scores(mask: Tensor, dtype: torch.dtype, hidden: float | None = None) -> Tensor:
+    """Return a mask as numbers added to scores: 0 for a visible key, else `hidden`, or the least of the dtype."""
     if mask.is_floating_point():
         return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    hidden = torch.finfo(dtype).min if hidden is None else hidden
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
+
+
+def _grouped_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Compute attention as the function of transformers does, without a copy of keys and values for each head."""
+    is_grouped = key.shape[1] != query.shape[1]
+    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=is_grouped)
+    return out.transpose(1, 2).contiguous(), None

@@ -166,7 +166,8 @@ class InsertedLayers(BeforeTextLayers):
         read = self.read(memory)
         real = read.real_slots().to(read.device)
         counts = real.sum(1, keepdim=True)
-        longest = int(counts.max()) if counts.numel() else 0
+        lengths = counts.flatten().tolist()
+        longest = max(lengths, default=0)
         # Real slots stand one after the other, whatever lies between them.
         order = torch.sort((~real).to(torch.uint8), dim=1, stable=True).indices[:, :longest]
         number = torch.arange(longest, device=read.device)
@@ -174,12 +175,12 @@ class InsertedLayers(BeforeTextLayers):
         gated = self.config.gate
         # Learned positions have none before 0: there the tokens stand beside the first of the text.
         positions = number - counts if gated and self.reader.turns_keys else number.expand_as(mask)
-        offsets = torch.zeros_like(counts[:, 0]) if gated else counts[:, 0]
+        offsets = None if gated else counts[:, 0]
         if not longest:
-            return JoinedSlots({}, {}, mask, positions, offsets)
+            return JoinedSlots({}, {}, mask, positions, offsets, lengths)
         embeddings = read.tokens.gather(1, order[..., None].expand(-1, -1, read.tokens.shape[2]))
         embeddings = embeddings.masked_fill(~mask[..., None], 0)
-        return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets)
+        return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets, lengths)
 
 
 class InsertedMemory(VectorMemory, JoinedMemory):

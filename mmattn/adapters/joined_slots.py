@@ -19,6 +19,7 @@ from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
+from mmattn.core.tracing import may_read
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory
 
@@ -32,9 +33,15 @@ class JoinedSlots:
     values: Mapping[int, Tensor]  # by host layer (b, g, m, v)
     mask: Tensor  # (b, m) bool, which slots are real
     positions: Tensor | None = None  # (b, m), of the slots in the text; None for slots without positions
-    # (b,) or for each token (b, l), what is added to the positions of the text; None for nothing
+    # (b,) or for each token (b, l), what is added to the positions of the text, for rows with real slots; None for
+    # nothing
     offsets: Tensor | None = None
+    lengths: Sequence[int] | None = None  # number of real slots of each row; None if only a device knows the mask
     _repeated: dict[int, JoinedSlots] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.lengths is None and may_read(self.mask):
+            object.__setattr__(self, "lengths", self.mask.sum(1).tolist())
 
     @property
     def batch(self) -> int:
@@ -64,26 +71,42 @@ class JoinedSlots:
         keys, values = (
             {layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in (self.keys, self.values)
         )
-        rows = (
-            None if one is None else one.repeat_interleave(times, 0)
-            for one in (self.mask, self.positions, self.offsets)
+        positions, offsets = (
+            None if one is None else one.repeat_interleave(times, 0) for one in (self.positions, self.offsets)
         )
-        return JoinedSlots(keys, values, *rows)  # type: ignore[arg-type]
+        lengths = None if self.lengths is None else [one for one in self.lengths for _ in range(times)]
+        return JoinedSlots(keys, values, self.mask.repeat_interleave(times, 0), positions, offsets, lengths)
 
 
 class JoinedView(View):
-    """Slots in the attention of one forward."""
+    """Slots in the attention of one forward.
+
+    Args:
+        slots: their keys and values.
+        visible: (b or 1, l, m) which of them each token attends to; None for all that are real.
+        is_packed: they are those of packed rows.
+    """
 
     def __init__(self, slots: JoinedSlots, visible: Tensor | None = None, is_packed: bool = False) -> None:
         self.slots, self.is_packed = slots, is_packed
         self.stands_in_text = slots.positions is not None
-        self.moves_text = slots.offsets is not None and bool(slots.offsets.any())
+        lengths, all_slots = slots.lengths, slots.mask.shape[1]
+        self.is_empty = not all_slots or (lengths is not None and not any(lengths))
+        self.moves_text = slots.offsets is not None and not self.is_empty
         self.visible = slots.mask[:, None] if visible is None else slots.mask[:, None].to(visible.device) & visible
-        # Asked once for all layers: if all tokens attend to all slots, there is no mask to widen.
-        self.hides = not bool(self.visible.all())
-        sees = self.visible.any(-1)
-        self.is_empty, self.sees = not bool(sees.any()), None if bool(sees.all()) else sees
+        # If all tokens attend to all slots, there is no mask to widen; if all to some, the text alone is not needed.
+        # What only a device knows is not asked, which would wait for it.
+        if visible is None and lengths is not None:
+            self.hides, all_see = any(one < all_slots for one in lengths), all(lengths)
+        elif may_read(self.visible):
+            sees = self.visible.any(-1)
+            self.is_empty = self.is_empty or not bool(sees.any())
+            self.hides, all_see = not bool(self.visible.all()), bool(sees.all())
+        else:
+            self.hides, all_see = True, False
+        self.sees = None if all_see or self.is_empty else self.visible.any(-1)
         self.positions: Tensor | None = None
+        self._masks: dict[tuple[torch.device, int | None], Tensor | None] = {}
 
     def shift_positions(self, positions: Tensor) -> Tensor:
         """Return positions (b or 1, l) or (n, b or 1, l) of the tokens of this forward, after the slots."""
@@ -105,27 +128,36 @@ class JoinedView(View):
         visible = text.pack(self.visible.expand(documents, text.longest, m), blank)
         owned = numbers[..., None] == torch.arange(documents, device=numbers.device)
         every = torch.ones(1, documents * m, dtype=torch.bool, device=numbers.device)
-        return JoinedView(
-            JoinedSlots(keys, values, every), (owned[..., None] & visible[:, :, None]).flatten(2), is_packed=True
-        )
+        own = (owned[..., None] & visible[:, :, None]).flatten(2)
+        return JoinedView(JoinedSlots(keys, values, every, lengths=[documents * m]), own, is_packed=True)
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
         """Return the attention of a layer with the slots; a token attends back as far as its layer does."""
         if self.is_empty:
             return x
-        where, visible, hides = x.key.device, self.visible, self.hides
-        if x.window is not None and self.stands_in_text:
-            assert self.positions is not None and self.slots.positions is not None
-            distance = self.positions[:, :, None] - self.slots.positions.to(self.positions.device)[:, None]
-            visible, hides = visible.to(distance.device) & (distance < x.window), True
+        where = x.key.device
+        window = x.window if self.stands_in_text else None
+        if (where, window) not in self._masks:
+            self._masks[where, window] = self._mask(where, window)
         return block(
             x,
             self.slots.keys[layer].to(where),
             self.slots.values[layer].to(where),
-            attention_mask=visible[:, None].to(where) if hides else None,
+            attention_mask=self._masks[where, window],
             sees=None if self.sees is None else self.sees.to(where),
             adapter_scale=adapter_scale,
         )
+
+    def _mask(self, where: torch.device, window: int | None) -> Tensor | None:
+        """Return the slots that tokens attend to in layers on a device with this window, (b, 1, 1 or l, m) or None."""
+        visible = self.visible
+        if window is not None:
+            assert self.positions is not None and self.slots.positions is not None
+            distance = self.positions[:, :, None] - self.slots.positions.to(self.positions.device)[:, None]
+            visible = visible.to(distance.device) & (distance < window)
+        elif not self.hides:
+            return None
+        return visible[:, None].to(where)
 
 
 @runtime_checkable
@@ -286,20 +318,24 @@ def _in_one_row(slots: Mapping[int, JoinedSlots], numbers: Tensor) -> JoinedSlot
         for part in ("keys", "values")
     )
     mask = torch.cat([one.mask for one in parts], 1).to(numbers.device)
+    known = [one.lengths[0] for one in parts if one.lengths is not None]
+    lengths = [sum(known)] if len(known) == len(parts) else None
     positions = [one.positions for one in parts if one.positions is not None]
     if not positions:
-        return JoinedSlots(keys, values, mask)
+        return JoinedSlots(keys, values, mask, lengths=lengths)
     offsets = torch.zeros_like(numbers)
     for number, one in slots.items():
-        offsets[numbers == number] = 0 if one.offsets is None else int(one.offsets)
-    return JoinedSlots(keys, values, mask, torch.cat(positions, 1).to(numbers.device), offsets)
+        if one.offsets is not None:
+            offsets = torch.where(numbers == number, one.offsets.to(numbers.device), offsets)
+    return JoinedSlots(keys, values, mask, torch.cat(positions, 1).to(numbers.device), offsets, lengths)
 
 
 def _slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:
     """Return projected keys and values by layer as slots without positions."""
     first = next(iter(projected.values()))
-    mask = first.mask
+    mask, lengths = first.mask, None
     if mask is None:
         mask = torch.ones(first.batch, first.slots, dtype=torch.bool, device=first.keys.device)
+        lengths = [first.slots] * first.batch
     keys, values = ({layer: getattr(one, part) for layer, one in projected.items()} for part in ("keys", "values"))
-    return JoinedSlots(keys, values, mask)
+    return JoinedSlots(keys, values, mask, lengths=lengths)

@@ -8,7 +8,7 @@ differs by family and by layer, and shows in the keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +22,50 @@ DISTANCE = 37
 BEYOND = 1 << 23
 #: Relative errors of keys that were rotated, by bytes of a number.
 WITHIN = {8: 1e-4, 4: 1e-4, 2: 3e-2}
+#: Numbers that are rotated at once: on the CPU what its caches hold, on a device what bounds the memory it takes.
+AT_ONCE, AT_ONCE_ON_DEVICE = 1 << 20, 1 << 26
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyRotation:
-    """Rotates keys by a number of positions."""
+    """Rotates keys by a number of positions; layers that rotate alike share the object."""
 
     frequencies: Tensor  # (k / 2,) angle of each pair for one position, in radians
     start: int = 0  # first of the channels that are rotated
     interleaved: bool = False  # neighbours make a pair; else a channel and the one half of the width further
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)  # frequencies by device
 
     def __call__(self, keys: Tensor, distance: Tensor | int) -> Tensor:
         """Rotate keys (…, m, k) by a distance (…, m), or one for all, in positions."""
-        channels = slice(self.start, self.start + 2 * len(self.frequencies))
-        wide = torch.promote_types(keys.dtype, torch.float32)
-        pairs = keys[..., channels].to(wide)
-        distance = torch.as_tensor(distance, device=keys.device)
-        angle = distance[..., None].double() * self.frequencies.to(keys.device).double()
-        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-        first, second = (pairs[..., ::2], pairs[..., 1::2]) if self.interleaved else pairs.chunk(2, -1)
-        rotated = first * cos - second * sin, second * cos + first * sin
         out = keys.clone()
-        out[..., channels] = (torch.stack(rotated, -1).flatten(-2) if self.interleaved else torch.cat(rotated, -1)).to(
-            out
-        )
+        self._rotate(out, *self._turns(out, distance))
         return out
+
+    def rotate_layers_(self, keys: Tensor, distance: Tensor) -> None:
+        """Rotate keys of layers (layers, …, m, k) in place by a distance (…, m), the same in each layer."""
+        turns = self._turns(keys, distance)
+        at_once = AT_ONCE if keys.device.type == "cpu" else AT_ONCE_ON_DEVICE
+        for layers in keys.split(max(1, at_once * len(keys) // max(keys.numel(), 1))):
+            self._rotate(layers, *turns)
+
+    def _turns(self, keys: Tensor, distance: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Return the cosine and sine of each pair of channels (…, m, pairs)."""
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        if keys.device not in self._copies:
+            self._copies[keys.device] = self.frequencies.to(keys.device).double()
+        distance = distance[..., None].to(keys.device).double() if isinstance(distance, Tensor) else distance
+        angle = distance * self._copies[keys.device]
+        return angle.cos().to(wide), angle.sin().to(wide)
+
+    def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> None:
+        start, count = self.start, len(self.frequencies)
+        places = [slice(start, start + count), slice(start + count, start + 2 * count)]
+        if self.interleaved:
+            places = [slice(start + place, start + 2 * count, 2) for place in (0, 1)]
+        first, second = (keys[..., place].to(cos.dtype) for place in places)
+        turned = first * cos - second * sin, second * cos + first * sin
+        for place, channels in zip(places, turned, strict=True):
+            keys[..., place] = channels
 
 
 #: By layer; None for a layer whose keys do not follow positions, and for all where keys follow them by no rotation.
@@ -78,9 +97,13 @@ def read_rotations(
             "LongRoPE): take a GatedAdapter for this host"
         )
     rotations: dict[int, KeyRotation | None] = {}
+    candidates: dict[int, list[KeyRotation]] = {}
     for layer, keys in here.items():
         errors: list[tuple[float, KeyRotation | None]] = [(_error(keys, there[layer]), None)]
-        for candidate in _candidates(host, keys.shape[-1]):
+        width = keys.shape[-1]
+        if width not in candidates:
+            candidates[width] = list(_candidates(host, width))
+        for candidate in candidates[width]:
             errors.append((_error(candidate(keys, distance), there[layer]), candidate))
         error, rotation = min(errors, key=lambda pair: pair[0])
         if not error <= WITHIN[keys.element_size()]:

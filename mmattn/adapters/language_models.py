@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmattn.errors import AttachError, ShapeError
 
@@ -51,6 +51,13 @@ def check_ids(what: str, ids: Sequence[int], lm: nn.Module) -> None:
             f"{what} has ids from {min(ids)} to {max(ids)}, and the vocabulary of {type(lm).__name__} has {size}: make "
             "them with the host's own tokenizer"
         )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; from the CPU it is copied out of pinned memory, without a wait."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NoReturn, cast
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import JoinSlots
 from mmattn.adapters.joined_slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots, JoinedView
-from mmattn.adapters.protocols import BoundMemory, Host, Site
+from mmattn.adapters.key_rotation import KeyRotation
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConfigError, ShapeError
@@ -71,6 +72,15 @@ class PassageAdapter:
         )
 
 
+class LayerGroup(NamedTuple):
+    """Layers of a host whose keys are of the same sizes, on the same device, and rotated alike."""
+
+    layers: list[int]
+    device: torch.device
+    heads: HeadSizes
+    rotation: KeyRotation | None
+
+
 class PassageLayers(BeforeTextLayers):
     """A passage adapter on one host."""
 
@@ -83,6 +93,17 @@ class PassageLayers(BeforeTextLayers):
     def weight(self) -> Tensor:
         """An empty tensor on the device of the first layer."""
         return cast(Tensor, self.place)
+
+    def groups(self) -> list[LayerGroup]:
+        """Return the layers in groups whose keys, and values, are one tensor."""
+        groups: dict[object, LayerGroup] = {}
+        for site in self.sites:
+            rotation = None if self.rotations is None else self.rotations[site.layer]
+            heads = replace(site.sizes, num_heads=0)  # of the queries, which keys do not have
+            groups.setdefault(
+                (site.device, heads, rotation), LayerGroup([], site.device, heads, rotation)
+            ).layers.append(site.layer)
+        return list(groups.values())
 
     def read(self, memory: Memory) -> Memory:
         raise ShapeError(_NO_PASSAGES.format(name=self.name, memory="a Memory"))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.host_attention import JoinSlots
 from mmattn.adapters.joined_slots import BeforeTextLayers, JoinedMemory, JoinedSlots
+from mmattn.adapters.language_models import to_device
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
@@ -133,9 +134,10 @@ class PrefixLayers(BeforeTextLayers):
                 f"a row has {longest} prefixes, and the keys of this host cannot be turned to stand one after the "
                 "other (learned positions): give each row one"
             )
-        counts = torch.tensor([len(row) for row in rows.numbers])
+        device, lengths = self.prefix(self.layers[0]).keys.device, [p * len(row) for row in rows.numbers]
+        counts = to_device(torch.tensor(lengths, dtype=torch.long), device)
         padded = [[*row, *[0] * (longest - len(row))] for row in rows.numbers]
-        numbers = torch.tensor(padded, dtype=torch.long).reshape(rows.batch, longest)
+        numbers = to_device(torch.tensor(padded, dtype=torch.long).reshape(rows.batch, longest), device)
         keys, values = {}, {}
         for layer in self.layers:
             block, rotation = self.prefix(layer), None if self.rotations is None else self.rotations[layer]
@@ -146,8 +148,8 @@ class PrefixLayers(BeforeTextLayers):
             empty = block.keys.new_zeros(len(here), block.keys.shape[1], 0, block.keys.shape[3])
             keys[layer] = torch.cat([empty, *parts], 2)
             values[layer] = block.values[here].transpose(1, 2).flatten(2, 3)
-        place = torch.arange(longest * p)
-        return JoinedSlots(keys, values, place < counts[:, None] * p, place.expand(len(numbers), -1), counts * p)
+        place = torch.arange(longest * p, device=device)
+        return JoinedSlots(keys, values, place < counts[:, None], place.expand(len(numbers), -1), counts, lengths)
 
     def read(self, memory: Memory) -> Memory:
         raise ShapeError(f"adapter {self.name!r} (kind 'prefix') reads no vectors: give the numbers of its prefixes")

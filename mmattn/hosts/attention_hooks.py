@@ -70,13 +70,16 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention of a hooked layer, as transformers calls it: (b, l, h, v), and its weights or None."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     config: HookedConfig = module.config  # type: ignore[assignment]
     cache, function = options.get("cache"), own_function(module)
     if cache is not None and str(config.own._attn_implementation).removeprefix("paged|") == "sdpa":
         # As that function begins, so that a memory can stand before what is cached.
         key, value = cache.update(key, value, layer_idx=module.layer_idx, kwargs=options)
         del options["cache"]
-    plain = HostAttention(function, module, query, key, value, attention_mask, options)
+    is_sdpa = function is sdpa_attention_forward
+    plain = HostAttention(function, module, query, key, value, attention_mask, options, is_sdpa=is_sdpa)
     x = config.listener(plain)
     if x is not plain:
         check_function(config.own)

@@ -272,6 +272,8 @@ class ForwardStep:
     nested: int = 0
     #: Arguments by name with which the host is called instead of the caller's.
     inputs: Arguments | None = None
+    #: Masks of attention that layers of this forward have made (`HostAttention.masks`).
+    masks: dict[object, Any] = field(default_factory=dict)
 
 
 FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -99,7 +100,8 @@ class JoinMemory(CrossAttentionHook):
     position = "joined"
 
     def __call__(self, x: HostAttention) -> HostAttention:
-        return self.adapt(x)
+        joined, step = self.adapt(x), FORWARD.get()
+        return joined if joined is x or step is None else replace(joined, masks=step.masks)
 
 
 def hook_layer(model: HookedModel, module: nn.Module, layer: int, position: str) -> Handle:

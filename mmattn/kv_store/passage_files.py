@@ -12,7 +12,7 @@ from mmattn import __version__
 from mmattn.adapters.adapter_config import check_tensors
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError
-from mmattn.kv_store.passage_selection import Passage
+from mmattn.kv_store.passage_selection import Passage, as_one
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
@@ -20,7 +20,11 @@ PASSAGES = "mmattn-passages"
 
 
 def write_passages(
-    path: str | PathLike[str], passages: Sequence[Passage], host: str, prefix: Sequence[Passage] = ()
+    path: str | PathLike[str],
+    passages: Sequence[Passage],
+    host: str,
+    adapter: PassageLayers,
+    prefix: Sequence[Passage] = (),
 ) -> None:
     """Write the prefix and the passages to one file, with the fingerprint of their host."""
     if not passages:
@@ -30,9 +34,12 @@ def write_passages(
         "ids": torch.tensor([token for passage in passages for token in passage.ids]),
         "lengths": torch.tensor([len(passage.ids) for passage in passages]),
     }
-    for layer in passages[0].keys:
-        tables[f"keys.{layer}"] = torch.cat([passage.keys[layer].cpu() for passage in passages])
-        tables[f"values.{layer}"] = torch.cat([passage.values[layer].cpu() for passage in passages])
+    for number, group in enumerate(adapter.groups()):
+        for part in ("keys", "values"):
+            # Each passage as (layers, m, g, k), so that a file does not depend on which layers are together.
+            slots = [as_one(getattr(passage, part)[number]).cpu().transpose(1, 2) for passage in passages]
+            for layer, table in zip(group.layers, zip(*slots, strict=True), strict=True):
+                tables[f"{part}.{layer}"] = torch.cat(table)
     about: dict[str, object] = {"host": host, "has_windows": any(passage.has_windows for passage in passages)}
     if prefix:
         about["has_prefix"] = True
@@ -40,15 +47,17 @@ def write_passages(
 
 
 def read_passages(
-    path: str | PathLike[str], host: str, adapter: PassageLayers, mapped: bool, vocab_size: int | None = None
+    path: str | PathLike[str], host: str, adapter: PassageLayers, vocab_size: int | None = None
 ) -> tuple[Passage | None, list[Passage]]:
     """Read the prefix and the passages that `write_passages` wrote for the host with this fingerprint.
+
+    Keys and values stay in the file until they are used.
 
     Raises AdapterFileError if the file is torn, changed or something else, another host has read the passages, or the
     file holds what no host can have read.
     """
     with making_sense(path, "passages"):
-        tables, metadata = read_tensors(path, PASSAGES, mapped=mapped)
+        tables, metadata = read_tensors(path, PASSAGES, mapped=True)
         if metadata.get("host") != host:
             raise AdapterFileError(
                 f"the passages in {str(path)!r} were read by a host with other weights, config, LoRA or autocast: take "
@@ -59,11 +68,12 @@ def read_passages(
         _check_passages(path, tables, adapter, vocab_size)
         lengths = tables["lengths"].tolist()
         parts = {name: table.split(lengths) for name, table in tables.items() if name != "lengths"}
+        groups = adapter.groups()
         passages = [
             Passage(
                 tuple(parts["ids"][number].tolist()),
-                {layer: parts[f"keys.{layer}"][number] for layer in adapter.layers},
-                {layer: parts[f"values.{layer}"][number] for layer in adapter.layers},
+                [[parts[f"keys.{layer}"][number].transpose(0, 1)[None] for layer in one.layers] for one in groups],
+                [[parts[f"values.{layer}"][number].transpose(0, 1)[None] for layer in one.layers] for one in groups],
                 has_windows,
                 lengths[0] if has_prefix and number else 0,
             )

@@ -73,7 +73,7 @@ class PassageFolder:
             os.utime(path)
             self._times[path] = os.stat(path).st_mtime_ns
         try:
-            _, passages = read_passages(path, self._digest(ids), self._adapter, mapped=True)
+            _, passages = read_passages(path, self._digest(ids), self._adapter)
         except AdapterFileError:
             passages = []
         if [passage.ids for passage in passages] == [ids]:
@@ -87,17 +87,17 @@ class PassageFolder:
         path = self._file(passage.ids)
         try:
             if self._budget is None:
-                write_passages(path, [passage], self._digest(passage.ids))
+                write_passages(path, [passage], self._digest(passage.ids), self._adapter)
                 return
             with lock_folder(self.path):
                 self._look(self._budget)
                 # The header names each tensor in less than 256 bytes.
-                nbytes = passage.nbytes() + 8 * len(passage.ids) + 512 * (len(passage.keys) + 4)
+                nbytes = passage.nbytes() + 8 * len(passage.ids) + 512 * (len(self._adapter.layers) + 4)
                 victims = self._budget.add(path, nbytes, self._cost(len(passage.ids)))
                 if victims is not None:
                     for victim in victims:
                         Path(victim).unlink(missing_ok=True)
-                    write_passages(path, [passage], self._digest(passage.ids))
+                    write_passages(path, [passage], self._digest(passage.ids), self._adapter)
         except OSError as error:
             warnings.warn(f"a passage was not written to {self.path!r}: {error}", RuntimeWarning, stacklevel=2)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.adapters.joined_slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.language_models import device_of, embeddings_of
+from mmattn.adapters.language_models import device_of, embeddings_of, to_device
 from mmattn.adapters.passages import PassageLayers, Passages
-from mmattn.adapters.protocols import Site
 from mmattn.errors import ConditionError
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.continuous_batching import paused
@@ -26,22 +25,38 @@ from mmattn.hosts.probe import in_eval_mode
 Ids = tuple[int, ...]
 
 
+#: Keys, or values, of successive layers of a group (layers, g, m, k): one tensor, or several while they are in a file.
+Pieces = Sequence[Tensor]
+
+
 @dataclass(frozen=True)
 class Passage:
-    """Ids of a passage, and its keys (m, g, k) and values (m, g, v) by layer, as at positions from `start` on.
+    """Ids of a passage, and its keys and values by group of layers, as at positions from `start` on.
 
     `has_windows`: some layers attend to a limited number of tokens before.
     """
 
     ids: Ids
-    keys: Mapping[int, Tensor]
-    values: Mapping[int, Tensor]
+    keys: Sequence[Pieces]
+    values: Sequence[Pieces]
     has_windows: bool = False
     start: int = 0
 
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(one.nbytes for part in (self.keys, self.values) for one in part.values())
+        return sum(one.nbytes for part in (self.keys, self.values) for pieces in part for one in pieces)
+
+    def loaded(self, pinned: bool) -> Passage:
+        """Return the passage out of its file, in memory from which a device copies without a wait if it is pinned."""
+        keys, values = ([torch.cat([*pieces]) for pieces in part] for part in (self.keys, self.values))
+        if pinned:
+            keys, values = ([one.pin_memory() for one in part] for part in (keys, values))
+        return replace(self, keys=[[one] for one in keys], values=[[one] for one in values])
+
+
+def as_one(pieces: Pieces) -> Tensor:
+    """Return keys, or values, of a group of layers as one tensor."""
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
 
 
 class PassageReader(Protocol):
@@ -99,26 +114,20 @@ class PassageSelection(Passages):
         return self._slots
 
     def _concatenate(self, adapter: PassageLayers, rows: Sequence[Sequence[Passage]]) -> JoinedSlots:
-        moved = adapter.rotations is not None
-        starts = [_starts(row) if moved else [passage.start for passage in row] for row in rows]
-        positions = [
-            torch.cat(
-                [
-                    _EMPTY,
-                    *(start + torch.arange(len(one.ids), device="cpu") for start, one in zip(begin, row, strict=True)),
-                ]
+        device, lengths = adapter.weight.device, [sum(len(one.ids) for one in row) for row in rows]
+        distances = None
+        if adapter.rotations is None:  # side by side, where they were read
+            positions = _padded(
+                [torch.cat([_integers([]), *(_arange(len(one.ids), one.start) for one in row)]) for row in rows]
             )
-            for begin, row in zip(starts, rows, strict=True)
-        ]
-        lengths = torch.tensor([len(one) for one in positions])
-        slots = JoinedSlots(
-            {site.layer: _keys(adapter, site, rows, starts) for site in adapter.sites},
-            {site.layer: _values(site, rows) for site in adapter.sites},
-            torch.arange(int(lengths.max())) < lengths[:, None],
-            pad_sequence(positions, batch_first=True),
-            torch.tensor([int(one.max()) + 1 if len(one) else 0 for one in positions]),
-        )
-        return self._recomputed(adapter, rows, slots) if self.recomputed_tokens else slots
+            ends = [max((one.start + len(one.ids) for one in row), default=0) for row in rows]
+        else:
+            positions, ends = _arange(max(lengths)).expand(len(rows), -1), lengths
+            distances = _distances(rows)
+        real = _arange(max(lengths)) < _integers(lengths)[:, None]
+        mask, positions, offsets = (to_device(one, device) for one in (real, positions, _integers(ends)))
+        joined = JoinedSlots(*_joined(adapter, rows, lengths, distances), mask, positions, offsets, lengths)
+        return self._recomputed(adapter, rows, joined) if self.recomputed_tokens else joined
 
     def _recomputed(self, adapter: PassageLayers, rows: Sequence[Sequence[Passage]], slots: JoinedSlots) -> JoinedSlots:
         """Return the slots after the host has read the first tokens of passages again at their positions."""
@@ -132,23 +141,19 @@ class PassageSelection(Passages):
         again = [_first_tokens(row, self.recomputed_tokens) for row in rows]
         if not any(again):
             return slots
-        assert slots.positions is not None and slots.offsets is not None
-        tokens, real, padded = _tokens_again(rows, again)
-        positions = slots.positions.gather(1, padded) if slots.positions.shape[1] else padded
+        assert slots.positions is not None
+        tokens, real, positions = _tokens_again(rows, again)
         unread = slots.mask.clone()
         for number, row in enumerate(again):
             unread[number, row] = False
-        before = slots.positions[:, None] < positions[..., None]
-        visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions, torch.zeros_like(slots.offsets))
+        before = slots.positions[:, None] < to_device(positions, unread.device)[..., None]
+        visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions)
         captured = capture(self.cache.model, self.cache.name, tokens, real, positions, JoinedView(visible, before))
         for layer in adapter.layers:
             for number, row in enumerate(again):
                 slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
                 slots.values[layer][number, :, row] = captured.values[layer][number, :, : len(row)]
         return slots
-
-
-_EMPTY = torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 def _starts(row: Sequence[Passage]) -> list[int]:
@@ -166,45 +171,74 @@ def _first_tokens(row: Sequence[Passage], count: int) -> list[int]:
     ]
 
 
-def _keys(
-    adapter: PassageLayers, site: Site, rows: Sequence[Sequence[Passage]], starts: Sequence[Sequence[int]]
-) -> Tensor:
-    rotation = None if adapter.rotations is None else adapter.rotations[site.layer]
-
-    def rotate(passage: Passage, start: int) -> Tensor:
-        keys = passage.keys[site.layer].to(site.device)
-        distance = start - passage.start
-        return keys if rotation is None or not distance else rotation(keys.transpose(0, 1), distance).transpose(0, 1)
-
-    turned = [
-        [rotate(passage, start) for passage, start in zip(row, begin, strict=True)]
-        for row, begin in zip(rows, starts, strict=True)
-    ]
-    assert site.heads is not None
-    return _padded(turned, site.heads.num_kv_heads, site.heads.head_dim, site.device)
+def _distances(rows: Sequence[Sequence[Passage]]) -> Tensor | None:
+    """Return by how many positions each slot of a row is moved (b, m); None if none is."""
+    moved = [[start - one.start for start, one in zip(_starts(row), row, strict=True)] for row in rows]
+    if not any(map(any, moved)):
+        return None
+    lengths = [[len(one.ids) for one in row] for row in rows]
+    return _padded(
+        [
+            torch.repeat_interleave(_integers(by), _integers(counts), output_size=sum(counts))
+            for by, counts in zip(moved, lengths, strict=True)
+        ]
+    )
 
 
-def _values(site: Site, rows: Sequence[Sequence[Passage]]) -> Tensor:
-    values = [[passage.values[site.layer].to(site.device) for passage in row] for row in rows]
-    assert site.heads is not None
-    return _padded(values, site.heads.num_kv_heads, site.heads.value_dim or site.heads.head_dim, site.device)
+def _arange(count: int, start: int = 0) -> Tensor:
+    return torch.arange(start, start + count, device="cpu")
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.long, device="cpu")
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def _joined(
+    adapter: PassageLayers, rows: Sequence[Sequence[Passage]], lengths: Sequence[int], distances: Tensor | None
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return keys, moved by distances (b, m), and values by layer (b, g, m, k) of the passages of rows."""
+    keys: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
+    passages = {id(one): one for row in rows for one in row}
+    for number, (layers, device, heads, rotation) in enumerate(adapter.groups()):
+        for part, by_layer, width in (
+            ("keys", keys, heads.head_dim),
+            ("values", values, heads.value_dim or heads.head_dim),
+        ):
+            blocks = {key: to_device(as_one(getattr(one, part)[number]), device) for key, one in passages.items()}
+            empty = torch.zeros(len(layers), heads.num_kv_heads, 0, width, device=device)
+            joined = _in_rows([[blocks[id(one)] for one in row] for row in rows], lengths, empty)
+            if part == "keys" and rotation is not None and distances is not None:
+                rotation.rotate_layers_(joined, to_device(distances, device)[:, None])
+            by_layer.update(zip(layers, joined.unbind(), strict=True))
+    return keys, values
+
+
+def _in_rows(rows: Sequence[list[Tensor]], lengths: Sequence[int], empty: Tensor) -> Tensor:
+    """Return slots (layers, g, m, k) of each row as (layers, b, g, m, k), shorter rows filled with zeros."""
+    if len(rows) == 1:
+        return torch.cat(rows[0] or [empty], 2)[:, None]
+    first = next((one for row in rows for one in row), empty)
+    layers, heads, _, width = first.shape
+    joined = first.new_zeros(layers, len(rows), heads, max(lengths), width)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if row:
+            torch.cat(row, 2, out=joined[:, number, :, :length])
+    return joined
 
 
 def _tokens_again(rows: Sequence[Sequence[Passage]], again: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids, the mask and the slots (b, l) of the tokens that are read again."""
+    """Return the ids, the mask and the slots, which are the positions, of the tokens that are read again (b, l)."""
     length = max(map(len, again))
     # A row without any gathers slot 0 again; the mask hides the result.
     padded = torch.tensor([[*row, *[row[-1] if row else 0] * (length - len(row))] for row in again])
     ids = [[token for passage in row for token in passage.ids] or [0] for row in rows]
     tokens = torch.tensor([[line[slot] for slot in row] for line, row in zip(ids, padded.tolist(), strict=True)])
     return tokens, torch.arange(length) < torch.tensor([[max(len(row), 1)] for row in again]), padded
-
-
-def _padded(rows: Sequence[Sequence[Tensor]], heads: int, width: int, device: torch.device) -> Tensor:
-    """Return slots (m, g, k) of each row as (b, g, m, k), shorter rows filled with zeros."""
-    first = next((one for row in rows for one in row), None)
-    empty = torch.zeros(0, heads, width, device=device, dtype=None if first is None else first.dtype)
-    return pad_sequence([torch.cat([empty, *row]) for row in rows], batch_first=True).transpose(1, 2).contiguous()
 
 
 @torch.no_grad()

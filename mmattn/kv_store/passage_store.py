@@ -6,24 +6,25 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from mmattn.kv_store.greedy_dual import GreedyDual
 from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage
 
-#: Passages that are mapped and checked ahead of their use, at most.
+#: Passages that are read ahead of their use, at most.
 AHEAD = 64
 
 
 class PassageStore:
     """Passages that a host has read; safe in several threads.
 
-    `max_bytes` of keys and values are in memory; `cost` is that of reading so many tokens with the host.
+    `max_bytes` of keys and values are in memory: on the device that computed them, or out of a file in memory of the
+    CPU, which is `pinned` for a host on a CUDA device. `cost` is that of reading so many tokens with the host.
     """
 
-    def __init__(self, max_bytes: int | None, cost: Callable[[int], float]) -> None:
+    def __init__(self, max_bytes: int | None, cost: Callable[[int], float], pinned: bool = False) -> None:
         self.folder: PassageFolder | None = None
+        self.pinned = pinned
         self._budget, self._cost = GreedyDual[Ids](max_bytes), cost
         self._passages: dict[Ids, Passage] = {}
         self._latest: dict[Ids, Passage] = {}  # of the batch that the host has read last, without a place
@@ -57,9 +58,9 @@ class PassageStore:
             self._keep(passage)
         elif self.folder is not None:
             # What the thread has not begun yet stands behind the passages of other calls.
-            passage = loading.result() if loading is not None and not loading.cancel() else self.folder.read(ids)
+            passage = loading.result() if loading is not None and not loading.cancel() else self._read(self.folder, ids)
             if passage is not None:
-                self._keep(passage, mapped=True)
+                self._keep(passage, mapped=not self.pinned)
         return passage
 
     def put(self, passages: Sequence[Passage]) -> None:
@@ -80,13 +81,18 @@ class PassageStore:
                 self._loader = ThreadPoolExecutor(1, "mmattn-passages")
             for ids in passages:
                 if ids not in self._passages and ids not in self._latest and ids not in self._ahead:
-                    self._ahead[ids] = self._loader.submit(self.folder.read, ids)
+                    self._ahead[ids] = self._loader.submit(self._read, self.folder, ids)
             while len(self._ahead) > AHEAD:
                 self._ahead.pop(next(iter(self._ahead))).cancel()
 
     def writing(self, passages: Iterable[Ids]) -> AbstractContextManager[None]:
         """Keep other processes from reading these passages with their host inside the block."""
         return nullcontext() if self.folder is None else self.folder.writing(passages)
+
+    def _read(self, folder: PassageFolder, ids: Ids) -> Passage | None:
+        """Map the file of a passage; for a device read it into pinned memory, from which it copies without a wait."""
+        passage = folder.read(ids)
+        return passage.loaded(pinned=True) if passage is not None and self.pinned else passage
 
     def _keep(self, passage: Passage, mapped: bool = False) -> None:
         """Keep a passage in memory if it is worth more than those that go for it; a mapped one is copied."""
@@ -96,7 +102,4 @@ class PassageStore:
                 return
             for victim in victims:
                 del self._passages[victim]
-            if mapped:
-                keys, values = ({n: one.clone() for n, one in part.items()} for part in (passage.keys, passage.values))
-                passage = replace(passage, keys=keys, values=values)
-            self._passages[passage.ids] = passage
+            self._passages[passage.ids] = passage.loaded(pinned=False) if mapped else passage

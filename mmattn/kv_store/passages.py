@@ -94,7 +94,8 @@ class PassageCache:
         self._folder, self._max_file_bytes = folder, max_file_bytes
         widths = sum(2 * site.sizes.num_heads * site.sizes.head_dim for site in self._adapter().sites)
         self._sizes = sum(weight.numel() for weight in model.host.parameters()), widths
-        self._store = PassageStore(max_bytes, self._cost)
+        on_cuda = any(site.device.type == "cuda" for site in self._adapter().sites)
+        self._store = PassageStore(max_bytes, self._cost, pinned=on_cuda)
         self._ids: list[Ids] = []
         self._numbers: dict[Ids, int] = {}
         self._state: HostState | None = None
@@ -183,7 +184,7 @@ class PassageCache:
         (passages,) = self.passages([self._ids])
         count = len(passages) - len(self._ids)
         assert self._state is not None
-        write_passages(path, passages[count:], self._state.digest, passages[:count])
+        write_passages(path, passages[count:], self._state.digest, self._adapter(), passages[:count])
 
     @classmethod
     def load(
@@ -208,7 +209,10 @@ class PassageCache:
         """
         cache = cls(model, tokenizer)
         cache._state, vocab_size = HostState(model.host), getattr(text_config(model.host), "vocab_size", None)
-        prefix, passages = read_passages(path, cache._state.digest, cache._adapter(), mapped, vocab_size)
+        prefix, passages = read_passages(path, cache._state.digest, cache._adapter(), vocab_size)
+        if not mapped:
+            pinned = cache._store.pinned
+            prefix, passages = prefix and prefix.loaded(pinned), [passage.loaded(pinned) for passage in passages]
         if prefix is not None:
             cache.prefix, cache._prefix = prefix.ids, prefix
         cache._store.put(passages)
@@ -324,14 +328,11 @@ def read_with_host(model: AdaptedModel, name: str, passages: Sequence[Ids], pref
     real = torch.arange(longest) < torch.tensor([[start + len(one)] for one in passages])
     captured = capture(model, name, padded, real, torch.arange(longest)[None])
     has_windows = any(window is not None for window in captured.windows.values())
+    groups = cast(PassageLayers, model.adapter(name)).groups()
 
-    def of_row(row: int, slots: dict[int, Tensor]) -> dict[int, Tensor]:
+    def of_row(row: int, slots: dict[int, Tensor]) -> list[list[Tensor]]:
         tokens = slice(start, start + len(passages[row]))
-        # Copied, as a view would hold the whole batch.
-        return {
-            layer: one[row, :, tokens].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            for layer, one in slots.items()
-        }
+        return [[torch.stack([slots[layer][row, :, tokens] for layer in group.layers])] for group in groups]
 
     return [
         Passage(ids, of_row(row, captured.keys), of_row(row, captured.values), has_windows, start)

@@ -55,7 +55,7 @@ def test_keys_are_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 104: keys are turned to where their passage stands: without that, the answer is another."""
     model, passages = reader(family)
     wanted = blocks(tiny.make(family), [2, 0])
-    monkeypatch.setattr(key_rotation.KeyRotation, "__call__", lambda self, keys, distance: keys)
+    monkeypatch.setattr(key_rotation.KeyRotation, "rotate_layers_", lambda self, keys, distance: None)
     assert distance(answer(model, text(), memory=passages.select([[2, 0]])), wanted) > 100 * CLOSE
 
 

@@ -171,7 +171,7 @@ class AdaptedCausalLM(AdaptedModel):
             return TextState(0, 0)  # the host raises by itself
         # `generate` writes a text in each row; under a static cache its mask does not show which positions are padding.
         packed = None
-        if call.prompt is None and not PACKING_NAMES.isdisjoint(kwargs):
+        if call.prompt is None and not call.reads_memory and not PACKING_NAMES.isdisjoint(kwargs):
             packed = packed_text(kwargs, *inputs.shape[:2])
         if packed is not None:
             return packed_state(call, packed, inputs, cache)

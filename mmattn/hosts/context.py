@@ -131,6 +131,30 @@ class Block:
 # One variable for all hosts: the blocks entered in this context, those since left elsewhere among them.
 _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("mmattn_blocks", default=())
 
+# What a graph may read, since torch before 2.12 cannot compile a read of a context variable: the forward under way, and
+# the blocks in force when the compiled code was called. A thread runs one forward at a time.
+_THREAD = threading.local()
+
+
+def note_blocks() -> None:
+    """Note the blocks of this context for the graph that follows."""
+    _THREAD.blocks = _BLOCKS.get()
+
+
+def forget_blocks() -> None:
+    """Forget the blocks, after a graph."""
+    _THREAD.blocks = None
+
+
+def is_compiled() -> bool:
+    """Return whether a compiled host runs, is about to, or is being traced."""
+    return torch.compiler.is_compiling() or getattr(_THREAD, "blocks", None) is not None
+
+
+def _blocks() -> tuple[Block, ...]:
+    noted: tuple[Block, ...] | None = getattr(_THREAD, "blocks", None) if torch.compiler.is_compiling() else None
+    return _BLOCKS.get() if noted is None else noted
+
 
 class OpenBlocks:
     """The blocks of one host."""
@@ -171,9 +195,9 @@ class OpenBlocks:
         try:
             yield
         finally:
-            step = FORWARD.get()
+            step = forward_under_way()
             if step is not None and block.call is not None and step.call is block.call:
-                FORWARD.set(step.outer)  # it was interrupted: torch runs no hooks after KeyboardInterrupt
+                set_forward(step.outer)  # it was interrupted: torch runs no hooks after KeyboardInterrupt
             if block.is_condition:
                 self.conditions.remove(block)
             block.is_open, block.call, block.generator = False, None, None
@@ -185,7 +209,7 @@ class OpenBlocks:
         """Return the memory of a call made here: that of the innermost block of this context."""
         is_set, call = False, None
         disabled: frozenset[str] = frozenset()
-        for block in reversed((*_BLOCKS.get(), *self._traced)):
+        for block in reversed((*_blocks(), *self._traced)):
             if block.home is self and block.is_open:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)
@@ -274,7 +298,15 @@ class ForwardStep:
     inputs: Arguments | None = None
 
 
-FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)
+def forward_under_way() -> ForwardStep | None:
+    """Return the forward that runs in this thread, the innermost of several."""
+    step: ForwardStep | None = getattr(_THREAD, "step", None)
+    return step
+
+
+def set_forward(step: ForwardStep | None) -> None:
+    """Set the forward that runs in this thread."""
+    _THREAD.step = step
 
 
 # What `generate` has prepared for the next forward of this thread, and of which call.
@@ -283,7 +315,7 @@ NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_note
 
 def step_of(model: object) -> ForwardStep | None:
     """Return the forward of a model's host that is under way; those of hosts that are parts of it may run inside."""
-    step = FORWARD.get()
+    step = forward_under_way()
     while step is not None and step.model is not model:
         step = step.outer
     return step
@@ -291,7 +323,7 @@ def step_of(model: object) -> ForwardStep | None:
 
 def is_reading_memory() -> bool:
     """Return whether the forward under way is one in which a host reads a memory, not one of a text."""
-    step = FORWARD.get()
+    step = forward_under_way()
     while step is not None and (step.call is None or not step.call.reads_memory):
         step = step.outer
     return step is not None

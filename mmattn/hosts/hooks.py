@@ -15,7 +15,6 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
-    FORWARD,
     Action,
     Arguments,
     Call,
@@ -24,6 +23,11 @@ from mmattn.hosts.context import (
     Keywords,
     LayerOutput,
     Positional,
+    forget_blocks,
+    forward_under_way,
+    is_compiled,
+    note_blocks,
+    set_forward,
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
@@ -51,7 +55,7 @@ class CrossAttentionHook:
 
     def adapt(self, x: States) -> States:
         """Apply the adapters to hidden states x (b, l, d), or to the attention of a layer."""
-        step = FORWARD.get()
+        step = forward_under_way()
         if step is not None and step.model is not self.model:
             step = step_of(self.model)
         if step is not None:
@@ -118,29 +122,41 @@ class BeforeHost:
         self._signatures: dict[type, Signature] = {}
 
     def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
-        model, outer = self.model, FORWARD.get()
+        if torch.compiler.is_compiling() or not graph_follows():
+            return self._begin(host, args, kwargs)
+        return self._begin_before_graph(host, args, kwargs)
+
+    def _begin(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
+        model, outer = self.model, forward_under_way()
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
             return None
-        compiling = torch.compiler.is_compiling()
+        compiled = is_compiled()
         if "memory" in kwargs or "adapter_scale" in kwargs:
             refuse_misplaced(host, kwargs)
-        if host.training and torch.is_grad_enabled() and not compiling:
+        if host.training and torch.is_grad_enabled() and not compiled:
             keep_context(host)
         call, disabled = model.call_of_forward(host, args, kwargs)
         if call is None:
             if outer is not None:
-                FORWARD.set(ForwardStep(model, host, outer, {}))
+                set_forward(ForwardStep(model, host, outer, {}))
             return None
-        if compiling and not any(source.follows_text for source in call.sources.values()):
-            return None  # a compiler cannot follow the variable, and the layers can do without
+        if compiled and model.asks_by_layer(call):
+            return None
         if type(host) not in self._signatures:
             self._signatures[type(host)] = signature_of(host)
         places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)
         step = model.forward_step(call, disabled, host, places, by_name)
         step.outer, step.call = outer, call
-        FORWARD.set(step)
+        set_forward(step)
         return None if step.inputs is None else (places, step.inputs)
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler
+    def _begin_before_graph(
+        self, host: nn.Module, args: Positional, kwargs: Arguments
+    ) -> tuple[Positional, Arguments] | None:
+        note_blocks()
+        return self._begin(host, args, kwargs)
 
 
 def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:
@@ -152,7 +168,7 @@ def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) 
     by_name = dict(kwargs)
     if args:
         names = signature.places[: len(args)]
-        if len(args) > len(names) or not by_name.keys().isdisjoint(names):
+        if len(args) > len(names) or any(name in by_name for name in names):
             return args, by_name  # the host says itself what it does not take
         by_name = dict(zip(names, args, strict=True)) | by_name
     for old, new in signature.renamed.items():
@@ -179,15 +195,21 @@ class AfterHost:
         self.model = model
 
     def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
-        step = FORWARD.get()
+        if torch.compiler.is_compiling() or not graph_follows():
+            self._end(host, args, output)
+        else:
+            self._end_after_graph(host, args, output)
+
+    def _end(self, host: nn.Module, args: Positional, output: object) -> None:
+        step = forward_under_way()
         if step is None or step.model is not self.model:
-            if torch.compiler.is_compiling():
+            if is_compiled():
                 self.model.note_output(output)
             return
         if step.nested and step.module is not host:
             step.nested -= 1
             return
-        FORWARD.set(step.outer)
+        set_forward(step.outer)
         if output is None:
             return
         if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
@@ -199,6 +221,26 @@ class AfterHost:
                     self.model.check_reached(lost)
                 break
         self.model.check_answer(step, output)
+
+    @torch._disable_dynamo
+    def _end_after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
+        try:
+            self._end(host, args, output)
+        finally:
+            forget_blocks()
+
+
+def graph_follows() -> bool:
+    """Return whether torch.compile compiles what this thread calls."""
+    return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def leave_uncompiled() -> None:
+    """Have a compiled host run its hooks as they are, before and after its graph, where they are no part of a larger."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for function in (BeforeHost.__call__, AfterHost.__call__, graph_follows):
+        skip_code(function.__code__)
 
 
 class HookedModel(SavedModel):
@@ -228,8 +270,12 @@ class HookedModel(SavedModel):
                 "this host was attached with require_memory=True and called without: give memory= or use condition(); "
                 "a new thread does not inherit a block"
             )
-        if not torch.compiler.is_compiling():
+        if not is_compiled():
             self.open_blocks.warn_of_others()
+
+    def asks_by_layer(self, call: Call) -> bool:
+        """Return whether the layers of a compiled host can ask a memory for themselves, as if called alone."""
+        return not any(source.follows_text for source in call.sources.values())
 
     def call_of_forward(
         self, host: nn.Module, args: Positional, kwargs: Keywords
@@ -289,6 +335,7 @@ class HookedModel(SavedModel):
     def refresh_hooks(self) -> None:
         """Hook exactly the sites of the present adapters."""
         forget_compiled()
+        leave_uncompiled()
         for hook in self._hooks:
             hook.remove()
         self._hooks = self.install_hooks()

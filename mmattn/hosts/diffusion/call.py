@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.protocols import View
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
+from mmattn.hosts.context import Action, Arguments, Call, ForwardStep, Keywords, Positional, forward_under_way, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
 from mmattn.hosts.diffusion.scale import Grid, over_queries
 from mmattn.storage.tensor_cache import TensorCache
@@ -86,7 +86,7 @@ class DenoisingCall(Call):
     #: (b, m, e), the text of unconditional rows, where the caller declares it
     negative_prompt_embeds: Tensor | None = None
     #: by thread or asynchronous task, the calls at its present timestep
-    timesteps: MutableMapping[object, Calls] = field(default_factory=WeakKeyDictionary)
+    timesteps: MutableMapping[object, Calls] = field(default_factory=dict)
     text_mask: Tensor | None = None  # (rows, m) bool, the padding of the host's own text
     padding: tuple[Tensor, Tensor] | None = None  # the last bias for padding of the host's text, and its mask
     #: keys and values of the host's own text, where it goes through the core
@@ -196,7 +196,7 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
 
 def _step(model: Denoiser) -> ForwardStep | None:
     """Return the forward of a model that is under way."""
-    step = FORWARD.get()
+    step = forward_under_way()
     return step if step is None or step.model is model else step_of(model)
 
 
@@ -224,7 +224,7 @@ def inside_attention(
 
 def watch_layer(model: Denoiser, index: int, part: nn.Module, args: Positional) -> None:
     """A forward pre-hook of a projection: note that its attention layer runs, whatever calls it."""
-    step = FORWARD.get()
+    step = forward_under_way()
     if step is not None and step.model is model and step.details is not None:
         step.details.setdefault("ran", set()).add(index)
 

@@ -214,7 +214,7 @@ class OpenBlocks:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)
                 # Blocks that disable adapters hold from outside of those that give a memory, too.
-                disabled |= block.disabled
+                disabled = disabled | block.disabled  # `|=` is none of torch 2.10
                 if not is_set and block.gives:
                     is_set, call = True, block.call
         return InForce(is_set, call, disabled)

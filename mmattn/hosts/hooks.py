@@ -119,7 +119,7 @@ class BeforeHost:
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        self._signatures: dict[type, Signature] = {}
+        self._signatures: dict[type, Signature] = {type(model.host): signature_of(model.host)}
 
     def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
         if torch.compiler.is_compiling() or not graph_follows():
@@ -235,12 +235,32 @@ def graph_follows() -> bool:
     return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
-def leave_uncompiled() -> None:
-    """Have a compiled host run its hooks as they are, before and after its graph, where they are no part of a larger."""
+def before_model(model: nn.Module, args: Positional) -> None:
+    """A forward pre-hook of an adapted model: note the blocks in force for the graph that follows."""
+    if not torch.compiler.is_compiling() and graph_follows():
+        note_blocks()
+
+
+def after_model(model: nn.Module, args: Positional, output: object) -> None:
+    """A forward hook of an adapted model."""
+    if not torch.compiler.is_compiling():
+        forget_blocks()
+
+
+def leave_uncompiled(model: HookedModel) -> list[Handle]:
+    """Have the hooks of a compiled host run as they are, before and after its graph, and return further hooks."""
+    import torch._dynamo.source
     from torch._dynamo.eval_frame import skip_code
 
-    for function in (BeforeHost.__call__, AfterHost.__call__, graph_follows):
+    for function in (BeforeHost.__call__, AfterHost.__call__, graph_follows, before_model, after_model):
         skip_code(function.__code__)
+    if hasattr(torch._dynamo.source, "ContextVarGetSource"):
+        return []
+    # A graph of this torch reads no context variable.
+    return [
+        model.register_forward_pre_hook(before_model),
+        model.register_forward_hook(after_model, always_call=True),
+    ]
 
 
 class HookedModel(SavedModel):
@@ -335,10 +355,9 @@ class HookedModel(SavedModel):
     def refresh_hooks(self) -> None:
         """Hook exactly the sites of the present adapters."""
         forget_compiled()
-        leave_uncompiled()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = self.install_hooks()
+        self._hooks = self.install_hooks() + leave_uncompiled(self)
 
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and return the handles."""

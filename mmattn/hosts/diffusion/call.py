@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.protocols import View
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.context import Action, Arguments, Call, ForwardStep, Keywords, Positional, forward_under_way, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
-from mmattn.hosts.diffusion.scale import Grid, over_queries
+from mmattn.hosts.diffusion.scale import Fixed, Grid, over_queries
 from mmattn.storage.tensor_cache import TensorCache
 
 #: What an attention layer or a block returns: the picture, or a tuple with it.
@@ -86,13 +86,18 @@ class DenoisingCall(Call):
     #: (b, m, e), the text of unconditional rows, where the caller declares it
     negative_prompt_embeds: Tensor | None = None
     #: by thread or asynchronous task, the calls at its present timestep
-    timesteps: MutableMapping[object, Calls] = field(default_factory=dict)
+    timesteps: MutableMapping[object, Calls] = None  # type: ignore[assignment]
     text_mask: Tensor | None = None  # (rows, m) bool, the padding of the host's own text
     padding: tuple[Tensor, Tensor] | None = None  # the last bias for padding of the host's text, and its mask
     #: keys and values of the host's own text, where it goes through the core
-    text: TensorCache = field(default_factory=TensorCache)
+    text: TensorCache = None  # type: ignore[assignment]
     #: the last texts of the host's layers, with their masks
     texts: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timesteps is None and not torch.compiler.is_compiling():  # nothing is cached inside of a graph
+            self.timesteps, self.text = WeakKeyDictionary(), TensorCache()
 
     def text_mask_of(self, text: Tensor) -> Tensor | None:
         """Return `text_mask` on the device of a text (b, m, e)."""
@@ -139,6 +144,18 @@ class RowsAndScale:
     rows: int | None = None
 
 
+class Reading(NamedTuple):
+    """How one forward reads the memory of one adapter."""
+
+    name: str  # of the adapter
+    source: BoundMemory
+    conditional: tuple[bool, ...]  # for each of the equal parts of the rows of the sample, True if it sees the memory
+    scale: Fixed  # at this timestep
+    grid: Grid | None  # frames, height and width of the picture
+    timestep: Tensor | float | None
+    rows: int | None  # of the sample; None where only a part of the host was called
+
+
 class Denoiser(Protocol):
     """An adapted diffusion model, as hooks and processors of its layers use it."""
 
@@ -148,8 +165,8 @@ class Denoiser(Protocol):
     def processors(self) -> Mapping[int, object]:
         """Processors of `use_core` by layer."""
 
-    def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
-        """Return the actions in a layer where only a part of the host was called."""
+    def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> Sequence[Action]:
+        """Return the actions in a layer on queries (rows, h, l, k)."""
 
     def denoising_call(self) -> DenoisingCall | None:
         """Return the call under way."""
@@ -161,7 +178,7 @@ class Denoiser(Protocol):
 def added_heads(model: Denoiser, index: int, attn: nn.Module, x: Tensor, q: Tensor) -> Tensor | None:
     """Return the adapters' heads (rows, l, h · k) for a layer's inputs x and queries q (rows, h, l, k), or None."""
     step = _step(model)
-    actions = model.actions_of_attention(q, index) if step is None else step.actions.get((index, "inside"), ())
+    actions = model.actions_of_attention(step, index, q)
     total = None
     for view, block, part in actions:
         queries = projections(attn, x) if getattr(block, "reads_projections", False) else q
@@ -207,7 +224,7 @@ def inside_attention(
     step = _step(model)
     if step is not None:
         step.visited.add(index)
-        if not step.actions:
+        if not (step.actions or step.details):
             return None
     processor = model.processors.get(index)
     if processor is not None and getattr(attn, "processor", None) is processor:
@@ -225,7 +242,7 @@ def inside_attention(
 def watch_layer(model: Denoiser, index: int, part: nn.Module, args: Positional) -> None:
     """A forward pre-hook of a projection: note that its attention layer runs, whatever calls it."""
     step = forward_under_way()
-    if step is not None and step.model is model and step.details is not None:
+    if step is not None and step.model is model and step.actions:
         step.details.setdefault("ran", set()).add(index)
 
 

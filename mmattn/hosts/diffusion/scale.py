@@ -62,7 +62,7 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
     return scale
 
 
-def at_step(adapter_scale: AdapterScale, times: Tensor | None, layer_names: Sequence[str], rows: int | None) -> Fixed:
+def at_step(adapter_scale: AdapterScale, times: Tensor | float | None, layer_names: Sequence[str], rows: int | None) -> Fixed:
     """Return the scale at one timestep: schedules are called, and their results checked."""
     if isinstance(adapter_scale, Mapping):
         return {prefix: at_step(inner, times, layer_names, rows) for prefix, inner in adapter_scale.items()}
@@ -72,10 +72,11 @@ def at_step(adapter_scale: AdapterScale, times: Tensor | None, layer_names: Sequ
     return adapter_scale
 
 
-def one_time(times: Tensor | None) -> float:
+def one_time(times: Tensor | float | None) -> float:
     """Return the timestep as a number, for schedules, which need one timestep for all rows."""
     if times is None:
         raise ConditionError("a schedule of adapter_scale needs a call of the whole host with a timestep")
+    times = torch.as_tensor(times)
     if bool((times != times.flatten()[0]).any()):
         raise ConditionError("a schedule of adapter_scale needs one timestep for all rows, as in sampling")
     return float(times.flatten()[0])

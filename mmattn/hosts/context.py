@@ -309,6 +309,17 @@ def set_forward(step: ForwardStep | None) -> None:
     _THREAD.step = step
 
 
+@contextlib.contextmanager
+def forward_resumed(step: ForwardStep | None) -> Iterator[None]:
+    """Inside the block this forward, or none, is under way."""
+    before = forward_under_way()
+    set_forward(step)
+    try:
+        yield
+    finally:
+        set_forward(before)
+
+
 # What `generate` has prepared for the next forward of this thread, and of which call.
 NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_noted", default=None)
 

@@ -25,15 +25,31 @@ from typing_extensions import Self
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
-from mmattn.adapters.protocols import BoundMemory, View
+from mmattn.adapters.protocols import View
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.base import check_unused
-from mmattn.hosts.context import Action, Call, ForwardStep, Handle, Keywords, Positional, is_compiled, prepared_for_graphs
+from mmattn.hosts.context import (
+    Action,
+    Call,
+    ForwardStep,
+    Handle,
+    Keywords,
+    Positional,
+    is_compiled,
+    prepared_for_graphs,
+)
 from mmattn.hosts.diffusion.attention import TextThroughCore
-from mmattn.hosts.diffusion.call import DenoisingCall, Reading, RowsAndScale, after_block, inside_attention, watch_layer
+from mmattn.hosts.diffusion.call import (
+    DenoisingCall,
+    Reading,
+    RowsAndScale,
+    after_block,
+    inside_attention,
+    note_queries,
+)
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
-from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
+from mmattn.hosts.diffusion.heads import forward_arguments, query_projections
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
@@ -246,7 +262,9 @@ class AdaptedDenoiser(TextThroughCore):
         ]
         for (index, _), attn in self.hooked.items():
             hooks.append(attn.register_forward_hook(partial(inside_attention, self, index), with_kwargs=True))
-            hooks += [part.register_forward_pre_hook(partial(watch_layer, self, index)) for part in watched_parts(attn)]
+            hooks += [
+                part.register_forward_hook(partial(note_queries, self, index)) for part in query_projections(attn)
+            ]
         adapters = [self.adapter(name) for name in self.adapters]
         for index in sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers}):
             block, part = self.block_of(index)
@@ -305,8 +323,7 @@ class AdaptedDenoiser(TextThroughCore):
     def _readings(
         self, call: DenoisingCall, disabled: frozenset[str], rows: int, kwargs: Keywords | None = None
     ) -> list[Reading]:
-        """Return how a forward with these arguments reads each memory; without them only a part of the host is called.
-        """
+        """Return how a forward with these arguments reads each memory; without them only a part of the host is called."""
         readings: list[Reading] = []
         parts: dict[int, tuple[bool, ...]] = {}
         timestep = None if kwargs is None else kwargs.get("timestep")
@@ -350,7 +367,7 @@ class AdaptedDenoiser(TextThroughCore):
     def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that ran, or were replaced, and that memory did not reach."""
         # Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
-        ran, lost = step.details.get("ran", ()), super().lost_layers(step)
+        ran, lost = step.details.get("queries", ()), super().lost_layers(step)
         parts = set(self.host.modules()) if lost else set()
         return [layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts]
 

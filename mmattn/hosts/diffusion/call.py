@@ -175,25 +175,42 @@ class Denoiser(Protocol):
         """Return the index of the picture among the outputs of a layer."""
 
 
-def added_heads(model: Denoiser, index: int, attn: nn.Module, x: Tensor, q: Tensor) -> Tensor | None:
-    """Return the adapters' heads (rows, l, h · k) for a layer's inputs x and queries q (rows, h, l, k), or None."""
-    step = _step(model)
-    actions = model.actions_of_attention(step, index, q)
-    total = None
-    for view, block, part in actions:
+def added_heads(
+    model: Denoiser, step: ForwardStep | None, index: int, attn: nn.Module, x: Tensor, q: Tensor
+) -> tuple[Tensor, float] | None:
+    """Return what the adapters add to the heads of a layer, (rows, l, h · k) and its factor, or None.
+
+    Args:
+        model: the diffusion model.
+        step: its forward under way.
+        index: number of the layer.
+        attn: the layer.
+        x: its inputs.
+        q: its queries (rows, h, l, k).
+    """
+    total, factor = None, 1.0
+    for view, block, part in model.actions_of_attention(step, index, q):
         queries = projections(attn, x) if getattr(block, "reads_projections", False) else q
         heads = _heads_of_parts(view, block, index, part, queries)
-        if heads is not None and part.to_block:
+        if heads is None:
+            continue
+        scale = 1.0 if isinstance(part.scale, Tensor) else part.scale
+        if part.to_block:
             if step is None:
                 raise ConditionError("an adapter that adds to whole blocks needs the call of the whole host")
-            step.details.setdefault(index, []).append(heads)
-        elif heads is not None:
-            total = heads if total is None else total + heads
-    return total
+            step.details.setdefault(index, []).append((heads, scale))
+        elif total is None:
+            total, factor = heads, scale
+        else:
+            total, factor = torch.add(total if factor == 1 else total * factor, heads, alpha=scale), 1.0
+    return None if total is None else (total, factor)
 
 
 def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale, queries: Tensor) -> Tensor | None:
-    """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory."""
+    """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory.
+
+    They are times the scale where that is a tensor.
+    """
     conditional, rows, scale = part.conditional, part.rows, part.scale
     if rows is not None and len(conditional) > 1 and queries.shape[0] * len(conditional) == rows:
         conditional, rows = conditional[-1:], queries.shape[0]  # FasterCache computes the last part alone
@@ -202,7 +219,7 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
         scale = scale.repeat_interleave(repeats, 0)
     parts: list[Tensor | None] = []
     for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
-        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else scale
+        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else 1.0
         parts.append(view.apply(q, block, index, factor) if sees_memory else None)
     like = next((one for one in parts if one is not None), None)
     if like is None:
@@ -211,7 +228,7 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
     return heads.transpose(1, 2).flatten(2)
 
 
-def _step(model: Denoiser) -> ForwardStep | None:
+def denoising_step(model: Denoiser) -> ForwardStep | None:
     """Return the forward of a model that is under way."""
     step = forward_under_way()
     return step if step is None or step.model is model else step_of(model)
@@ -221,7 +238,7 @@ def inside_attention(
     model: Denoiser, index: int, attn: nn.Module, args: Positional, kwargs: Arguments, output: Output
 ) -> Output | None:
     """A forward hook: add the adapters' heads to the output of attention layer `index` of the host."""
-    step = _step(model)
+    step = denoising_step(model)
     if step is not None:
         step.visited.add(index)
         if not (step.actions or step.details):
@@ -230,33 +247,34 @@ def inside_attention(
     if processor is not None and getattr(attn, "processor", None) is processor:
         return None  # the processor of `use_core` adds them
     x = args[0] if args else kwargs["hidden_states"]
-    heads = added_heads(model, index, attn, x, query_heads(attn, x, kwargs.get("temb")))
-    if heads is None:
+    projected = None if step is None else step.details.get("queries", {}).pop(index, None)
+    added = added_heads(model, step, index, attn, x, query_heads(attn, x, kwargs.get("temb"), projected))
+    if added is None:
         return None
-    if isinstance(output, Tensor):
-        return output + into_output(attn, heads, output)
-    part = model.picture_part(index)
-    return add_to_picture(output, part, into_output(attn, heads, output[part]))
+    part = 0 if isinstance(output, Tensor) else model.picture_part(index)
+    picture, (heads, factor) = output if isinstance(output, Tensor) else output[part], added
+    return add_to_picture(output, part, *into_output(attn, heads, factor, picture))
 
 
-def watch_layer(model: Denoiser, index: int, part: nn.Module, args: Positional) -> None:
-    """A forward pre-hook of a projection: note that its attention layer runs, whatever calls it."""
+def note_queries(model: Denoiser, index: int, part: nn.Module, args: Positional, output: Tensor) -> None:
+    """A forward hook of a projection of queries: note them, and that its attention layer runs, whatever calls it."""
     step = forward_under_way()
     if step is not None and step.model is model and step.actions:
-        step.details.setdefault("ran", set()).add(index)
+        queries = step.details.setdefault("queries", {})
+        queries[index] = None if index in queries else (part, output)
 
 
-def after_block(
-    model: Denoiser, index: int, part: int, block: nn.Module, args: Positional, output: Output
-) -> Output | None:
+def after_block(model: Denoiser, index: int, part: int, block: nn.Module, args: Positional, output: Output) -> Output:
     """A forward hook: add the heads in a block's attention to the picture, output `part` of the block."""
     step = step_of(model)
-    heads = None if step is None or step.details is None else step.details.pop(index, None)
-    return None if heads is None else add_to_picture(output, part, sum(heads))
+    added = None if step is None or step.details is None else step.details.pop(index, None)
+    for heads, factor in added or ():
+        output = add_to_picture(output, part, heads, factor)
+    return output
 
 
-def add_to_picture(output: Output, part: int, change: Tensor) -> Output:
-    """Add to an output, of several to that of number `part`."""
+def add_to_picture(output: Output, part: int, change: Tensor, factor: float) -> Output:
+    """Add a change times a factor to an output, of several to that of number `part`."""
     if isinstance(output, Tensor):
-        return output + change
-    return (*output[:part], output[part] + change, *output[part + 1 :])
+        return torch.add(output, change, alpha=factor)
+    return (*output[:part], torch.add(output[part], change, alpha=factor), *output[part + 1 :])

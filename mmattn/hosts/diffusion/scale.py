@@ -62,7 +62,9 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
     return scale
 
 
-def at_step(adapter_scale: AdapterScale, times: Tensor | float | None, layer_names: Sequence[str], rows: int | None) -> Fixed:
+def at_step(
+    adapter_scale: AdapterScale, times: Tensor | float | None, layer_names: Sequence[str], rows: int | None
+) -> Fixed:
     """Return the scale at one timestep: schedules are called, and their results checked."""
     if isinstance(adapter_scale, Mapping):
         return {prefix: at_step(inner, times, layer_names, rows) for prefix, inner in adapter_scale.items()}

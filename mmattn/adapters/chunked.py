@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.gated import first_reaching
 from mmattn.adapters.gated_block import BlockLayers, SlotAdapter
-from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layer
+from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layers
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import random_memory, register_adapter
 from mmattn.adapters.text_state import Keywords, TextState
@@ -226,12 +226,15 @@ class ChunkView(View):
             return [(projected[id(batch)], row) for batch, row in self.places]
 
         if any(batch.is_uncached(adapter) for batch in batches.values()):
-            projected = {key: project_layer(adapter, layer, batch.read(adapter)) for key, batch in batches.items()}
+            projected = {}
             for key, batch in batches.items():
-                check_projected(adapter, layer, batch.memory, projected[key])
+                read = project_layers(adapter, [layer], batch.read(adapter))
+                projected[key] = check_projected(adapter, batch.memory, read)[layer]
             return KeyValue.gather(rows(projected))
         queries = self.tokens.shape[1]
-        cached = {key: batch.project(adapter, layer, batch.read(adapter), queries) for key, batch in batches.items()}
+        cached = {
+            key: batch.project(adapter, [layer], batch.read(adapter), queries)[layer] for key, batch in batches.items()
+        }
         return neighbours.gather((adapter.name, layer), rows(cached))
 
 

@@ -169,7 +169,7 @@ class AugmentedView(View):
         allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
         return block(
             x,
-            replace(self._project(layer, x.device), mask=mask, visible=None),
+            replace(self._project(layer, x.device), mask=mask, visible=None, additive=None),
             attention_mask=rule,
             query_positions=token_places(real)[:, total - length :],
             seen=visible_rows(allowed, rows, total, device=x.device),

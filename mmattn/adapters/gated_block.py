@@ -25,6 +25,7 @@ from mmattn.core.cross_attention import CrossAttention, check_score_settings
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_float, check_int
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import is_distributed
 
 #: Arguments of `CrossAttention`.
 AttentionSettings = dict[str, Any]
@@ -78,10 +79,22 @@ class Gate(nn.Module):
         self.shape = shape
         # FSDP2 shards by the first dimension, and refuses a parameter without dimensions.
         self.gate = nn.Parameter(torch.zeros(shape or (1,)))
+        # What was computed without gradients, and of what: the weight, its storage, its address and its edits.
+        self._computed: tuple[Tensor, Tensor, Tensor, int, int] | None = None
 
     def forward(self) -> Tensor:
-        """tanh of the numbers, in their shape."""
-        return self.gate.tanh().view(self.shape)
+        """tanh of the numbers, in their shape; without gradients it is computed once for each version of the weight."""
+        gate, computed = self.gate, self._computed
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return gate.tanh().view(self.shape)
+        if computed is not None:
+            value, of, _, address, version = computed
+            if of is gate and version == gate._version and address == gate.data_ptr():
+                return value
+        value = gate.tanh().view(self.shape)
+        if not is_distributed():
+            self._computed = value, gate, gate.detach(), gate.data_ptr(), gate._version
+        return value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         def keep_precision(tensor: Tensor) -> Tensor:

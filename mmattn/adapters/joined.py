@@ -32,7 +32,7 @@ from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.adapters.settings import LayeredAdapter, default_norm, register_adapter, settle
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tracing import all_finite, readable
+from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import check_choice, check_float
 
 GATES = ("scalar", "head")
@@ -94,6 +94,7 @@ class JoinedBlock(JoinSlots):
         mask: Tensor | None = None,
         scores: Tensor | None = None,
         queries: int | None = None,
+        hidden_are_zero: bool = False,
     ) -> KeyValue:
         keys, values = (
             projection(memory).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
@@ -101,7 +102,7 @@ class JoinedBlock(JoinSlots):
         )
         if queries is not None:
             return KeyValue(keys, values, mask)
-        finite = readable(keys) and all_finite(keys, values)
+        finite = may_read(keys) and all_finite(keys, values)
         return KeyValue(keys.contiguous(), values.contiguous(), mask, finite=finite)
 
     def projecting_parameters(self) -> list[Tensor]:

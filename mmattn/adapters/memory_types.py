@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, register_memory_type
-from mmattn.adapters.prepared_memory import PreparedMemory, Reader, check_projected
+from mmattn.adapters.prepared_memory import PreparedMemory, Reader, check_projected, project_layers
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, Scale, View
 from mmattn.adapters.text_state import TextState
@@ -102,8 +102,11 @@ class StreamWindow(PreparedMemory):
         device = adapter.weight.device
         return self.memory if self.memory.device == device else self.memory.to(device)
 
-    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> Any:
+    def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, Any]:
         """Return keys and values of the slots, the null slot of the adapter as a part of its own."""
+        return {layer: self._project(adapter, layer, memory) for layer in layers}
+
+    def _project(self, adapter: Reader, layer: int, memory: Memory) -> Any:
         if self.is_uncached(adapter) or not memory.length:
             projected = _project(adapter, layer, memory)
         else:
@@ -137,10 +140,8 @@ class StreamMemory(BoundMemory):
 
 def _project(adapter: Reader, layer: int, memory: Memory) -> KeyValue:
     """Compute keys and values of some slots in the padded layout, without a null slot; raise if they overflow."""
-    read = adapter.read(memory)
-    projected = adapter.kv_projection(layer).project(read.tokens, mask=None, scores=None, queries=None)
-    check_projected(adapter, layer, memory, projected)
-    return projected.without_null()
+    projected = project_layers(adapter, [layer], adapter.read(memory))
+    return check_projected(adapter, memory, projected)[layer].without_null()
 
 
 def bind_stream(stream: MemoryStream | StreamInCall, adapter: AdapterLayers, host: nn.Module) -> StreamMemory:

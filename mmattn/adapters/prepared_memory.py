@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Protocol, cast
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from mmattn.adapters.protocols import AdapterConfig
 from mmattn.adapters.resampler import PerceiverResampler
 from mmattn.adapters.text_state import TextState
+from mmattn.core.attention_inputs import zero_hidden
+from mmattn.core.device_checks import refuse_unless_finite
 from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tracing import all_finite, readable
+from mmattn.core.tracing import readable
 from mmattn.errors import NonFiniteError
 from mmattn.memory import Memory
-from mmattn.storage.tensor_cache import KeyValueCache, autocast_dtype, cached
+from mmattn.storage.tensor_cache import KeyValueCache, Values, autocast_dtype
 
 _TENSORS = attrgetter("tokens", "mask", "segments", "scores")
 
@@ -28,7 +31,7 @@ class Projection(Protocol):
     """Computes keys and values of a memory for one layer."""
 
     def project(
-        self, memory: Tensor, *, mask: Tensor | None, scores: Tensor | None, queries: int | None
+        self, memory: Tensor, *, mask: Tensor | None, scores: Tensor | None, queries: int | None, hidden_are_zero: bool
     ) -> KeyValue: ...
 
     def projecting_parameters(self) -> list[Tensor]: ...
@@ -97,7 +100,7 @@ class Reader(nn.Module):
         if not torch.is_autocast_enabled(tokens.device.type) or tokens.element_size() > weight.element_size():
             tokens = tokens.to(weight.dtype)
         if memory.mask is not None:
-            tokens = tokens.masked_fill(~memory.mask.to(tokens.device)[..., None], 0)
+            tokens = zero_hidden(tokens, memory.mask.to(tokens.device)[..., None])
         return memory.replace(tokens)
 
 
@@ -122,30 +125,30 @@ class PreparedMemory:
         """Number of rows b."""
         return self.memory.batch
 
-    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue:
-        """Return keys and values of the memory for the block at a host layer.
+    def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, KeyValue]:
+        """Return keys and values of the memory for the blocks at some host layers.
 
         Args:
             adapter: the trainable part that reads.
-            layer: number of the host's layer.
+            layers: numbers of the host's layers.
             memory: what `read` returned.
             queries: how many attend to each row of the memory, where nothing is cached.
 
         Raises:
             NonFiniteError: they overflow, though the memory is finite.
         """
-
-        def project(queries: int | None = None) -> KeyValue:
-            projected = project_layer(adapter, layer, memory, queries)
-            check_projected(adapter, layer, self.memory, projected)
-            return projected
-
-        if self.is_uncached(adapter):
-            return project(queries)
-        values = self.cache.values(adapter)
-        if values.get("read") is not memory:  # another thread has edited the memory since: not to be cached as of now
-            return project(queries)
-        return cached(values, layer, project)
+        values = None if self.is_uncached(adapter) else self.cache.values(adapter)
+        # Another thread may have edited the memory since it was read: that is not to be cached as of now.
+        if values is None or values.get("read") is not memory:
+            return check_projected(adapter, self.memory, project_layers(adapter, layers, memory, queries))
+        missing = [layer for layer in layers if layer not in values]
+        if missing:
+            # A cached value must serve calls outside inference mode, too.
+            with torch.inference_mode(False), torch.no_grad():
+                projected = project_layers(adapter, missing, memory)
+            for layer, one in check_projected(adapter, self.memory, projected, values).items():
+                values[layer] = one
+        return {layer: values[layer] for layer in layers}
 
     def read(self, adapter: Reader) -> Memory:
         """Return the memory as an adapter reads it."""
@@ -175,37 +178,73 @@ def prepared_memory(memory: Memory | Tensor | PreparedMemory, check: Callable[[M
         memory = Memory(memory)
     check(memory)
     if memory.finite_checked and not torch.compiler.is_compiling():
-        memory.check_finite()
+        memory.check_once()
     return PreparedMemory(memory)
 
 
-def project_layer(adapter: Reader, layer: int, memory: Memory, queries: int | None = None) -> KeyValue:
+def project_layers(
+    adapter: Reader, layers: Sequence[int], memory: Memory, queries: int | None = None
+) -> dict[int, KeyValue]:
     """Return keys and values of a memory that an adapter has read, for so many queries per row (None: to be cached)."""
-    projection = adapter.kv_projection(layer)
-    tokens = memory.tokens.to(projection.projecting_parameters()[0].device)
-    scores = memory.scores if adapter.score_bias else None
-    return projection.project(tokens, mask=memory.mask, scores=scores, queries=queries)
+    mask, scores = memory.mask, memory.scores if adapter.score_bias else None
+    # A norm or resampler may have made something of slots that are hidden: once for all layers they are 0 again.
+    read = memory.tokens if mask is None else zero_hidden(memory.tokens, mask[..., None])
+    projected = {}
+    for layer in layers:
+        projection = adapter.kv_projection(layer)
+        tokens = read.to(projection.projecting_parameters()[0].device)
+        projected[layer] = projection.project(tokens, mask=mask, scores=scores, queries=queries, hidden_are_zero=True)
+    return projected
 
 
-def check_projected(adapter: Reader, layer: int, memory: Memory, projected: KeyValue) -> None:
-    """Check that keys, values and biases of a finite memory are finite, too.
+def check_projected(
+    adapter: Reader, memory: Memory, projected: dict[int, KeyValue], cached: Values | None = None
+) -> dict[int, KeyValue]:
+    """Return keys and values by layer after a check that those and the biases of a finite memory are finite, too.
 
     A cast to half precision, a norm or a product may overflow; NaN in one row would reach others by masked attention,
-    in which 0 · NaN is NaN.
+    in which 0 · NaN is NaN. On a device, where that is known later only, each row must attend to itself; what is
+    `cached` meanwhile is dropped if the check fails.
     """
+    unchecked = [tensor for one in projected.values() for tensor in one.unchecked()]
 
     def project_row(row: Memory) -> list[Tensor]:
-        return project_layer(adapter, layer, adapter.read(row)).unchecked()
+        again = project_layers(adapter, list(projected), adapter.read(row))
+        return [tensor for one in again.values() for tensor in one.unchecked()]
 
-    check_read(adapter, memory, projected.unchecked(), project_row)
+    def forget() -> None:
+        for layer in projected:
+            if cached is not None:
+                cached.pop(layer, None)
+
+    is_finite = check_read(adapter, memory, unchecked, project_row, forget)
+    return {layer: replace(one, finite=True) for layer, one in projected.items()} if is_finite else projected
 
 
 def check_read(
-    adapter: Reader, memory: Memory, read: Sequence[Tensor], read_row: Callable[[Memory], Sequence[Tensor]]
-) -> None:
-    """Check that what an adapter computed of a memory is finite, if the values of the memory must be."""
-    if not (read and memory.finite_checked and all(map(readable, read))) or all_finite(*read):
-        return
+    adapter: Reader,
+    memory: Memory,
+    read: Sequence[Tensor],
+    read_row: Callable[[Memory], Sequence[Tensor]],
+    forget: Callable[[], None] = lambda: None,
+) -> bool:
+    """Check that what an adapter computed of a memory is finite, if the values of the memory must be.
+
+    Returns whether it may be taken for finite.
+    """
+    if not memory.finite_checked or not all(map(readable, read)):
+        return False
+
+    def explain() -> None:
+        forget()
+        _explain_overflow(adapter, memory, read_row)
+
+    refuse_unless_finite(read, explain)
+    return True
+
+
+def _explain_overflow(adapter: Reader, memory: Memory, read_row: Callable[[Memory], Sequence[Tensor]]) -> None:
+    """Raise NonFiniteError if rows of a memory are not finite as an adapter reads them."""
     with torch.no_grad():
         rows = [row for row in range(memory.batch) if not _finite(read_row(memory[row]))]
     if not rows:

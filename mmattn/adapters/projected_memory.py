@@ -104,7 +104,7 @@ class ProjectedMemory(VectorMemory):
             projected = graph.project(layers)
         else:
             queries = text.rows // max(memory.batch, 1) * text.length
-            projected = {layer: prepared.project(adapter, layer, memory, queries) for layer in layers}
+            projected = prepared.project(adapter, layers, memory, queries)
         return self.view(projected, rule, seen)
 
     def hide_arrivals(self) -> None:
@@ -130,7 +130,7 @@ class ProjectedMemory(VectorMemory):
         """Return keys and values by host layer for tokens that are written one by one."""
         with torch.no_grad():
             memory = self.prepared.read(self.adapter)
-            return {layer: self.prepared.project(self.adapter, layer, memory, 1) for layer in self.adapter.layers}
+            return self.prepared.project(self.adapter, self.adapter.layers, memory, 1)
 
     @property
     def changes_request(self) -> bool:

@@ -88,6 +88,8 @@ class Rule:
     # (b, 1, 1, 1) bool, rows that may attend to a slot, or True for all of them; None where it is not known or
     # differs between the queries of a row
     visible: Tensor | bool | None = None
+    # float, broadcastable to (b, h, l, m): `allowed` as it is added to the scores; values of other slots are 0
+    additive: Tensor | None = None
 
 
 #: Attention of q (b, h, l, k) over k (b, h, m, k) and v (b, h, m, v) under a mask: bool, True = may attend, or float.
@@ -114,7 +116,8 @@ def equation(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Opti
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> AttentionOutput:
     """Call torch's fused kernel, which computes no weights: the backend called "sdpa"."""
-    if mask is not None:
+    if mask is not None and mask.device.type == "cpu":
+        # A CUDA kernel would copy the whole mask where its rows are not aligned, so there it stays small.
         mask = mask.expand(-1, -1, q.shape[2], k.shape[2])
     return AttentionOutput(
         F.scaled_dot_product_attention(q, k, v, mask, options.dropout, options.causal, scale=options.scale)
@@ -216,11 +219,17 @@ def _over_finite_slots(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Opt
         return result
     if rule.allowed is None and rule.bias is None and q.shape[:2] == k.shape[:2]:
         return backend(q, k, v, None, options)
-    dtype = torch.promote_types(q.dtype, torch.float32) if backend is equation else q.dtype
-    mask, blind = _merge(rule, q, k, dtype)
+    added = backend is fused and rule.additive is not None and rule.additive.dtype is q.dtype
+    if added:
+        mask, blind = rule.additive, None  # queries that may attend to nothing average zeros
+    else:
+        dtype = torch.promote_types(q.dtype, torch.float32) if backend is equation else q.dtype
+        mask, blind = _merge(rule, q, k, dtype)
     result = backend(_fold(q, *k.shape[:2]), k, v, mask, options)
     # 4. Zero what saw nothing.
-    if blind is not None:
+    if added:
+        result.visible = rule.visible if isinstance(rule.visible, Tensor) else None
+    elif blind is not None:
         result.fill(blind, 0, float("-inf"))
         result.visible = ~blind
     return result if q.shape[:2] == k.shape[:2] else _unfold_result(result, *q.shape[:2])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from mmattn.core.masks import Mask, causal
-from mmattn.core.tracing import autocast, may_read
+from mmattn.core.tracing import autocast, may_read, readable
 from mmattn.errors import MaskError, ShapeError, check_bool_mask
 
 
@@ -107,12 +109,36 @@ def visible_slots(allowed: Tensor, memory_rows: int, m: int) -> Tensor:
     return visible.expand(memory_rows, m)
 
 
+@cache
+def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return 0 and the smallest number of a dtype, on the CPU: kernels of other devices take them as numbers.
+
+    A graph would take them as inputs, and one with inputs on the CPU is not replayed as a CUDA graph.
+    """
+    return torch.zeros((), dtype=dtype, device="cpu"), torch.tensor(torch.finfo(dtype).min, dtype=dtype, device="cpu")
+
+
+def zero_hidden(tensor: Tensor, visible: Tensor) -> Tensor:
+    """Return a tensor with zeros where a mask, broadcastable to it, is False, whatever stood there."""
+    return torch.where(visible, tensor, _constants(tensor.dtype)[0] if readable(tensor) else 0.0)
+
+
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where a mask is True, and the smallest number of a dtype elsewhere, to be added to scores.
+
+    A query that may attend to nothing then attends to all slots alike, where -inf would divide 0 by 0.
+    """
+    if not readable(allowed):
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+    return torch.where(allowed, *_constants(dtype))
+
+
 def hide_slots(allowed: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return k and v with zeros where no query may look: 0 · NaN would reach the sums, forward or backward."""
     if allowed is None:
         return k, v
-    hidden = ~visible_slots(allowed, k.shape[0], k.shape[2])[:, None, :, None]
-    return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    visible = visible_slots(allowed, k.shape[0], k.shape[2])[:, None, :, None]
+    return zero_hidden(k, visible), zero_hidden(v, visible)
 
 
 def differs_by_query(allowed: Tensor | None, memory_rows: int) -> bool:
@@ -129,7 +155,8 @@ def visible_rows(
     if allowed is None:
         return None
     visible = allowed.any(-1, keepdim=True)
-    visible = visible if per_head else visible.any(1)
+    if not per_head:
+        visible = visible[:, 0] if visible.shape[1] == 1 else visible.any(1)
     if may_read(visible) and bool(visible.all()):
         return None
     return repeat_rows(visible, rows)

@@ -112,6 +112,7 @@ class CrossAttention(nn.Module):
             dropout=dropout,
             scale=scale,
             backend=backend,
+            needs_visible=out_proj.bias is not None,
         )
         self.out_proj = out_proj
         self.q_norm = nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None

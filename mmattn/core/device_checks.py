@@ -1,65 +1,67 @@
 """Checks of values on a device, which are reported once they are known: reading them at once would wait for the device.
 
-A check of values on the CPU raises at once. One of values on a device computes a flag there, which is copied while the
-device works on; it is looked at by the next call of the same context, or where the device is waited for anyway, such
-as at the end of `generate`. Checks follow the context (`contextvars`): no thread or task reports those of another.
+A check of values on the CPU raises at once. One of values on a device computes the largest there, which is copied while
+the device works on. It is looked at by the next call of the same thread or task, or where the device is waited for
+anyway, such as at the end of `generate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from mmattn.core.tracing import may_read, readable
+from mmattn.core.tracing import all_finite, may_read, readable
 from mmattn.errors import NonFiniteError
+
+T = TypeVar("T")
 
 
 class _Check:
-    """A flag that is on its way from a device, and what raises if it is True."""
+    """A number that is on its way from a device, and what raises if it is not finite."""
 
-    def __init__(self, failed: Tensor, explain: Callable[[], None]) -> None:
-        self._failed, self.explain, self._event = failed.to("cpu", non_blocking=True), explain, None
-        if failed.device.type in ("cuda", "xpu"):
-            self._event = torch.Event(failed.device)
+    def __init__(self, number: Tensor, explain: Callable[[], None]) -> None:
+        self._number, self.explain = number.to("cpu", torch.float32, non_blocking=True), explain
+        self._event = None
+        if number.device.type in ("cuda", "xpu"):
+            self._event = torch.Event(number.device)
             self._event.record()
 
     def is_known(self) -> bool:
         return self._event is None or self._event.query()
 
     def failed(self) -> bool:
-        """Return the flag, waiting for it if it is not known."""
+        """Return whether the number is not finite, waiting for it if it is not known."""
         if self._event is not None:
             self._event.synchronize()
-        return bool(self._failed.numpy())  # numpy reads the copy; `.item()` would ask the device
+        return not math.isfinite(self._number.numpy())
 
 
-# Of this context; a tuple, since contexts that were copied from this one must not see what is appended here.
-_UNDER_WAY: ContextVar[tuple[_Check, ...]] = ContextVar("mmattn_checks", default=())
+#: Checks whose results are not known yet.
+Checks = tuple[_Check, ...]
+#: Of this context; a tuple, since contexts that were copied from this one must not see what is appended here.
+UNDER_WAY: ContextVar[Checks] = ContextVar("mmattn_checks", default=())
 
 
-def not_finite(*tensors: Tensor) -> Tensor:
-    """Return a bool tensor (), True if a value is NaN or infinite; so do values whose sum overflows."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    with torch.no_grad():
-        total = tensors[0].sum(dtype=wide)
-        for one in tensors[1:]:
-            total = total + one.sum(dtype=wide)
-        return total * 0 != 0  # of infinity, too, it is NaN
-
-
-def refuse_if(failed: Tensor, explain: Callable[[], None]) -> None:
-    """Call `explain`, which raises `NonFiniteError`, if a bool tensor () is True: now, or once that is known.
+def refuse_unless_finite(tensors: Sequence[Tensor], explain: Callable[[], None]) -> None:
+    """Call `explain`, which raises `NonFiniteError`, unless all values are finite: now, or once that is known.
 
     `explain` may find nothing to refuse after all, and return. While a graph is traced, nothing is checked.
     """
-    if may_read(failed):
-        if bool(failed):
+    if not tensors:
+        return
+    if all(map(may_read, tensors)):
+        if not all_finite(*tensors):
             explain()
-    elif readable(failed):
-        _UNDER_WAY.set((*_UNDER_WAY.get(), _Check(failed.detach(), explain)))
+    elif all(map(readable, tensors)):
+        with torch.no_grad():
+            largest = get_total_norm([one.detach() for one in tensors], math.inf)
+        UNDER_WAY.set((*UNDER_WAY.get(), _Check(largest, explain)))
 
 
 def report_checks(wait: bool = False) -> None:
@@ -68,22 +70,33 @@ def report_checks(wait: bool = False) -> None:
     Raises:
         NonFiniteError: a check has failed.
     """
-    if torch.compiler.is_compiling():
-        return
-    checks = _UNDER_WAY.get()
-    if not checks:
-        return
-    failed = any(check.failed() for check in checks if wait or check.is_known())
-    if not failed:
-        _UNDER_WAY.set(() if wait else tuple(check for check in checks if not check.is_known()))
-        return
-    _UNDER_WAY.set(())  # all are named now: a later call is not refused for an earlier one again
-    errors: dict[str, None] = {}
-    for check in checks:
-        if check.failed():
-            try:
-                check.explain()
-            except NonFiniteError as error:
-                errors[str(error)] = None
-    if errors:
-        raise NonFiniteError("; ".join(errors))
+    if checks := UNDER_WAY.get():
+        UNDER_WAY.set(())
+        UNDER_WAY.set(raise_failed(checks, wait))
+
+
+def collect_checks(work: Callable[[], T]) -> tuple[T, Checks]:
+    """Return the result of `work`, and its checks that are not known yet, which the caller then looks at itself."""
+    outside = UNDER_WAY.get()
+    UNDER_WAY.set(())
+    try:
+        return work(), UNDER_WAY.get()
+    finally:
+        UNDER_WAY.set(outside)
+
+
+def raise_failed(checks: Checks, wait: bool = False) -> Checks:
+    """Raise NonFiniteError for what checks have found, all of them at once; return those that are not known yet."""
+    rest = () if wait else tuple(check for check in checks if not check.is_known())
+    if any(check.failed() for check in checks if check not in rest):
+        errors: dict[str, None] = {}
+        for check in checks:
+            if check.failed():
+                try:
+                    check.explain()
+                except NonFiniteError as error:
+                    errors[str(error)] = None
+        if errors:
+            raise NonFiniteError("; ".join(errors))
+        return ()
+    return rest

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.core.attention_inputs import additive_mask, zero_hidden
 from mmattn.core.kv_cache import KeyValue, absorbing_pays, pack, packed_lengths, real_slots_first
 from mmattn.core.positions import Rotary
-from mmattn.core.tracing import all_finite, autocast, may_read, readable
+from mmattn.core.tracing import all_finite, autocast, may_read
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
 
 
@@ -45,7 +46,7 @@ class Slots:
         """Return the slots with zeros for padding, whose values may be NaN."""
         if self.mask is None:
             return self
-        return Slots(self.memory.masked_fill(~self.mask[..., None], 0), self.mask, self.scores, self.positions)
+        return Slots(zero_hidden(self.memory, self.mask[..., None]), self.mask, self.scores, self.positions)
 
 
 #: Dtypes of weights that are computed with as they are stored.
@@ -84,8 +85,11 @@ class KeyValueHeads(nn.Module):
         score_bias: bool = False,
         score_mean: float = 0.0,
         score_std: float = 1.0,
+        needs_visible: bool = False,
     ) -> None:
         super().__init__()
+        # Who attends asks which rows have a real slot.
+        self.needs_visible = needs_visible
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.memory_dim = memory_dim
         self.score_mean, self.score_std = score_mean, score_std
@@ -107,30 +111,40 @@ class KeyValueHeads(nn.Module):
         scores: Tensor | None = None,
         memory_positions: Tensor | None = None,
         queries: int | None = None,
+        hidden_are_zero: bool = False,
     ) -> KeyValue:
         """Compute keys and values of a memory once, to be given to `forward` in its place; see `lay_out`."""
         slots = self.checked(Slots(memory, mask, scores, memory_positions))
-        kv = self.lay_out(slots, queries)
-        kv = replace(kv, visible=_rows_with_slots(kv.mask))
-        if queries is not None:
-            return kv
-        finite = readable(kv.keys) and all_finite(kv.keys, kv.values)
+        kv = self.lay_out(slots, queries, hidden_are_zero=hidden_are_zero)
+        if kv.additive is None:
+            kv = replace(kv, visible=_rows_with_slots(kv.mask))
+        if queries is not None or not may_read(kv.keys):
+            return kv  # kernels of other devices read keys of any strides
+        finite = all_finite(kv.keys, kv.values)
         return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite)
 
-    def lay_out(self, slots: Slots, queries: int | None, packable: bool = True) -> KeyValue:
+    def lay_out(
+        self, slots: Slots, queries: int | None, packable: bool = True, hidden_are_zero: bool = False
+    ) -> KeyValue:
         """Choose a layout for checked slots that `queries` queries per row attend to (None: very many)."""
         slots, mask = self._cast_slots(slots), slots.mask
         lengths = self.packed_lengths(mask) if packable else None
         absorb = queries is not None and self.absorbs(queries, slots.memory, lengths)
         if lengths is None:
-            slots = slots.zeroed()
+            slots = slots if hidden_are_zero else slots.zeroed()
         elif not (absorb and slots.real_first(lengths)):  # where each row is read up to its length, where it lies
             slots = slots.packed(lengths, self.rotary)
         if absorb:
             raw = slots.memory[:, None]
-            return KeyValue(raw, raw, mask, slots.scores, lengths, absorbed=True)
-        keys, values = self.keys_and_values(slots.memory, slots.positions)
-        return self.join(keys, values, mask, slots.scores, lengths)
+            kv = KeyValue(raw, raw, mask, slots.scores, lengths, absorbed=True)
+        else:
+            keys, values = self.keys_and_values(slots.memory, slots.positions)
+            kv = self.join(keys, values, mask, slots.scores, lengths)
+        zero = lengths is None and kv.bias is None and self.v_proj.bias is None and not kv.null
+        if mask is None or may_read(mask) or not zero:
+            return kv
+        visible = _rows_with_slots(mask) if self.needs_visible else None
+        return replace(kv, visible=visible, additive=additive_mask(mask, kv.keys.dtype)[:, None, None])
 
     def _cast_slots(self, slots: Slots) -> Slots:
         """Return slots in the dtype of the weights, with the bias of their scores and all positions."""

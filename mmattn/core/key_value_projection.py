@@ -157,7 +157,7 @@ class KeyValueProjection(KeyValueHeads):
             result = attend_by_rule(queries, kv.keys, kv.values, self._rule(kv, allowed, per_query), options)
         if kv.absorbed:
             result.output = self.from_slots(result.output)
-        if kv.absorbed or kv.null:
+        if kv.null or (kv.absorbed and self.v_proj.bias is not None):
             # Neither the bias of the values nor the null slot is for queries without visible slots.
             visible = visible_rows(allowed, q.shape[0], kv.slots, per_head=True, device=q.device)
             if visible is not None:
@@ -172,7 +172,7 @@ class KeyValueProjection(KeyValueHeads):
         bias = None if kv.bias is None else kv.bias[:, None, None]
         contain = per_query and not kv.finite
         if not kv.null:
-            return Rule(allowed, bias, contain, None if per_query else kv.visible)
+            return Rule(allowed, bias, contain) if per_query else Rule(allowed, bias, contain, kv.visible, kv.additive)
         bias = self._with_length_norm(bias, allowed, kv)
         return Rule(None if allowed is None else F.pad(allowed, (1, 0), value=True), bias, contain)
 

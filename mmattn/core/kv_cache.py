@@ -49,6 +49,8 @@ class KeyValue:
         null: a learned first slot has been put in front of every row.
         finite: known to hold neither NaN nor infinity, so that masks over queries need not look for them.
         visible: (b, 1, 1, 1) bool, which rows have a real slot, or True where all have; None where it is not known.
+        additive: (b, 1, 1, m) float, the mask as it is added to scores; there only where values of other slots are 0,
+            so that rows without a real slot give 0 by themselves.
     """
 
     keys: Tensor
@@ -60,6 +62,7 @@ class KeyValue:
     null: bool = False
     finite: bool = False
     visible: Tensor | bool | None = None
+    additive: Tensor | None = None
     #: Number of rows b.
     batch: int = field(init=False)
     #: Number of slots m of the memory, padding included and a null slot not.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.host_attention import HostAttention
 from mmattn.adapters.text_state import TextState
+from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
@@ -143,6 +144,8 @@ class BeforeHost:
             return None
         if compiled and model.asks_by_layer(call):
             return None
+        if not compiled and UNDER_WAY.get():
+            report_checks()
         if type(host) not in self._signatures:
             self._signatures[type(host)] = signature_of(host)
         places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)

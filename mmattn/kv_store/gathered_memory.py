@@ -33,13 +33,14 @@ class GatheredMemory(PreparedMemory):
             return super().read(adapter)
         return self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
 
-    def project(self, adapter: Reader, layer: int, memory: Memory, queries: int) -> KeyValue:
+    def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, KeyValue]:
         """Return keys and values from the pages, or else as any prepared memory does."""
-        pages = self._from_pages(adapter, layer)
-        if pages is not None:
-            return pages
-        # An entry may have been written after `read` had read the pages of the first layer.
-        return super().project(adapter, layer, memory if memory.dim else super().read(adapter), queries)
+        pages = {layer: self._from_pages(adapter, layer) for layer in layers}
+        found = {layer: one for layer, one in pages.items() if one is not None}
+        if missing := [layer for layer in layers if layer not in found]:
+            # An entry may have been written after `read` had read the pages of the first layer.
+            found |= super().project(adapter, missing, memory if memory.dim else super().read(adapter), queries)
+        return found
 
     def _from_pages(self, adapter: Reader, layer: int) -> KeyValue | None:
         if self.is_uncached(adapter) or not isinstance(adapter, AdapterLayers):

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.core.device_checks import refuse_unless_finite
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
 from mmattn.storage.json_files import dump_json, making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
+from mmattn.storage.tensor_cache import TensorVersion
 
 FORMAT = "mmattn-memory"
 MAX_SOURCES = 1 << 30
@@ -33,7 +35,8 @@ class Memory:
         segments: (b, m) int, the segment (image, passage) of each slot, counted from 0 in each row; negative for none.
         scores: (b, m) float, relevance of each slot (a retriever's score).
         sources: for each row one entry per slot: any JSON value that names where the slot came from.
-        check_finite: refuse NaN and infinity in slots that may be attended to.
+        check_finite: refuse NaN and infinity in slots that may be attended to. Of tensors on a device that is known
+            later: the next call, or the end of `generate`, raises.
 
     Raises:
         ShapeError: tensors or sources whose sizes do not fit, or tokens or scores that are not floating point.
@@ -45,7 +48,7 @@ class Memory:
     (2, 5, 7, [5, 3])
     """
 
-    __slots__ = ("finite_checked", "mask", "scores", "segments", "sources", "tokens")
+    __slots__ = ("_checked", "finite_checked", "mask", "scores", "segments", "sources", "tokens")
 
     def __init__(
         self,
@@ -65,8 +68,9 @@ class Memory:
         )
         self.sources = None if sources is None else [list(row) for row in sources]
         self.finite_checked = check_finite
+        self._checked: TensorVersion | None = None
         if check_finite:
-            self.check_finite()
+            self.check_once()
 
     @property
     def batch(self) -> int:
@@ -121,6 +125,20 @@ class Memory:
                     "out, repair them, or pass check_finite=False"
                 )
 
+    def check_once(self) -> None:
+        """Check as `check_finite` does, once for these values; on a device without waiting for the answer.
+
+        Raises:
+            NonFiniteError: NaN or infinity in a slot that may be attended to, where that is known already.
+        """
+        if torch.compiler.is_compiling():
+            return
+        values = [value for value in (self.tokens, self.scores) if value is not None]
+        if self._checked is not None and self._checked.holds(values):
+            return
+        refuse_unless_finite([value for value in values if value.numel()], self.check_finite)
+        self._checked = TensorVersion(values)
+
     @classmethod
     def pad(cls, rows: Sequence[Tensor], check_finite: bool = True) -> Memory:
         """Return a memory of rows of different lengths, padded with zeros to the longest.
@@ -143,9 +161,11 @@ class Memory:
         if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) != 1:
             raise ShapeError(f"Memory.pad needs rows (m, e) of one width e, got {shapes}")
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        lengths = torch.tensor([shape[0] for shape in shapes], device=tokens.device)
-        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        return cls(tokens, None if bool(mask.all()) else mask, check_finite=check_finite)
+        lengths, mask = [shape[0] for shape in shapes], None
+        if min(lengths) < max(lengths):
+            ends = torch.tensor(lengths, device=tokens.device)[:, None]
+            mask = torch.arange(tokens.shape[1], device=tokens.device) < ends
+        return cls(tokens, mask, check_finite=check_finite)
 
     @classmethod
     def cat(cls, memories: Sequence[Memory]) -> Memory:

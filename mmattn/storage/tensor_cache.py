@@ -18,13 +18,27 @@ T = TypeVar("T")
 Values = dict[Hashable, Any]
 
 
+#: Number of steps of optimizers so far.
+_steps = 0
+
+
 @torch._disable_dynamo  # torch.compiler.disable would import the compiler
 def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Count a step as an edit of the parameters: kernels of fused optimizers write to them without counting."""
+    global _steps
+    _steps += 1
     increment_version([one for group in optimizer.param_groups for one in group["params"] if one.grad is not None])
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+def is_distributed() -> bool:
+    """Return whether this process belongs to a group, in which FSDP2 may gather weights into the same tensor again.
+
+    It does so without counting an edit.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class TensorVersion:
@@ -150,10 +164,13 @@ class _Entry:
         self._memory = tensors
         self._tensors = [*parameters, *[one for one in tensors if one is not None]]
         self._version = TensorVersion(self._tensors)
+        self._steps = _steps
         self.device = parameters[0].device.type if parameters else "cpu"
         self.values: dict[torch.dtype | None, Values] = {}
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
+        if self._steps != _steps and is_distributed():
+            return False
         return all(map(is_, tensors, self._memory)) and self._modules.holds() and self._version.holds(self._tensors)
 
 

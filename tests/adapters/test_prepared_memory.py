@@ -51,8 +51,7 @@ def test_keys_of_a_memory_that_is_edited_while_it_is_projected_are_not_kept(mode
     prepared.cache.values(adapter)["read"] = mmattn.Memory(read.tokens.clone(), read.mask)
     before = prepared.read(adapter)
     memory.tokens.copy_(edited.tokens)
-    for layer in adapter.layers:
-        prepared.project(adapter, layer, before, ids.shape[1])
+    prepared.project(adapter, adapter.layers, before, ids.shape[1])
     assert_close(model(ids, memory=prepared).logits, want, 1e-6)
 
 

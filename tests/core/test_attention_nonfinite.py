@@ -27,6 +27,7 @@ from tests.core.random_inputs import (
     make_heads,
     make_layer,
 )
+from tests.device import act_as_device
 from tests.reference import assert_close, attend_reference, gradients
 
 #: Layouts and what a layer has beside; keys that are more than a matrix times the memory are never absorbed.
@@ -89,9 +90,7 @@ def reached(name: str) -> Tensor:
 def reading(request, monkeypatch) -> bool:
     """On an accelerator and in a traced graph no value is looked at."""
     if not request.param:
-        for module in ("attention", "key_value_heads"):
-            monkeypatch.setattr(f"mmattn.core.{module}.may_read", lambda tensor: False)
-        monkeypatch.setattr("mmattn.core.key_value_heads.readable", lambda tensor: False)
+        act_as_device(monkeypatch)
     return request.param
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
+from mmattn.core.device_checks import Checks, collect_checks, raise_failed, refuse_unless_finite
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
 from mmattn.hosts.replaced import Method, replace_method
@@ -40,6 +42,8 @@ class RequestMemory:
         self.sources, self.shared, self.error = sources, shared, error
         # The tensors of each source as they were when they were last finite.
         self.finite: dict[str, TensorVersion] = {}
+        # Whether they are, where that is not known yet.
+        self.checks: Checks = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RequestMemory:
         return self  # transformers copies the state of a request for each further answer
@@ -92,12 +96,17 @@ class RequestBoundary:
             if name in memory.finite and memory.finite[name].holds(tensors):
                 continue
             try:
-                if not all(torch.isfinite(one).all() for one in source.projected()):
-                    raise NonFiniteError(f"the memory of adapter {name!r} is not finite: repair it")
+                _, checks = collect_checks(partial(check_source, name, source))
             except NonFiniteError as error:
                 state.error = str(error)
                 return {}
+            memory.checks += checks
             memory.finite[name] = TensorVersion(tensors)
+        try:
+            memory.checks = raise_failed(memory.checks)
+        except NonFiniteError as error:
+            state.error = str(error)
+            return {}
         return memory.sources
 
     # In place of methods of transformers ------------------------------------------------------------------------------
@@ -175,6 +184,17 @@ class RequestBoundary:
             for state in states_of_step(processor):
                 state.logit_processor_kwargs.pop(KEY, None)
         return is_prepared
+
+
+def check_source(name: str, source: BoundMemory) -> None:
+    """Refuse a memory whose keys and values for an adapter are not finite."""
+    projected = source.projected()
+
+    def explain() -> None:
+        if not all(bool(torch.isfinite(one).all()) for one in projected):
+            raise NonFiniteError(f"the memory of adapter {name!r} is not finite: repair it")
+
+    refuse_unless_finite(projected, explain)
 
 
 def _mark_errors(requests: Sequence[FutureRequestState], broken: Tensor | None, lost: Tensor) -> None:

@@ -24,7 +24,7 @@ from mmattn.adapters.language_models import (
 )
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
-from mmattn.core.tracing import readable
+from mmattn.core.device_checks import refuse_unless_finite, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.base import AdaptedModel, check_unused
@@ -249,18 +249,18 @@ class AdaptedCausalLM(AdaptedModel):
             self._check_logits(text, call.unchecked, logits)
 
     def _check_logits(self, text: TextState, unchecked: list[Memory], logits: object) -> None:
-        if (text.past and not unchecked) or not isinstance(logits, Tensor) or not readable(logits):
+        if (text.past and not unchecked) or not isinstance(logits, Tensor):
             return
         # Requests of continuous batching are looked at one by one.
         if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):
             return
-        with torch.no_grad():
-            lost = ~torch.isfinite(logits.amax(-1))  # a host may hide tokens by -inf
-        if not bool(lost.any()):
-            return
-        rows = text.rows_of(lost)
-        if rows:
-            refuse_rows(rows, text, unchecked, logits.dtype)
+        largest = logits.detach().amax(-1)  # a host may hide tokens by -inf
+
+        def explain() -> None:
+            if rows := text.rows_of(~torch.isfinite(largest)):
+                refuse_rows(rows, text, unchecked, largest.dtype)
+
+        refuse_unless_finite([largest], explain)
 
     def note_output(self, output: object) -> None:
         """Note the cache that a forward without actions has read with a memory."""
@@ -396,6 +396,7 @@ class AdaptedCausalLM(AdaptedModel):
             return host_class.generate(self.host, *args, **kwargs)
         with self.open_blocks.conditioned(generation_call(self.host, call, args, kwargs)):
             output = host_class.generate(self.host, *args, **kwargs)
+        report_checks(wait=True)
         note_new(output)
         return output
 

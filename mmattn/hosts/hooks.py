@@ -142,10 +142,10 @@ class BeforeHost:
             if outer is not None:
                 set_forward(ForwardStep(model, host, outer, {}))
             return None
+        if not torch.compiler.is_compiling() and UNDER_WAY.get():
+            report_checks()
         if compiled and model.asks_by_layer(call):
             return None
-        if not compiled and UNDER_WAY.get():
-            report_checks()
         if type(host) not in self._signatures:
             self._signatures[type(host)] = signature_of(host)
         places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)

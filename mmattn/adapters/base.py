@@ -32,6 +32,7 @@ def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
     """Make a type known besides vectors, so that any adapter that supports it takes its objects as `memory=`."""
     BINDERS[kind] = bind
 
+
 #: The last memory that each adapter was given without gradients, and what was computed of it: steps of a sampler and
 #: tokens are given the same again.
 _LAST: WeakKeyDictionary[nn.Module, tuple[object, PreparedMemory]] = WeakKeyDictionary()

@@ -323,11 +323,11 @@ class AdaptedDenoiser(TextThroughCore):
     def _readings(
         self, call: DenoisingCall, disabled: frozenset[str], rows: int, kwargs: Keywords | None = None
     ) -> list[Reading]:
-        """Return how a forward with these arguments reads each memory; without them only a part of the host is called."""
+        """Return how a forward reads each memory; without arguments only a part of the host was called."""
         readings: list[Reading] = []
         parts: dict[int, tuple[bool, ...]] = {}
         timestep = None if kwargs is None else kwargs.get("timestep")
-        # Positions say it in some hosts, which a graph cannot read: it does without where no map over a picture is given.
+        # Some hosts say it by positions, which a graph cannot read; only maps over a picture need it.
         by_number = is_compiled() and all(isinstance(scale, float) for scale in call.scales.values())
         grid = None if kwargs is None or by_number else self.grid_of(kwargs)
         model, name_in_pipeline = _PREDICTION.get() if call.guided else (None, "")

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmattn.core.device_checks import refuse_unless_finite
 from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError, check_float
 
 AdapterScale: TypeAlias = "float | Tensor | Mapping[str, AdapterScale] | Callable[[float], AdapterScale]"
@@ -57,8 +58,12 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
             f"adapter_scale must be a number, (b,), (b, height, width) or (b, frames, height, width) with b = {rows} "
             f"rows of memory; got {tuple(scale.shape)}"
         )
-    if not bool(torch.isfinite(scale).all()):
-        raise NonFiniteError("adapter_scale holds NaN or infinity")
+
+    def refuse() -> None:
+        if not bool(torch.isfinite(scale).all()):
+            raise NonFiniteError("adapter_scale holds NaN or infinity")
+
+    refuse_unless_finite([scale], refuse)
     return scale
 
 

@@ -133,27 +133,22 @@ _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("mmattn_blocks", default=())
 
 # What a graph may read, since torch before 2.12 cannot compile a read of a context variable: the forward under way, and
 # the blocks in force when the compiled code was called. A thread runs one forward at a time.
-_THREAD = threading.local()
+THREAD = threading.local()
 
 
 def note_blocks() -> None:
     """Note the blocks of this context for the graph that follows."""
-    _THREAD.blocks = _BLOCKS.get()
+    THREAD.blocks = _BLOCKS.get()
 
 
 def forget_blocks() -> None:
     """Forget the blocks, after a graph."""
-    _THREAD.blocks = None
+    THREAD.blocks = None
 
 
 def is_compiled() -> bool:
     """Return whether a compiled host runs, is about to, or is being traced."""
-    return torch.compiler.is_compiling() or getattr(_THREAD, "blocks", None) is not None
-
-
-def _blocks() -> tuple[Block, ...]:
-    noted: tuple[Block, ...] | None = getattr(_THREAD, "blocks", None) if torch.compiler.is_compiling() else None
-    return _BLOCKS.get() if noted is None else noted
+    return torch.compiler.is_compiling() or getattr(THREAD, "blocks", None) is not None
 
 
 class OpenBlocks:
@@ -195,9 +190,9 @@ class OpenBlocks:
         try:
             yield
         finally:
-            step = forward_under_way()
+            step = getattr(THREAD, "step", None)
             if step is not None and block.call is not None and step.call is block.call:
-                set_forward(step.outer)  # it was interrupted: torch runs no hooks after KeyboardInterrupt
+                THREAD.step = step.outer  # it was interrupted: torch runs no hooks after KeyboardInterrupt
             if block.is_condition:
                 self.conditions.remove(block)
             block.is_open, block.call, block.generator = False, None, None
@@ -209,7 +204,8 @@ class OpenBlocks:
         """Return the memory of a call made here: that of the innermost block of this context."""
         is_set, call = False, None
         disabled: frozenset[str] = frozenset()
-        for block in reversed((*_blocks(), *self._traced)):
+        noted = getattr(THREAD, "blocks", None) if torch.compiler.is_compiling() else None
+        for block in reversed((*(_BLOCKS.get() if noted is None else noted), *self._traced)):
             if block.home is self and block.is_open:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)
@@ -298,26 +294,15 @@ class ForwardStep:
     inputs: Arguments | None = None
 
 
-def forward_under_way() -> ForwardStep | None:
-    """Return the forward that runs in this thread, the innermost of several."""
-    step: ForwardStep | None = getattr(_THREAD, "step", None)
-    return step
-
-
-def set_forward(step: ForwardStep | None) -> None:
-    """Set the forward that runs in this thread."""
-    _THREAD.step = step
-
-
 @contextlib.contextmanager
 def forward_resumed(step: ForwardStep | None) -> Iterator[None]:
     """Inside the block this forward, or none, is under way."""
-    before = forward_under_way()
-    set_forward(step)
+    before = getattr(THREAD, "step", None)
+    THREAD.step = step
     try:
         yield
     finally:
-        set_forward(before)
+        THREAD.step = before
 
 
 # What `generate` has prepared for the next forward of this thread, and of which call.
@@ -326,7 +311,7 @@ NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_note
 
 def step_of(model: object) -> ForwardStep | None:
     """Return the forward of a model's host that is under way; those of hosts that are parts of it may run inside."""
-    step = forward_under_way()
+    step = getattr(THREAD, "step", None)
     while step is not None and step.model is not model:
         step = step.outer
     return step
@@ -334,7 +319,7 @@ def step_of(model: object) -> ForwardStep | None:
 
 def is_reading_memory() -> bool:
     """Return whether the forward under way is one in which a host reads a memory, not one of a text."""
-    step = forward_under_way()
+    step = getattr(THREAD, "step", None)
     while step is not None and (step.call is None or not step.call.reads_memory):
         step = step.outer
     return step is not None

@@ -16,6 +16,7 @@ from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
+    THREAD,
     Action,
     Arguments,
     Call,
@@ -25,10 +26,8 @@ from mmattn.hosts.context import (
     LayerOutput,
     Positional,
     forget_blocks,
-    forward_under_way,
     is_compiled,
     note_blocks,
-    set_forward,
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
@@ -38,6 +37,9 @@ from mmattn.hosts.recomputation import keep_context, refuse_other_context
 from mmattn.hosts.saving import SavedModel
 
 States = TypeVar("States", Tensor, HostAttention)
+
+#: What torch.compile has compile the functions that this thread calls, or None.
+compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class CrossAttentionHook:
@@ -56,7 +58,7 @@ class CrossAttentionHook:
 
     def adapt(self, x: States) -> States:
         """Apply the adapters to hidden states x (b, l, d), or to the attention of a layer."""
-        step = forward_under_way()
+        step = getattr(THREAD, "step", None)
         if step is not None and step.model is not self.model:
             step = step_of(self.model)
         if step is not None:
@@ -123,16 +125,14 @@ class BeforeHost:
         self._signatures: dict[type, Signature] = {type(model.host): signature_of(model.host)}
 
     def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
-        if torch.compiler.is_compiling() or not graph_follows():
-            return self._begin(host, args, kwargs)
-        return self._begin_before_graph(host, args, kwargs)
-
-    def _begin(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
-        model, outer = self.model, forward_under_way()
+        traced = torch.compiler.is_compiling()
+        if not traced and compiles():
+            return self._before_graph(host, args, kwargs)
+        compiled = traced or getattr(THREAD, "blocks", None) is not None
+        model, outer = self.model, getattr(THREAD, "step", None)
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
             return None
-        compiled = is_compiled()
         if "memory" in kwargs or "adapter_scale" in kwargs:
             refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not compiled:
@@ -140,9 +140,9 @@ class BeforeHost:
         call, disabled = model.call_of_forward(host, args, kwargs)
         if call is None:
             if outer is not None:
-                set_forward(ForwardStep(model, host, outer, {}))
+                THREAD.step = ForwardStep(model, host, outer, {})
             return None
-        if not torch.compiler.is_compiling() and UNDER_WAY.get():
+        if not traced and UNDER_WAY.get():
             report_checks()
         if compiled and model.asks_by_layer(call):
             return None
@@ -151,15 +151,15 @@ class BeforeHost:
         places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)
         step = model.forward_step(call, disabled, host, places, by_name)
         step.outer, step.call = outer, call
-        set_forward(step)
+        THREAD.step = step
         return None if step.inputs is None else (places, step.inputs)
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler
-    def _begin_before_graph(
+    def _before_graph(
         self, host: nn.Module, args: Positional, kwargs: Arguments
     ) -> tuple[Positional, Arguments] | None:
         note_blocks()
-        return self._begin(host, args, kwargs)
+        return self(host, args, kwargs)
 
 
 def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:
@@ -198,13 +198,10 @@ class AfterHost:
         self.model = model
 
     def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
-        if torch.compiler.is_compiling() or not graph_follows():
-            self._end(host, args, output)
-        else:
-            self._end_after_graph(host, args, output)
-
-    def _end(self, host: nn.Module, args: Positional, output: object) -> None:
-        step = forward_under_way()
+        if not torch.compiler.is_compiling() and compiles():
+            self._after_graph(host, args, output)
+            return
+        step = getattr(THREAD, "step", None)
         if step is None or step.model is not self.model:
             if is_compiled():
                 self.model.note_output(output)
@@ -212,7 +209,7 @@ class AfterHost:
         if step.nested and step.module is not host:
             step.nested -= 1
             return
-        set_forward(step.outer)
+        THREAD.step = step.outer
         if output is None:
             return
         if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
@@ -226,21 +223,16 @@ class AfterHost:
         self.model.check_answer(step, output)
 
     @torch._disable_dynamo
-    def _end_after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
+    def _after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
         try:
-            self._end(host, args, output)
+            self(host, args, output)
         finally:
             forget_blocks()
 
 
-def graph_follows() -> bool:
-    """Return whether torch.compile compiles what this thread calls."""
-    return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-
-
 def before_model(model: nn.Module, args: Positional) -> None:
     """A forward pre-hook of an adapted model: note the blocks in force for the graph that follows."""
-    if not torch.compiler.is_compiling() and graph_follows():
+    if not torch.compiler.is_compiling() and compiles():
         note_blocks()
 
 
@@ -255,7 +247,7 @@ def leave_uncompiled(model: HookedModel) -> list[Handle]:
     import torch._dynamo.source
     from torch._dynamo.eval_frame import skip_code
 
-    for function in (BeforeHost.__call__, AfterHost.__call__, graph_follows, before_model, after_model):
+    for function in (BeforeHost.__call__, AfterHost.__call__, before_model, after_model):
         skip_code(function.__code__)
     if hasattr(torch._dynamo.source, "ContextVarGetSource"):
         return []
@@ -293,7 +285,7 @@ class HookedModel(SavedModel):
                 "this host was attached with require_memory=True and called without: give memory= or use condition(); "
                 "a new thread does not inherit a block"
             )
-        if not is_compiled():
+        if not torch.compiler.is_compiling():
             self.open_blocks.warn_of_others()
 
     def asks_by_layer(self, call: Call) -> bool:

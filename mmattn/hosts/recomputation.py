@@ -7,7 +7,7 @@ from contextvars import copy_context
 from torch import nn
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.context import forward_resumed, forward_under_way
+from mmattn.hosts.context import THREAD, forward_resumed
 from mmattn.hosts.replaced import Method
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
@@ -20,7 +20,7 @@ class InContext:
         self.checkpoint = checkpoint
 
     def __call__(self, module: Method, *args: object, **kwargs: object) -> object:
-        context, step = copy_context(), forward_under_way()
+        context, step = copy_context(), getattr(THREAD, "step", None)
 
         def run(*given: object, **named: object) -> object:
             with forward_resumed(step):

@@ -309,9 +309,7 @@ class AdaptedDenoiser(TextThroughCore):
         return ForwardStep(self, host, None, actions, details={})
 
     def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> Sequence[Action]:
-        """Return the actions in a layer on queries (rows, h, l, k)."""
-        if step is not None and "readings" not in step.details:
-            return step.actions.get((index, "inside"), ())
+        """Return the actions in a layer of a graph, or of a part of the host, on queries (rows, h, l, k)."""
         if step is not None:
             readings = step.details["readings"]
         else:  # only a part of the host was called

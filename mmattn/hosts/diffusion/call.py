@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.context import Action, Arguments, Call, ForwardStep, Keywords, Positional, forward_under_way, step_of
+from mmattn.hosts.context import THREAD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
 from mmattn.hosts.diffusion.scale import Fixed, Grid, over_queries
 from mmattn.storage.tensor_cache import TensorCache
@@ -166,7 +166,7 @@ class Denoiser(Protocol):
         """Processors of `use_core` by layer."""
 
     def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> Sequence[Action]:
-        """Return the actions in a layer on queries (rows, h, l, k)."""
+        """Return the actions in a layer of a graph, or of a part of the host, on queries (rows, h, l, k)."""
 
     def denoising_call(self) -> DenoisingCall | None:
         """Return the call under way."""
@@ -189,7 +189,11 @@ def added_heads(
         q: its queries (rows, h, l, k).
     """
     total, factor = None, 1.0
-    for view, block, part in model.actions_of_attention(step, index, q):
+    if step is None or "readings" in step.details:
+        actions = model.actions_of_attention(step, index, q)
+    else:
+        actions = step.actions.get((index, "inside"), ())
+    for view, block, part in actions:
         queries = projections(attn, x) if getattr(block, "reads_projections", False) else q
         heads = _heads_of_parts(view, block, index, part, queries)
         if heads is None:
@@ -230,7 +234,7 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
 
 def denoising_step(model: Denoiser) -> ForwardStep | None:
     """Return the forward of a model that is under way."""
-    step = forward_under_way()
+    step = getattr(THREAD, "step", None)
     return step if step is None or step.model is model else step_of(model)
 
 
@@ -258,7 +262,7 @@ def inside_attention(
 
 def note_queries(model: Denoiser, index: int, part: nn.Module, args: Positional, output: Tensor) -> None:
     """A forward hook of a projection of queries: note them, and that its attention layer runs, whatever calls it."""
-    step = forward_under_way()
+    step = getattr(THREAD, "step", None)
     if step is not None and step.model is model and step.actions:
         queries = step.details.setdefault("queries", {})
         queries[index] = None if index in queries else (part, output)

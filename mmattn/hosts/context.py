@@ -131,7 +131,7 @@ class Block:
 # One variable for all hosts: the blocks entered in this context, those since left elsewhere among them.
 _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("mmattn_blocks", default=())
 
-# What a graph may read, since torch before 2.12 cannot compile a read of a context variable: the forward under way, and
+# What a graph may read, since torch before 2.14 cannot compile a read of a context variable: the forward under way, and
 # the blocks in force when the compiled code was called. A thread runs one forward at a time.
 THREAD = threading.local()
 

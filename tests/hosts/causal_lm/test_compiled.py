@@ -17,7 +17,7 @@ from tests import tiny
 from tests.tiny import assert_close, differs
 
 ROWS, LENGTH, NEW = 3, 7, 4
-#: torch 2.12 and newer.
+#: torch 2.14 and newer.
 READS_CONTEXT = hasattr(torch._dynamo.source, "ContextVarGetSource")
 
 

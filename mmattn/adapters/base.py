@@ -134,8 +134,7 @@ class AdapterLayers(Reader):
         keeps = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         given, kept = _LAST.get(self, (None, None)) if keeps else (None, None)
         if kept is not None and given is memory:
-            if kept.memory.finite_checked:
-                kept.memory.check_once()
+            kept.memory.check_in_call()
             return kept
         if not isinstance(memory, (Memory, PreparedMemory, Tensor)):
             hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(memory) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,11 @@ class AttachedHost(Host, Protocol):
 def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
     """Make a type known besides vectors, so that any adapter that supports it takes its objects as `memory=`."""
     BINDERS[kind] = bind
+
+
+#: The last memory that each adapter was given without gradients, and what was computed of it: steps of a sampler and
+#: tokens are given the same again.
+_LAST: WeakKeyDictionary[nn.Module, tuple[object, PreparedMemory]] = WeakKeyDictionary()
 
 
 class AdapterLayers(Reader):
@@ -124,6 +130,12 @@ class AdapterLayers(Reader):
         """
         if isinstance(memory, PreparedMemory) and self in memory.checked_by:
             return memory
+        # While gradients are computed nothing is cached, and what is kept would hold the graph of a step.
+        keeps = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        given, kept = _LAST.get(self, (None, None)) if keeps else (None, None)
+        if kept is not None and given is memory:
+            kept.memory.check_in_call()
+            return kept
         if not isinstance(memory, (Memory, PreparedMemory, Tensor)):
             hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(memory) else ""
             raise ShapeError(
@@ -132,6 +144,8 @@ class AdapterLayers(Reader):
             )
         prepared = prepared_memory(memory, self.check_memory)
         prepared.checked_by.add(self)
+        if keeps and not (isinstance(memory, Tensor) and memory.is_inference()):  # its edits cannot be noticed
+            _LAST[self] = (memory, prepared)
         return prepared
 
     def check_memory(self, memory: Memory) -> None:

@@ -33,9 +33,9 @@ def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
     BINDERS[kind] = bind
 
 
-#: The last memory that each adapter was given without gradients, and what was computed of it: steps of a sampler and
-#: tokens are given the same again.
-_LAST: WeakKeyDictionary[nn.Module, tuple[object, PreparedMemory]] = WeakKeyDictionary()
+#: What was computed of the last memory that each adapter was given without gradients: steps of a sampler and tokens are
+#: given the same again.
+_LAST: WeakKeyDictionary[nn.Module, PreparedMemory] = WeakKeyDictionary()
 
 
 class AdapterLayers(Reader):
@@ -130,10 +130,10 @@ class AdapterLayers(Reader):
         """
         if isinstance(memory, PreparedMemory) and self in memory.checked_by:
             return memory
-        # While gradients are computed nothing is cached, and what is kept would hold the graph of a step.
-        keeps = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        given, kept = _LAST.get(self, (None, None)) if keeps else (None, None)
-        if kept is not None and given is memory:
+        # Nothing is cached while gradients are computed. A tensor may be a buffer whose edits torch does not count.
+        keeps = isinstance(memory, Memory) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        kept = _LAST.get(self) if keeps else None
+        if kept is not None and kept.memory is memory:
             kept.memory.check_in_call()
             return kept
         if not isinstance(memory, (Memory, PreparedMemory, Tensor)):
@@ -144,8 +144,8 @@ class AdapterLayers(Reader):
             )
         prepared = prepared_memory(memory, self.check_memory)
         prepared.checked_by.add(self)
-        if keeps and not (isinstance(memory, Tensor) and memory.is_inference()):  # its edits cannot be noticed
-            _LAST[self] = (memory, prepared)
+        if keeps:
+            _LAST[self] = prepared
         return prepared
 
     def check_memory(self, memory: Memory) -> None:

@@ -106,7 +106,7 @@ class JoinMemory(CrossAttentionHook):
     position = "joined"
 
     def __call__(self, x: HostAttention) -> HostAttention:
-        joined, step = self.adapt(x), FORWARD.get()
+        joined, step = self.adapt(x), getattr(THREAD, "step", None)
         return joined if joined is x or step is None else replace(joined, masks=step.masks)
 
 

@@ -173,7 +173,7 @@ def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) 
     by_name = dict(kwargs)
     if args:
         names = signature.places[: len(args)]
-        if len(args) > len(names) or any(name in by_name for name in names):
+        if len(args) > len(names) or set(names) & set(by_name):
             return args, by_name  # the host says itself what it does not take
         by_name = dict(zip(names, args, strict=True)) | by_name
     for old, new in signature.renamed.items():

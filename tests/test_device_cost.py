@@ -1,6 +1,7 @@
 """What a GPU would pay beyond the bare model: operations that launch a kernel, and waits for values.
 
-Counted on the CPU, where the numbers are the same on every machine.
+Counted on the CPU, where the numbers are the same on every machine. Passages are counted in
+tests/kv_store/test_passage_cost.py, steps of a diffusion model in tests/hosts/diffusion/test_compiled.py.
 """
 
 from __future__ import annotations

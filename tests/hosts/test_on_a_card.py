@@ -50,7 +50,7 @@ def memories(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["none", "tensor", "padded", "prepared"])
 @torch.no_grad()
 def test_a_text_and_a_token(kind: str) -> None:
-    """Invariant 3006: with every kind of memory, one that is new among them."""
+    """Invariant 219: with every kind of memory, one that is new among them."""
     model, ids = attach(), tiny.text(3, 5).cuda()
     cache = DynamicCache(config=model.config)
     name = cache_name(model.host)
@@ -65,7 +65,7 @@ def test_a_text_and_a_token(kind: str) -> None:
 
 @torch.no_grad()
 def test_passages() -> None:
-    """Invariant 3006: passages that the host has read are selected and attended to."""
+    """Invariant 219: passages that the host has read are selected and attended to."""
     model = mmattn.attach(tiny.make("llama").cuda(), PassageAdapter())
     passages, question = PassageCache(model), tiny.text(1, 3).cuda()
     passages.add([[5, 6, 7], [8, 9], [11, 12, 13, 14, 15]], progress=False)
@@ -77,7 +77,7 @@ def test_passages() -> None:
 
 @torch.no_grad()
 def test_a_memory_that_is_not_finite() -> None:
-    """Invariant 3006: it is refused by the end of `generate`, and no later call is refused for it."""
+    """Invariant 219: it is refused by the end of `generate`, and no later call is refused for it."""
     model, ids = attach(), tiny.text(3, 5).cuda()
     new = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     good = tiny.memory(3, 7).to("cuda")
@@ -93,7 +93,7 @@ def test_a_memory_that_is_not_finite() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of what it does not follow
 @torch.no_grad()
 def test_one_graph_for_each_token() -> None:
-    """Invariant 3006: compiled as a whole, into CUDA graphs, with the memory of each call."""
+    """Invariant 219: compiled as a whole, into CUDA graphs, with the memory of each call."""
     torch._dynamo.reset()
     model, ids = attach(), tiny.text(3, 5).cuda()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)

@@ -95,7 +95,7 @@ def test_what_families_do_to_logits(family: str, dtype: torch.dtype) -> None:
 def test_logits_never_stand_whole(monkeypatch: pytest.MonkeyPatch, on_a_device: bool) -> None:
     """No tensor is made that is larger than a chunk of logits; without chunks there is one.
 
-    Invariant 3002: the same where labels are on a device.
+    Invariant 215: the same where labels are on a device.
     """
     if on_a_device:
         monkeypatch.setattr(losses, "may_read", lambda tensor: False)

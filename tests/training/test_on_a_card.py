@@ -55,14 +55,14 @@ def waits_of(folder: Path, steps: int) -> int:
 
 
 def test_a_step_waits_once_at_most(tmp_path: Path) -> None:
-    """Invariant 3001: beyond what a run does once, whatever the number of its steps."""
+    """Invariant 214: beyond what a run does once, whatever the number of its steps."""
     waits_of(tmp_path, 1)
     assert waits_of(tmp_path, 9) - waits_of(tmp_path, 3) <= 6
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_batches_of_workers(tmp_path: Path) -> None:
-    """Invariant 3001: workers make them, the loader pins them, and they are copied while the card works."""
+    """Invariant 214: workers make them, the loader pins them, and they are copied while the card works."""
     pinned = training.TextBatch(torch.ones(2, 3), None, torch.ones(2, 3), rows()[0].memory).pin_memory()
     assert pinned.input_ids.is_pinned() and pinned.labels.is_pinned() and pinned.memory.tokens.is_pinned()  # type: ignore[union-attr]
     arguments = TrainingArguments(
@@ -81,7 +81,7 @@ def test_batches_of_workers(tmp_path: Path) -> None:
 
 
 def test_a_memory_that_is_not_finite(tmp_path: Path) -> None:
-    """Invariant 3001: it is refused in the step that reads it, and nothing is learned from it."""
+    """Invariant 214: it is refused in the step that reads it, and nothing is learned from it."""
     model = small_run.attach().cuda()
     before = {name: one.detach().clone() for name, one in model.adapters.named_parameters()}
     ids = torch.full((2, 5), 7, device="cuda")

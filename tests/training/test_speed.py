@@ -21,7 +21,7 @@ from tests.training import small_run
 @pytest.mark.parametrize("layers", [(0,), (1, 2), (2,)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
 def test_operations_of_a_step(family: str, layers: tuple[int, ...]) -> None:
-    """Invariant 3004: those that torch counts, scores of attention aside; heads are tied or not."""
+    """Invariant 217: those that torch counts, scores of attention aside; heads are tied or not."""
     model, ids = tiny.attach(tiny.make(family), layers=layers).train(), tiny.text(3, 5)
     with FlopCounterMode(display=False) as counted:
         model(ids, labels=ids, memory=tiny.memory(3, m=5)).loss.backward()
@@ -31,7 +31,7 @@ def test_operations_of_a_step(family: str, layers: tuple[int, ...]) -> None:
 
 
 def test_where_weights_are_no_measure_of_operations() -> None:
-    """Invariant 3004: a token passes few experts; a plain module is no language model."""
+    """Invariant 217: a token passes few experts; a plain module is no language model."""
     assert flops_per_token(tiny.attach(tiny.make("mixtral"))) == 0
     assert flops_per_token(nn.Linear(3, 5)) == 0
 
@@ -45,7 +45,7 @@ def peak(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> flo
 
 
 def test_figures_of_the_loop(tmp_path: Path, peak: float | None) -> None:
-    """Invariant 3004: the share of a known card, and no figure of others."""
+    """Invariant 217: the share of a known card, and no figure of others."""
     model, rows_of = small_run.attach(), small_run.collator(tmp_path)
     logged: list[dict[str, Any]] = []
     training.train(
@@ -68,7 +68,7 @@ def test_figures_of_the_loop(tmp_path: Path, peak: float | None) -> None:
 
 
 def test_figures_of_the_trainer(tmp_path: Path, peak: float | None) -> None:
-    """Invariant 3004: every line with a loss has them, whatever else is evaluated and saved."""
+    """Invariant 217: every line with a loss has them, whatever else is evaluated and saved."""
     model = small_run.attach()
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=3, logging_steps=2, eval_strategy="steps",

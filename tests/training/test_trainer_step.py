@@ -72,7 +72,7 @@ def leave_as_it_is(module: nn.Module, args: Any, output: Any) -> None:
     "arguments", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulated", "bfloat16"]
 )
 def test_the_loss_is_computed_in_chunks(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """Invariant 3002: by default, and it is the host's loss but for rounding."""
+    """Invariant 215: by default, and it is the host's loss but for rounding."""
     found = {}
     for whole in (False, True):
         model = attach()
@@ -85,7 +85,7 @@ def test_the_loss_is_computed_in_chunks(tmp_path: Path, arguments: dict[str, Any
 
 
 def test_a_loss_with_another_term_stands_whole(tmp_path: Path) -> None:
-    """Invariant 3002: of experts, whose router has a loss, and with labels that are smoothed."""
+    """Invariant 215: of experts, whose router has a loss, and with labels that are smoothed."""
     rows = long_rows()[1:]
     for model, arguments in (
         (attach("mixtral", output_router_logits=True), {}),
@@ -110,7 +110,7 @@ def forgotten() -> Iterator[None]:
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_host_and_adapters_are_compiled_together(tmp_path: Path) -> None:
-    """Invariant 3003: `torch_compile=True` makes one graph of a forward, for texts and memories of any length."""
+    """Invariant 216: `torch_compile=True` makes one graph of a forward, for texts and memories of any length."""
     rows = [row for row in small_run.rows() if row.has_memory]
     want, _ = run(tmp_path, small_run.attach(), rows, max_steps=7)
     model = small_run.attach()
@@ -125,7 +125,7 @@ def test_host_and_adapters_are_compiled_together(tmp_path: Path) -> None:
 
 
 def test_batches_of_workers_are_copied_while_the_device_works(tmp_path: Path) -> None:
-    """Invariant 3001: where a loader pins its batches, copies of them are not waited for."""
+    """Invariant 214: where a loader pins its batches, copies of them are not waited for."""
     for pinned in (False, True):
         arguments = TrainingArguments(output_dir=str(tmp_path), dataloader_pin_memory=pinned)
         trainer = training.AdapterTrainer(model=small_run.attach(), args=arguments)

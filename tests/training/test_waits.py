@@ -47,7 +47,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_of_the_loop() -> None:
-    """Invariant 3001: the loss and the number of targets are summed where they are, the norm is read to be logged."""
+    """Invariant 214: the loss and the number of targets are summed where they are, the norm is read to be logged."""
     torch.manual_seed(0)
     model, inputs, waits = nn.Linear(5, 3), torch.randn(12, 5), Waits()
     logged: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def test_a_step_of_the_loop() -> None:
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("chunk_size", [None, 4, "auto"])
 def test_the_loss(chunk_size: Any) -> None:
-    """Invariant 3001: padding and prompts are not counted out, in chunks or not; value and gradients stay."""
+    """Invariant 214: padding and prompts are not counted out, in chunks or not; value and gradients stay."""
     host = tiny.make("llama").requires_grad_(False)
     host.model.layers[1].requires_grad_(True)
     ids = tiny.text(3, 11)
@@ -105,7 +105,7 @@ def test_the_loss(chunk_size: Any) -> None:
 
 @pytest.mark.usefixtures("as_on_a_device")
 def test_what_padding_holds_stays_out_of_the_loss() -> None:
-    """Invariant 3001: where padding is computed on, NaN in its hidden states reaches neither loss nor gradients."""
+    """Invariant 214: where padding is computed on, NaN in its hidden states reaches neither loss nor gradients."""
     host = tiny.make("llama").requires_grad_(False)
     ids = tiny.text(2, 7)
     labels = ids.clone()
@@ -123,7 +123,7 @@ def test_what_padding_holds_stays_out_of_the_loss() -> None:
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_of_the_trainer(tmp_path: Path, accumulation: int) -> None:
-    """Invariant 3001: it reads nothing beyond what forward and backward of its batches do."""
+    """Invariant 214: it reads nothing beyond what forward and backward of its batches do."""
     whole, inside = Waits(), Waits()
 
     class Second(TrainerCallback):
@@ -154,7 +154,7 @@ def test_a_step_of_the_trainer(tmp_path: Path, accumulation: int) -> None:
 
 
 def test_what_was_found_on_a_device_is_raised_where_the_loss_is_read() -> None:
-    """Invariant 3001: a loss that is NaN for it is not what the error names, and nothing is learned."""
+    """Invariant 214: a loss that is NaN for it is not what the error names, and nothing is learned."""
 
     class Late:
         """A check of values on a device that is not known yet."""

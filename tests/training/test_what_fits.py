@@ -96,7 +96,7 @@ def gigabytes_kept(host: Any, adapter: nn.Module) -> float:
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_memory_of_a_step(name: str) -> None:
-    """Invariant 3005: within 5 %, or 0.1 GB, of weights, states of the optimizer, activations and logits."""
+    """Invariant 218: within 5 %, or 0.1 GB, of weights, states of the optimizer, activations and logits."""
     rows, column = table(), list(HOSTS).index(name)
     said = {what: values[column] for what, values in rows.items()}
     host, adapter = make(name)

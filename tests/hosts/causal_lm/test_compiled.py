@@ -156,7 +156,7 @@ def test_other_memories_compile_nothing_again(dynamo):
 
 @torch.no_grad()
 def test_other_scales_compile_once_more(dynamo):
-    """Invariant 2001: once for the first number, once for any number, and once without the adapter."""
+    """Invariant 211: once for the first number, once for any number, and once without the adapter."""
     model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
     compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     for scale in (1.0, 0.5, 0.3, 0.2, 0.0):
@@ -173,7 +173,7 @@ GENERATED = {"keyword": True, "block": False}
 @pytest.mark.parametrize("by_keyword", GENERATED.values(), ids=GENERATED)
 @torch.no_grad()
 def test_generate_with_a_static_cache_replays_one_graph(graphs, by_keyword):
-    """Invariant 2003: for every token and memory of a length, and one more for memories of any length."""
+    """Invariant 213: for every token and memory of a length, and one more for memories of any length."""
     model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
     compiled = CompileConfig(fullgraph=True, backend=graphs, mode=None)
     compiled._compile_all_devices = True
@@ -194,7 +194,7 @@ def test_generate_with_a_static_cache_replays_one_graph(graphs, by_keyword):
 @pytest.mark.parametrize("in_block", [True, False])
 @torch.no_grad()
 def test_a_token_is_one_graph_wherever_it_stands(dynamo, in_block):
-    """Invariant 2003: and for memories of all lengths, with padding."""
+    """Invariant 213: and for memories of all lengths, with padding."""
     model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
     fast = torch.compile(model, backend=dynamo, fullgraph=True)
     for slots in (5, 11, 7):

@@ -57,7 +57,7 @@ GIVEN = {
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @torch.no_grad()
 def test_one_graph_for_each_memory_and_timestep(dynamo, family, given):
-    """Invariant 2001: in a block and by keyword, equal to the host as it is; without a memory it is the host's own."""
+    """Invariant 211: in a block and by keyword, equal to the host as it is; without a memory it is the host's own."""
     model, inputs = make(family)
     for host, in_block in ((model.host, True), (model, False)):
         torch._dynamo.reset()
@@ -91,7 +91,7 @@ SCALES = {
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @torch.no_grad()
 def test_scales_are_those_of_the_host_as_it_is(dynamo, scale):
-    """Invariant 2001."""
+    """Invariant 211."""
     (model, inputs), memory = make(UNET), tiny.memory(ROWS, lengths=[5, 0, 3])
     for host in (model.host, model):
         torch._dynamo.reset()
@@ -108,7 +108,7 @@ def test_scales_are_those_of_the_host_as_it_is(dynamo, scale):
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_schedule_and_both_halves_of_guidance(dynamo):
-    """Invariant 2001: what follows from the arguments of a step is known before its graph."""
+    """Invariant 211: what follows from the arguments of a step is known before its graph."""
     (model, inputs), memory = make(UNET), tiny.memory(ROWS)
     fast = torch.compile(model.host, backend=dynamo, fullgraph=True)
     for time in TIMES:
@@ -125,7 +125,7 @@ def test_a_schedule_and_both_halves_of_guidance(dynamo):
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_memory_that_follows_the_timestep(dynamo):
-    """Invariant 2001."""
+    """Invariant 211."""
     resampler = TimedResampler(num_latents=3, depth=1, width=12, num_heads=2, head_dim=6, frequencies=8)
     model = mmattn.attach(
         tiny_transformers.make(JOINT), JointDecoupledAdapter(memory_dim=tiny.MEMORY_DIM, resampler=resampler)
@@ -149,7 +149,7 @@ def test_a_memory_that_follows_the_timestep(dynamo):
 
 @torch.no_grad()
 def test_a_compiled_host_in_several_tasks(dynamo):
-    """Invariant 2001: each task of one thread has the memory of its own block, or none."""
+    """Invariant 211: each task of one thread has the memory of its own block, or none."""
     model, inputs = make(UNET)
     fast, batch = torch.compile(model.host, backend=dynamo, fullgraph=True), inputs(7)
     memories = [tiny.memory(ROWS, seed=1), None, tiny.memory(ROWS, seed=2)]
@@ -171,7 +171,7 @@ def test_a_compiled_host_in_several_tasks(dynamo):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_block", [True, False])
 def test_gradients_of_a_compiled_host(dynamo, in_block):
-    """Invariant 2001."""
+    """Invariant 211."""
     (model, inputs), memory, gradients = make(UNET), tiny.memory(ROWS), []
     fast = torch.compile(model.host if in_block else model, backend="aot_eager", fullgraph=True)
     for call in (model, fast):
@@ -190,7 +190,7 @@ def test_gradients_of_a_compiled_host(dynamo, in_block):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_default_backend():
-    """Invariant 2001."""
+    """Invariant 211."""
     model, inputs = make(UNET)
     torch._dynamo.reset()
     fast = torch.compile(model.host, fullgraph=True)
@@ -208,7 +208,7 @@ def test_the_default_backend():
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @torch.no_grad()
 def test_a_later_step_costs_three_operations_a_layer(family, given):
-    """Invariant 2002: one attention, one product and one scaled sum; of a tensor that is given anew only in a block."""
+    """Invariant 212: one attention, one product and one scaled sum; of a tensor that is given anew only in a block."""
     model, inputs = make(family)
     memory, batch = given(model, tiny.memory(ROWS)), inputs(7)
     bare = count(lambda: model.host(**batch)).operations
@@ -223,7 +223,7 @@ def test_a_later_step_costs_three_operations_a_layer(family, given):
 
 @torch.no_grad()
 def test_what_is_kept_follows_edits():
-    """Invariant 2002: of the memory, of the tensor that was given as one, and of the weights."""
+    """Invariant 212: of the memory, of the tensor that was given as one, and of the weights."""
     model, inputs = make(UNET)
     batch, tokens = inputs(7), tiny.memory(ROWS).tokens
     memory, weight = mmattn.Memory(tokens), model.adapter("default").attention(0).k_proj.weight

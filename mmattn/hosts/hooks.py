@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from mmattn.hosts.context import (
     forget_blocks,
     is_compiled,
     note_blocks,
+    prepared_for_graphs,
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
@@ -232,30 +234,48 @@ class AfterHost:
             forget_blocks()
 
 
-def before_model(model: nn.Module, args: Positional) -> None:
-    """A forward pre-hook of an adapted model: note the blocks in force for the graph that follows."""
-    if not torch.compiler.is_compiling() and compiles():
-        note_blocks()
+def before_model(model: Any, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
+    """A forward pre-hook of an adapted model: compute what its graph is given of a memory, and note the blocks."""
+    if torch.compiler.is_compiling() or not compiles():
+        return None
+    return _open_call(model, args, kwargs)
+
+
+@torch._disable_dynamo
+def _open_call(model: Any, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments]:
+    stack, memory = contextlib.ExitStack(), kwargs.get("memory")
+    # A tensor is new in each call, and projected in the graph.
+    if memory is not None and not isinstance(memory, Tensor) and not torch.is_grad_enabled():
+        kwargs = {name: value for name, value in kwargs.items() if name != "memory"}
+        call = model.make_call(memory, **model.options_of(kwargs))
+        stack.enter_context(prepared_for_graphs(call))
+        stack.enter_context(model.open_blocks.conditioned(call))
+    THREAD.calls = [*getattr(THREAD, "calls", ()), (model, stack)]
+    note_blocks()
+    return args, kwargs
 
 
 def after_model(model: nn.Module, args: Positional, output: object) -> None:
     """A forward hook of an adapted model."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and getattr(THREAD, "calls", None):
+        _close_call(model)
+
+
+@torch._disable_dynamo
+def _close_call(model: nn.Module) -> None:
+    if THREAD.calls[-1][0] is model:
         forget_blocks()
+        THREAD.calls.pop()[1].close()
 
 
 def leave_uncompiled(model: HookedModel) -> list[Handle]:
-    """Have the hooks of a compiled host run as they are, before and after its graph, and return further hooks."""
-    import torch._dynamo.source
+    """Have the hooks of a compiled host run as they are, before and after its graph, and return those of the model."""
     from torch._dynamo.eval_frame import skip_code
 
     for function in (BeforeHost.__call__, AfterHost.__call__, before_model, after_model):
         skip_code(function.__code__)
-    if hasattr(torch._dynamo.source, "ContextVarGetSource"):
-        return []
-    # A graph of this torch reads no context variable.
     return [
-        model.register_forward_pre_hook(before_model),
+        model.register_forward_pre_hook(before_model, with_kwargs=True),
         model.register_forward_hook(after_model, always_call=True),
     ]
 

@@ -13,6 +13,7 @@ from torch.export import Dim, export
 from transformers import CompileConfig, StaticCache
 
 import mmattn
+from mmattn.errors import ShapeError
 from tests import tiny
 from tests.tiny import assert_close, differs
 
@@ -251,6 +252,24 @@ def test_a_compiled_host_is_given_keys_and_values(graphs):
     loss.backward()
     assert graphs.projects(1)
     assert all(weight.grad is not None for weight in model.adapters.parameters() if weight.requires_grad)
+
+
+@torch.no_grad()
+def test_a_compiled_model_is_given_keys_and_values(graphs):
+    """Invariant 213: a graph projects a tensor, which is new in each call, and no memory; edits between calls count."""
+    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    fast = torch.compile(model, backend=graphs, fullgraph=True)
+    weight = model.adapter("default").attention(0).kv_proj.k_proj.weight
+    for given in (memory, model.prepare(memory), memory):
+        assert_close(fast(ids, memory=given).logits, model(ids, memory=given).logits)
+        weight.mul_(1.5)
+        memory.tokens.add_(0.5)
+    assert len(graphs.inputs) == 1 and not graphs.projects(0)
+    assert_close(fast(ids, memory=memory.tokens).logits, model(ids, memory=memory).logits)
+    assert graphs.projects(1)
+    with pytest.raises(ShapeError, match="width 7"):
+        fast(ids, memory=mmattn.Memory(torch.randn(ROWS, 5, 7)))
+    assert_close(fast(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()

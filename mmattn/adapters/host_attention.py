@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.text_state import Keywords
-from mmattn.core.attention import attend
+from mmattn.core.attention import attend, fused_for_groups
 from mmattn.errors import ConditionError
 
 
@@ -282,6 +281,4 @@ def _grouped_sdpa(
     **options: object,
 ) -> tuple[Tensor, None]:
     """Compute attention as the function of transformers does, without a copy of keys and values for each head."""
-    is_grouped = key.shape[1] != query.shape[1]
-    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=is_grouped)
-    return out.transpose(1, 2).contiguous(), None
+    return fused_for_groups(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None

@@ -124,6 +124,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
     )
 
 
+def fused_for_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Call torch's fused kernel for heads of q (b, h, l, k) that share keys (b, g, m, k), of which it makes no copies."""
+    is_grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=is_grouped)
+
+
 def fused_with_log_sum_exp(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> AttentionOutput:
     """Call torch's fused kernel for the CPU, which also computes the log-sum-exp."""
     if mask is not None:

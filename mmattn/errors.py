@@ -118,7 +118,7 @@ def check_int(name: str, value: object, *, at_least: int = 1, at_most: int | Non
 
 def check_float(name: str, value: object, *, at_least: float = -math.inf, below: float = math.inf) -> float:
     """Return `value` as a float if it is a finite number in [at_least, below)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ConfigError(f"{name} must be a finite number, got {value!r}")
     if not at_least <= value < below:
         raise ConfigError(f"{name} must be in [{at_least}, {below}), got {value}")

@@ -70,7 +70,7 @@ def prepared_call(layers: tuple[int, ...]) -> Callable[[], object]:
 def test_a_cached_call():
     """`memory=` to the softmax and back, with one adapted layer; each further layer is the layer alone."""
     one, two = way(prepared_call((1,))), way(prepared_call((1, 2)))
-    assert one.calls <= 70 and one.files <= 13 and one.changes <= 52, one
+    assert one.calls <= 72 and one.files <= 13 and one.changes <= 52, one
     assert two.files == one.files and two.changes - one.changes <= 25, (one, two)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,11 @@ class AttachedHost(Host, Protocol):
 def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
     """Make a type known besides vectors, so that any adapter that supports it takes its objects as `memory=`."""
     BINDERS[kind] = bind
+
+
+#: What was computed of the last memory that each adapter was given without gradients: steps of a sampler and tokens are
+#: given the same again.
+_LAST: WeakKeyDictionary[nn.Module, PreparedMemory] = WeakKeyDictionary()
 
 
 class AdapterLayers(Reader):
@@ -124,6 +130,12 @@ class AdapterLayers(Reader):
         """
         if isinstance(memory, PreparedMemory) and self in memory.checked_by:
             return memory
+        # Nothing is cached while gradients are computed. A tensor may be a buffer whose edits torch does not count.
+        keeps = isinstance(memory, Memory) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        kept = _LAST.get(self) if keeps else None
+        if kept is not None and kept.memory is memory:
+            kept.memory.check_in_call()
+            return kept
         if not isinstance(memory, (Memory, PreparedMemory, Tensor)):
             hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(memory) else ""
             raise ShapeError(
@@ -132,6 +144,8 @@ class AdapterLayers(Reader):
             )
         prepared = prepared_memory(memory, self.check_memory)
         prepared.checked_by.add(self)
+        if keeps:
+            _LAST[self] = prepared
         return prepared
 
     def check_memory(self, memory: Memory) -> None:

@@ -151,7 +151,8 @@ class DecoupledView(ProjectedView):
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Return the attention (b, h, l, k) of the host's queries x to the memory, times the scale."""
-        return block(x, self.projected[layer]) * adapter_scale
+        heads: Tensor = block(x, self.projected[layer])
+        return heads if isinstance(adapter_scale, float) and adapter_scale == 1 else heads * adapter_scale
 
 
 @runtime_checkable

@@ -177,8 +177,7 @@ def prepared_memory(memory: Memory | Tensor | PreparedMemory, check: Callable[[M
     if isinstance(memory, Tensor):
         memory = Memory(memory)
     check(memory)
-    if memory.finite_checked and not torch.compiler.is_compiling():
-        memory.check_once()
+    memory.check_in_call()
     return PreparedMemory(memory)
 
 

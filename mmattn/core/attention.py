@@ -127,7 +127,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
 def fused_for_groups(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Call torch's fused kernel for heads of q (b, h, l, k) that share keys (b, g, m, k), of which it makes no copies."""
+    """Call torch's fused kernel for heads of q (b, h, l, k) that share k (b, g, m, k), which is not copied for each."""
     is_grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=is_grouped)
 

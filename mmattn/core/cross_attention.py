@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.attention import BACKENDS, attend
-from mmattn.core.attention_inputs import combine_masks, join_causal, visible_rows
+from mmattn.core.attention_inputs import combine_masks, join_causal, visible_rows, zero_hidden
 from mmattn.core.key_value_heads import Slots, norm_heads
 from mmattn.core.key_value_projection import AttendableMemory, Attended, KeyValueProjection
 from mmattn.core.kv_cache import KeyValue
@@ -112,7 +112,7 @@ class CrossAttention(nn.Module):
             dropout=dropout,
             scale=scale,
             backend=backend,
-            needs_visible=out_proj.bias is not None,
+            needs_visible=bias or out_proj.bias is not None,
         )
         self.out_proj = out_proj
         self.q_norm = nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None
@@ -243,8 +243,8 @@ class CrossAttention(nn.Module):
     def _output(self, output: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Project the output of the heads (b, h, l, k) to (b, l, d); 0 where no head may attend to anything."""
         output = self.out_proj(output.transpose(1, 2).flatten(2))
-        if visible is not None and self.out_proj.bias is not None:
-            output = output.masked_fill(~visible.any(1), 0)
+        if visible is not None and self.kv_proj.needs_visible:
+            output = zero_hidden(output, visible[:, 0] if visible.shape[1] == 1 else visible.any(1))
         return output if output.dtype is dtype else output.to(dtype)
 
 

@@ -2,7 +2,7 @@
 
 A check of values on the CPU raises at once. One of values on a device computes the largest there, which is copied while
 the device works on. It is looked at by the next call of the same thread or task, or where the device is waited for
-anyway, such as at the end of `generate`.
+anyway: at the end of `generate`, and before a step of an optimizer, so that no weight learns of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmattn.core.tracing import all_finite, may_read, readable
 from mmattn.errors import NonFiniteError
@@ -53,15 +54,14 @@ def refuse_unless_finite(tensors: Sequence[Tensor], explain: Callable[[], None])
 
     `explain` may find nothing to refuse after all, and return. While a graph is traced, nothing is checked.
     """
+    tensors = [one.detach() for one in tensors if one.numel()]
     if not tensors:
         return
     if all(map(may_read, tensors)):
         if not all_finite(*tensors):
             explain()
     elif all(map(readable, tensors)):
-        with torch.no_grad():
-            largest = get_total_norm([one.detach() for one in tensors], math.inf)
-        UNDER_WAY.set((*UNDER_WAY.get(), _Check(largest, explain)))
+        UNDER_WAY.set((*UNDER_WAY.get(), _Check(get_total_norm(tensors, math.inf), explain)))
 
 
 def report_checks(wait: bool = False) -> None:
@@ -73,6 +73,21 @@ def report_checks(wait: bool = False) -> None:
     if checks := UNDER_WAY.get():
         UNDER_WAY.set(())
         UNDER_WAY.set(raise_failed(checks, wait))
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler
+def _report_before_step(*_: object) -> None:
+    report_checks(wait=True)
+
+
+register_optimizer_step_pre_hook(_report_before_step)
+
+
+def watch_checks(checks: Checks) -> Checks:
+    """Raise what checks have found; have this context report those that are not known yet, and return them."""
+    rest = raise_failed(checks)
+    UNDER_WAY.set((*UNDER_WAY.get(), *(check for check in rest if check not in UNDER_WAY.get())))
+    return rest
 
 
 def collect_checks(work: Callable[[], T]) -> tuple[T, Checks]:

@@ -88,7 +88,7 @@ class KeyValueHeads(nn.Module):
         needs_visible: bool = False,
     ) -> None:
         super().__init__()
-        # Who attends asks which rows have a real slot.
+        # Who attends sets rows without a real slot to 0, and asks which they are.
         self.needs_visible = needs_visible
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.memory_dim = memory_dim
@@ -140,8 +140,8 @@ class KeyValueHeads(nn.Module):
         else:
             keys, values = self.keys_and_values(slots.memory, slots.positions)
             kv = self.join(keys, values, mask, slots.scores, lengths)
-        zero = lengths is None and kv.bias is None and self.v_proj.bias is None and not kv.null
-        if mask is None or may_read(mask) or not zero:
+        zero = self.v_proj.bias is None or self.needs_visible
+        if mask is None or may_read(mask) or kv.null or not (zero and lengths is None and kv.bias is None):
             return kv
         visible = _rows_with_slots(mask) if self.needs_visible else None
         return replace(kv, visible=visible, additive=additive_mask(mask, kv.keys.dtype)[:, None, None])

@@ -157,7 +157,7 @@ class KeyValueProjection(KeyValueHeads):
             result = attend_by_rule(queries, kv.keys, kv.values, self._rule(kv, allowed, per_query), options)
         if kv.absorbed:
             result.output = self.from_slots(result.output)
-        if kv.null or (kv.absorbed and self.v_proj.bias is not None):
+        if kv.null or (kv.absorbed and self.v_proj.bias is not None and kv.additive is None):
             # Neither the bias of the values nor the null slot is for queries without visible slots.
             visible = visible_rows(allowed, q.shape[0], kv.slots, per_head=True, device=q.device)
             if visible is not None:

@@ -71,7 +71,7 @@ class KeyValue:
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        batch, slots = self.keys.shape[0], self.keys.shape[2] - self.null
+        batch, slots = self.keys.shape[0], self.keys.shape[2] - int(self.null)
         if self.lengths is not None and self.mask is not None:
             batch, slots = self.mask.shape
         special = self.mask is not None or self.bias is not None or self.absorbed or self.null

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,14 +46,15 @@ class TextBatch:
             device: where it is needed.
             non_blocking: as of `Tensor.to`.
         """
-        memory = self.memory
-        return TextBatch(
-            self.input_ids.to(device, non_blocking=non_blocking),
-            None if self.attention_mask is None else self.attention_mask.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            memory.to(device, non_blocking=non_blocking) if isinstance(memory, Memory) else memory,
-            None if self.position_ids is None else self.position_ids.to(device, non_blocking=non_blocking),
-        )
+        return self._map(methodcaller("to", device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TextBatch:
+        """Return the batch in page-locked memory, as a `DataLoader` with `pin_memory=True` asks for."""
+        return self._map(methodcaller("pin_memory"))
+
+    def _map(self, move: Callable[[Any], Any]) -> TextBatch:
+        values = (getattr(self, field.name) for field in fields(self))
+        return TextBatch(*(move(value) if isinstance(value, (Tensor, Memory)) else value for value in values))
 
     def kwargs(self) -> dict[str, object]:
         """Return keyword arguments of an adapted model; a bare host takes the same where there is no memory."""

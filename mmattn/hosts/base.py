@@ -17,9 +17,9 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory
 from mmattn.errors import AdapterFileError, ConditionError
 from mmattn.hosts.calibration import calibrating, fresh_adapters
-from mmattn.hosts.context import Arguments, Call, prepared_for_graphs, scale_by_adapter
+from mmattn.hosts.context import Arguments, Call, Keywords, prepared_for_graphs, scale_by_adapter
 from mmattn.hosts.hooks import HookedModel
-from mmattn.hosts.keywords import check_keywords, shown_as
+from mmattn.hosts.keywords import check_keywords, keywords_of, shown_as
 from mmattn.hosts.ownership import MARK
 from mmattn.models.loading import load_model
 
@@ -66,6 +66,7 @@ class AdaptedModel(HookedModel):
         super().__init__(host)
         self.__class__ = shown_as(self, host)
         self.require_memory = require_memory
+        self._keywords_of_host = keywords_of(host)
 
     # Kinds of hosts ----------------------------------------------------------------------------
 
@@ -148,9 +149,15 @@ class AdaptedModel(HookedModel):
     def set_options(self, call: Call | None) -> None:
         """Set the options of `condition` that only some kinds of hosts take."""
 
+    def check_keywords(self, kwargs: Keywords) -> None:
+        """Refuse near misses of the keywords that belong to a memory."""
+        unnamed = [name for name in kwargs if name not in self._keywords_of_host]
+        if unnamed:
+            check_keywords(self.host, self.memory_keywords, unnamed)
+
     def options_of(self, kwargs: Arguments) -> Arguments:
         """Take the keywords that belong to a memory out of those of a call; refuse near misses of them."""
-        check_keywords(self.host, self.memory_keywords, kwargs)
+        self.check_keywords(kwargs)
         return {name: kwargs.pop(name) for name in self.memory_keywords if name in kwargs}
 
     @contextlib.contextmanager

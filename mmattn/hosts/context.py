@@ -131,6 +131,25 @@ class Block:
 # One variable for all hosts: the blocks entered in this context, those since left elsewhere among them.
 _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("mmattn_blocks", default=())
 
+# What a graph may read, since torch before 2.14 cannot compile a read of a context variable: the forward under way, and
+# the blocks in force when the compiled code was called. A thread runs one forward at a time.
+THREAD = threading.local()
+
+
+def note_blocks() -> None:
+    """Note the blocks of this context for the graph that follows."""
+    THREAD.blocks = _BLOCKS.get()
+
+
+def forget_blocks() -> None:
+    """Forget the blocks, after a graph."""
+    THREAD.blocks = None
+
+
+def is_compiled() -> bool:
+    """Return whether a compiled host runs, is about to, or is being traced."""
+    return torch.compiler.is_compiling() or getattr(THREAD, "blocks", None) is not None
+
 
 class OpenBlocks:
     """The blocks of one host."""
@@ -171,9 +190,9 @@ class OpenBlocks:
         try:
             yield
         finally:
-            step = FORWARD.get()
+            step = getattr(THREAD, "step", None)
             if step is not None and block.call is not None and step.call is block.call:
-                FORWARD.set(step.outer)  # it was interrupted: torch runs no hooks after KeyboardInterrupt
+                THREAD.step = step.outer  # it was interrupted: torch runs no hooks after KeyboardInterrupt
             if block.is_condition:
                 self.conditions.remove(block)
             block.is_open, block.call, block.generator = False, None, None
@@ -185,12 +204,13 @@ class OpenBlocks:
         """Return the memory of a call made here: that of the innermost block of this context."""
         is_set, call = False, None
         disabled: frozenset[str] = frozenset()
-        for block in reversed((*_BLOCKS.get(), *self._traced)):
+        noted = getattr(THREAD, "blocks", None) if torch.compiler.is_compiling() else None
+        for block in reversed((*(_BLOCKS.get() if noted is None else noted), *self._traced)):
             if block.home is self and block.is_open:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)
                 # Blocks that disable adapters hold from outside of those that give a memory, too.
-                disabled |= block.disabled
+                disabled = disabled | block.disabled  # `|=` is none of torch 2.10
                 if not is_set and block.gives:
                     is_set, call = True, block.call
         return InForce(is_set, call, disabled)
@@ -276,7 +296,15 @@ class ForwardStep:
     masks: dict[object, Any] = field(default_factory=dict)
 
 
-FORWARD: ContextVar[ForwardStep | None] = ContextVar("mmattn_forward", default=None)
+@contextlib.contextmanager
+def forward_resumed(step: ForwardStep | None) -> Iterator[None]:
+    """Inside the block this forward, or none, is under way."""
+    before = getattr(THREAD, "step", None)
+    THREAD.step = step
+    try:
+        yield
+    finally:
+        THREAD.step = before
 
 
 # What `generate` has prepared for the next forward of this thread, and of which call.
@@ -285,7 +313,7 @@ NOTED: ContextVar[tuple[Call, GenerationInput] | None] = ContextVar("mmattn_note
 
 def step_of(model: object) -> ForwardStep | None:
     """Return the forward of a model's host that is under way; those of hosts that are parts of it may run inside."""
-    step = FORWARD.get()
+    step = getattr(THREAD, "step", None)
     while step is not None and step.model is not model:
         step = step.outer
     return step
@@ -293,7 +321,7 @@ def step_of(model: object) -> ForwardStep | None:
 
 def is_reading_memory() -> bool:
     """Return whether the forward under way is one in which a host reads a memory, not one of a text."""
-    step = FORWARD.get()
+    step = getattr(THREAD, "step", None)
     while step is not None and (step.call is None or not step.call.reads_memory):
         step = step.outer
     return step is not None

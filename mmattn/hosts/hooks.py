@@ -17,7 +17,7 @@ from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
-    FORWARD,
+    THREAD,
     Action,
     Arguments,
     Call,
@@ -26,6 +26,9 @@ from mmattn.hosts.context import (
     Keywords,
     LayerOutput,
     Positional,
+    forget_blocks,
+    is_compiled,
+    note_blocks,
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
@@ -35,6 +38,9 @@ from mmattn.hosts.recomputation import keep_context, refuse_other_context
 from mmattn.hosts.saving import SavedModel
 
 States = TypeVar("States", Tensor, HostAttention)
+
+#: What torch.compile has compile the functions that this thread calls, or None.
+compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class CrossAttentionHook:
@@ -53,7 +59,7 @@ class CrossAttentionHook:
 
     def adapt(self, x: States) -> States:
         """Apply the adapters to hidden states x (b, l, d), or to the attention of a layer."""
-        step = FORWARD.get()
+        step = getattr(THREAD, "step", None)
         if step is not None and step.model is not self.model:
             step = step_of(self.model)
         if step is not None:
@@ -100,7 +106,7 @@ class JoinMemory(CrossAttentionHook):
     position = "joined"
 
     def __call__(self, x: HostAttention) -> HostAttention:
-        joined, step = self.adapt(x), FORWARD.get()
+        joined, step = self.adapt(x), getattr(THREAD, "step", None)
         return joined if joined is x or step is None else replace(joined, masks=step.masks)
 
 
@@ -118,34 +124,44 @@ class BeforeHost:
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
-        self._signatures: dict[type, Signature] = {}
+        self._signatures: dict[type, Signature] = {type(model.host): signature_of(model.host)}
 
     def __call__(self, host: nn.Module, args: Positional, kwargs: Arguments) -> tuple[Positional, Arguments] | None:
-        model, outer = self.model, FORWARD.get()
+        traced = torch.compiler.is_compiling()
+        if not traced and compiles():
+            return self._before_graph(host, args, kwargs)
+        compiled = traced or getattr(THREAD, "blocks", None) is not None
+        model, outer = self.model, getattr(THREAD, "step", None)
         if outer is not None and outer.model is model and outer.module is not host:
             outer.nested += 1  # peft calls the model that it has wrapped
             return None
-        compiling = torch.compiler.is_compiling()
         if "memory" in kwargs or "adapter_scale" in kwargs:
             refuse_misplaced(host, kwargs)
-        if host.training and torch.is_grad_enabled() and not compiling:
+        if host.training and torch.is_grad_enabled() and not compiled:
             keep_context(host)
         call, disabled = model.call_of_forward(host, args, kwargs)
         if call is None:
             if outer is not None:
-                FORWARD.set(ForwardStep(model, host, outer, {}))
+                THREAD.step = ForwardStep(model, host, outer, {})
             return None
-        if compiling and not any(source.follows_text for source in call.sources.values()):
-            return None  # a compiler cannot follow the variable, and the layers can do without
-        if not compiling and UNDER_WAY.get():
+        if not traced and UNDER_WAY.get():
             report_checks()
+        if compiled and model.asks_by_layer(call):
+            return None
         if type(host) not in self._signatures:
             self._signatures[type(host)] = signature_of(host)
         places, by_name = arguments_by_name(self._signatures[type(host)], args, kwargs)
         step = model.forward_step(call, disabled, host, places, by_name)
         step.outer, step.call = outer, call
-        FORWARD.set(step)
+        THREAD.step = step
         return None if step.inputs is None else (places, step.inputs)
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler
+    def _before_graph(
+        self, host: nn.Module, args: Positional, kwargs: Arguments
+    ) -> tuple[Positional, Arguments] | None:
+        note_blocks()
+        return self(host, args, kwargs)
 
 
 def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) -> tuple[Positional, Arguments]:
@@ -157,7 +173,7 @@ def arguments_by_name(signature: Signature, args: Positional, kwargs: Keywords) 
     by_name = dict(kwargs)
     if args:
         names = signature.places[: len(args)]
-        if len(args) > len(names) or not by_name.keys().isdisjoint(names):
+        if len(args) > len(names) or set(names) & set(by_name):
             return args, by_name  # the host says itself what it does not take
         by_name = dict(zip(names, args, strict=True)) | by_name
     for old, new in signature.renamed.items():
@@ -184,15 +200,18 @@ class AfterHost:
         self.model = model
 
     def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
-        step = FORWARD.get()
+        if not torch.compiler.is_compiling() and compiles():
+            self._after_graph(host, args, output)
+            return
+        step = getattr(THREAD, "step", None)
         if step is None or step.model is not self.model:
-            if torch.compiler.is_compiling():
+            if is_compiled():
                 self.model.note_output(output)
             return
         if step.nested and step.module is not host:
             step.nested -= 1
             return
-        FORWARD.set(step.outer)
+        THREAD.step = step.outer
         if output is None:
             return
         if not step.actions:  # of an encoder-decoder, whose encoder alone reads the memory
@@ -204,6 +223,41 @@ class AfterHost:
                     self.model.check_reached(lost)
                 break
         self.model.check_answer(step, output)
+
+    @torch._disable_dynamo
+    def _after_graph(self, host: nn.Module, args: Positional, output: object) -> None:
+        try:
+            self(host, args, output)
+        finally:
+            forget_blocks()
+
+
+def before_model(model: nn.Module, args: Positional) -> None:
+    """A forward pre-hook of an adapted model: note the blocks in force for the graph that follows."""
+    if not torch.compiler.is_compiling() and compiles():
+        note_blocks()
+
+
+def after_model(model: nn.Module, args: Positional, output: object) -> None:
+    """A forward hook of an adapted model."""
+    if not torch.compiler.is_compiling():
+        forget_blocks()
+
+
+def leave_uncompiled(model: HookedModel) -> list[Handle]:
+    """Have the hooks of a compiled host run as they are, before and after its graph, and return further hooks."""
+    import torch._dynamo.source
+    from torch._dynamo.eval_frame import skip_code
+
+    for function in (BeforeHost.__call__, AfterHost.__call__, before_model, after_model):
+        skip_code(function.__code__)
+    if hasattr(torch._dynamo.source, "ContextVarGetSource"):
+        return []
+    # A graph of this torch reads no context variable.
+    return [
+        model.register_forward_pre_hook(before_model),
+        model.register_forward_hook(after_model, always_call=True),
+    ]
 
 
 class HookedModel(SavedModel):
@@ -235,6 +289,10 @@ class HookedModel(SavedModel):
             )
         if not torch.compiler.is_compiling():
             self.open_blocks.warn_of_others()
+
+    def asks_by_layer(self, call: Call) -> bool:
+        """Return whether the layers of a compiled host can ask a memory for themselves, as if called alone."""
+        return not any(source.follows_text for source in call.sources.values())
 
     def call_of_forward(
         self, host: nn.Module, args: Positional, kwargs: Keywords
@@ -296,7 +354,7 @@ class HookedModel(SavedModel):
         forget_compiled()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = self.install_hooks()
+        self._hooks = self.install_hooks() + leave_uncompiled(self)
 
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and return the handles."""

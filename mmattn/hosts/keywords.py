@@ -33,6 +33,11 @@ def check_keywords(host: nn.Module, options: Sequence[str], names: Iterable[str]
             )
 
 
+def keywords_of(host: nn.Module) -> frozenset[str]:
+    """Return the keywords that a host names in its forward."""
+    return frozenset({*_parameters(type(host).forward), *_parameters(type(inner_host(host)).forward)})
+
+
 def named_by_parts(host: nn.Module) -> set[str]:
     """Return the keywords that a host or a part of it names in its forward, or when it generates."""
     names = set(getattr(host, "special_peft_forward_args", ()))

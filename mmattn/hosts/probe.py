@@ -15,7 +15,7 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.context import FORWARD, Arguments, Handle, LayerOutput, OpenBlocks, Positional
+from mmattn.hosts.context import Arguments, Handle, LayerOutput, OpenBlocks, Positional, forward_resumed
 from mmattn.hosts.ownership import AttachedModel
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def in_eval_mode(host: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def bare_forward(host: nn.Module, open_blocks: OpenBlocks | None = None) -> Iterator[None]:
     """Run forwards of the host inside the block in evaluation mode and without a memory."""
-    step = FORWARD.set(None)
-    try:
-        with contextlib.nullcontext() if open_blocks is None else open_blocks.conditioned(None), in_eval_mode(host):
-            yield
-    finally:
-        FORWARD.reset(step)
+    with (
+        forward_resumed(None),
+        contextlib.nullcontext() if open_blocks is None else open_blocks.conditioned(None),
+        in_eval_mode(host),
+    ):
+        yield
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

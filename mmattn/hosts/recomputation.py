@@ -7,22 +7,24 @@ from contextvars import copy_context
 from torch import nn
 
 from mmattn.errors import ConditionError
+from mmattn.hosts.context import THREAD, forward_resumed
 from mmattn.hosts.replaced import Method
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
 
 
 class InContext:
-    """A checkpointing function whose second forward, in the backward pass, sees the memory of the first."""
+    """A checkpointing function whose second forward, in the backward pass, is part of the forward of the first."""
 
     def __init__(self, checkpoint: Method) -> None:
         self.checkpoint = checkpoint
 
     def __call__(self, module: Method, *args: object, **kwargs: object) -> object:
-        context = copy_context()
+        context, step = copy_context(), getattr(THREAD, "step", None)
 
         def run(*given: object, **named: object) -> object:
-            return context.copy().run(module, *given, **named)
+            with forward_resumed(step):
+                return context.copy().run(module, *given, **named)
 
         return self.checkpoint(run, *args, **kwargs)
 

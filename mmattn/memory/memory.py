@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmattn.core.device_checks import refuse_unless_finite
+from mmattn.core.device_checks import Checks, collect_checks, refuse_unless_finite, watch_checks
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
 from mmattn.storage.json_files import dump_json, making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
@@ -35,8 +36,8 @@ class Memory:
         segments: (b, m) int, the segment (image, passage) of each slot, counted from 0 in each row; negative for none.
         scores: (b, m) float, relevance of each slot (a retriever's score).
         sources: for each row one entry per slot: any JSON value that names where the slot came from.
-        check_finite: refuse NaN and infinity in slots that may be attended to. Of tensors on a device that is known
-            later: the next call, or the end of `generate`, raises.
+        check_finite: refuse NaN and infinity in slots that may be attended to. Tensors on a device are refused by the
+            call that is given them, the next one, or the end of `generate`.
 
     Raises:
         ShapeError: tensors or sources whose sizes do not fit, or tokens or scores that are not floating point.
@@ -48,7 +49,7 @@ class Memory:
     (2, 5, 7, [5, 3])
     """
 
-    __slots__ = ("_checked", "finite_checked", "mask", "scores", "segments", "sources", "tokens")
+    __slots__ = ("_checked", "_checks", "finite_checked", "mask", "scores", "segments", "sources", "tokens")
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class Memory:
         self.sources = None if sources is None else [list(row) for row in sources]
         self.finite_checked = check_finite
         self._checked: TensorVersion | None = None
+        self._checks: Checks = ()
         if check_finite:
-            self.check_once()
+            self._begin_check()
 
     @property
     def batch(self) -> int:
@@ -125,18 +127,24 @@ class Memory:
                     "out, repair them, or pass check_finite=False"
                 )
 
-    def check_once(self) -> None:
-        """Check as `check_finite` does, once for these values; on a device without waiting for the answer.
+    def check_in_call(self) -> None:
+        """Check as `check_finite` does, once for these values; where they lie on a device without waiting for it.
+
+        What is not known yet is raised by the next call, or at the end of `generate`.
 
         Raises:
-            NonFiniteError: NaN or infinity in a slot that may be attended to, where that is known already.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
         """
-        if torch.compiler.is_compiling():
-            return
+        if self.finite_checked and not torch.compiler.is_compiling():
+            self._begin_check()
+            self._checks = watch_checks(self._checks)
+
+    def _begin_check(self) -> None:
+        """Check values on the CPU, and begin to check those on a device, unless that was done for these values."""
         values = [value for value in (self.tokens, self.scores) if value is not None]
-        if self._checked is not None and self._checked.holds(values):
+        if torch.compiler.is_compiling() or (self._checked is not None and self._checked.holds(values)):
             return
-        refuse_unless_finite([value for value in values if value.numel()], self.check_finite)
+        _, self._checks = collect_checks(partial(refuse_unless_finite, values, self.check_finite))
         self._checked = TensorVersion(values)
 
     @classmethod
@@ -303,6 +311,14 @@ class Memory:
 
     def __len__(self) -> int:
         return self.batch
+
+    def __getstate__(self) -> dict[str, object]:
+        # Checks that are under way belong to this process.
+        return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, value in {**state, "_checked": None, "_checks": ()}.items():
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         parts = [f"b={self.batch}, m={self.length}, e={self.dim}, {str(self.dtype).removeprefix('torch.')}"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.context import FORWARD
+from mmattn.hosts.context import THREAD
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, each_tensor, memory_rows, refuses, rows_of, same
 
@@ -153,7 +153,7 @@ def check_errors_inside_change_nothing(case: Case) -> None:
     hook = model.layer(model.adapter(case.name).layers[-1]).register_forward_hook(fail)
     refuses(KeyError, lambda: case.ask(model, memory), "a layer that fails")
     hook.remove()
-    assert FORWARD.get() is None, "the forward that failed is still under way"
+    assert getattr(THREAD, "step", None) is None, "the forward that failed is still under way"
     same(case.ask(model), case.host, "without a memory afterwards")
     same(case.ask(model, memory), answer, "with a memory afterwards")
 

@@ -14,9 +14,9 @@ from mmattn.data.sampling import Batches, EpochBatches
 from mmattn.errors import ConfigError, check_bool, check_choice, check_float, check_int
 from mmattn.training.optimization import SCHEDULES
 
-Loss = Callable[[Any, Sequence[int]], tuple[Tensor, int]]
+Loss = Callable[[Any, Sequence[int]], tuple[Tensor, int | Tensor]]
 """From the rows of a batch, or what `Collate` made of them, and a seed for each row, to the sum of the losses of all
-targets, and the number of targets."""
+targets, and the number of targets: a tensor where an int would have to be read from a device."""
 Collate = Callable[[Sequence[Row], Sequence[int]], object]
 """From the rows of a batch and a seed for each to what the loss is given in their place. It runs in a thread beside the
 training, and must draw random numbers from the seeds alone. What it gives is moved to the device: a tensor, an object

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.errors import ConfigError, check_choice, import_extra
@@ -241,6 +242,7 @@ def fetch(
     begun: Iterator[Sequence[object]] | None = None,
 ) -> Iterator[FetchedBatch]:
     """Yield the batches of the next steps of a run; `begun` are those of the first epoch, where that was opened."""
+    pinned = processes.accelerator.device.type == "cuda"
     ordered = itertools.islice(_in_order(batches, done.epoch, done.batch_in_epoch, begun), steps)
     for step, (epoch, place, batch) in enumerate(ordered, start=done.global_step):
         seeded = [(row, derive_seed(config.seed, "row", step, number)) for number, row in enumerate(batch)]
@@ -250,6 +252,8 @@ def fetch(
             if share or sharded:
                 rows, seeds = zip(*(share or seeded[:1]), strict=True)
                 content = list(rows) if collate is None else collate(rows, seeds)
+                if pinned and collate is not None:
+                    content = pin_memory(content)  # in this thread, so that a step need not wait for its copy
                 micro_batches.append(MicroBatch(number, content, seeds, is_filler=not share))
         yield FetchedBatch(epoch, place, len(batch), micro_batches)
 

@@ -81,14 +81,21 @@ def evaluate(
 
 def loss_of(
     loss: Loss, batch: object, seeds: Sequence[int], collate: Collate | None, accelerator: Accelerator
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int | Tensor]:
     """Return the loss of a batch under autocast, on the accelerator's device where the batch was collated."""
     from accelerate.utils import send_to_device
 
     if collate is not None:
-        batch = send_to_device(batch, accelerator.device)
+        batch = send_to_device(batch, accelerator.device, non_blocking=accelerator.device.type == "cuda")
     with accelerator.autocast():
         return loss(batch, seeds)
+
+
+def sums_of(total: Tensor, count: int | Tensor) -> Tensor:
+    """Return the sum of losses and the number of targets of a micro-batch (2,), without waiting for a device."""
+    wide = torch.float64 if total.device.type in ("cpu", "cuda") else torch.float32
+    counted = count.to(total.device) if isinstance(count, Tensor) else torch.full_like(total, count, dtype=wide)
+    return torch.stack([total.detach().to(wide), counted.detach().to(wide)])
 
 
 @torch.no_grad()
@@ -116,7 +123,7 @@ def _batch_losses(
         with stored(model):
             total, count = loss_of(loss, batch, seeds, collate, accelerator)
         if part:
-            sums[processes.index, number] = torch.tensor([float(total), count], dtype=torch.float64)
+            sums[processes.index, number] = sums_of(total, count)
     model.train(was_training)
     return torch.tensor(processes.sum(sums), dtype=torch.float64).flatten(0, 1)
 

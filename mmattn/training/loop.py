@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mmattn.core.device_checks import report_checks
 from mmattn.data.row import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
@@ -37,8 +38,17 @@ from mmattn.progress import tracked
 from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_parameters
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 from mmattn.training.distributed import FetchedBatch, Processes, epoch_of, fetch, is_stream, prefetched
-from mmattn.training.evaluation import evaluate, loss_of
-from mmattn.training.metrics import MEASURED, DryRunEnded, Figures, StepClock, cost, is_dry_run
+from mmattn.training.evaluation import evaluate, loss_of, sums_of
+from mmattn.training.metrics import (
+    MEASURED,
+    DryRunEnded,
+    Figures,
+    StepClock,
+    cost,
+    flops_per_token,
+    is_dry_run,
+    tokens_of,
+)
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups
 from mmattn.training.run_folder import RunFolder
 
@@ -210,7 +220,7 @@ class _Run:
             parameter.data.copy_(self.processes.from_first(parameter.data))
         self.begun: Iterator[Sequence[object]] | None = None  # the first epoch, where calibration has opened it
         self.measured: dict[str, float] = {}  # of this step, beside its loss
-        self.clock = StepClock()
+        self.clock, self.flops = StepClock(), flops_per_token(model)
         settings = {name: value for name, value in asdict(config).items() if name not in _FREE}
         lengths = getattr(batches, "fingerprint", None)
         identity = {**settings, "batch_size": self.batch_size, "lengths of the rows": lengths, **self.identity}
@@ -222,7 +232,7 @@ class _Run:
             scaler=self.accelerator.scaler,
         )
         self.done = self.state.done
-        self.recent: list[tuple[float, float]] = []  # losses and gradient norms since the last metrics
+        self.recent: list[tuple[float, Tensor]] = []  # losses and gradient norms since the last metrics
 
     def calibrate(self) -> None:
         """Calibrate fresh adapters by the first batch, also of a run that is resumed, whose weights follow."""
@@ -243,14 +253,14 @@ class _Run:
 
     # A step --------------------------------------------------------------------------------------------------------
 
-    def step(self, batch: FetchedBatch) -> tuple[float, float]:
+    def step(self, batch: FetchedBatch) -> tuple[float, Tensor]:
         """Learn a batch; returns its mean loss and the norm of its gradient."""
         accelerator, config, step = self.accelerator, self.config, self.done.global_step
         self.optimizer.zero_grad(set_to_none=True)
         factor = learning_rate_factor(step, self.total, config.warmup_steps, config.lr_scheduler_type)
         for group, own in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = own * factor
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums: list[Tensor] = []
         for part in batch.micro_batches:
             torch.manual_seed(derive_seed(config.seed, "piece", step, part.number, self.processes.index))
             total, count = loss_of(self.loss, part.batch, part.seeds, self.collate, accelerator)
@@ -259,12 +269,14 @@ class _Run:
             if total.requires_grad:
                 # Divided by the rows here, so that half precision can hold it, and by the targets of all below.
                 accelerator.backward(total / batch.size)
-            sums += torch.tensor([float(total.detach()), count], dtype=torch.float64)
+            sums.append(sums_of(total, count))
         # Nothing reached an adapter: to learn from that is to learn nothing, in every process alike.
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total_loss, targets = self.processes.sum(sums)
+        # The only place where a step waits for a device.
+        total_loss, targets = self.processes.sum(torch.stack(sums).sum(0) if sums else torch.zeros(2))
+        report_checks(wait=True)
         if not math.isfinite(total_loss):
             raise NonFiniteError(
                 f"the loss is {total_loss} at step {step}; lower the learning rate (now "
@@ -274,14 +286,14 @@ class _Run:
         self.processes.sum_gradients(gradients)
         for gradient in gradients:
             gradient.mul_(batch.size / max(1.0, targets))
-        norm = float(accelerator.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf))
+        norm = accelerator.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf)
         self.measured = {}
         if self.measure is not None and self._is_logged(step + 1):
             with self.clock.aside():
-                self.measured |= self.measure(step + 1, norm)
+                self.measured |= self.measure(step + 1, float(norm))
         self.optimizer.step()
         self.state.average(config.ema_decay)
-        self.clock.count(batch.size, targets)
+        self.clock.count(batch.size, targets, sum(self.flops * tokens_of(part.batch) for part in batch.micro_batches))
         return total_loss / max(1.0, targets), norm
 
     # The run -------------------------------------------------------------------------------------------------------
@@ -360,9 +372,9 @@ class _Run:
             "epoch": self.done.epoch,
             "loss": sum(losses) / len(losses),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": sum(norms) / len(norms),
+            "grad_norm": sum(torch.stack(norms).tolist()) / len(norms),
         }
-        return {**metrics, **self.clock.metrics(), **self.measured}
+        return {**metrics, **self.clock.metrics(self.accelerator.device), **self.measured}
 
     def _status(self) -> str:
         recent = self.recent

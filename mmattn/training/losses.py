@@ -11,16 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import call_by_name
+from mmattn.core.tracing import may_read
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
 from mmattn.hosts.causal_lm.output_head import OutputHead, has_output_head, last_hidden_states, output_head
+from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.memory import Memory
 
 ChunkSize = int | Literal["auto"] | None
 AUTO_CHUNK = 256  # tokens
 
 
-def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> Tensor:
+def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto") -> Tensor:
     """Cross-entropy -log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
 
     Entry (i, j) belongs to token j + 1 of row i: nothing predicts the first.
@@ -29,7 +31,7 @@ def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None)
         model: a language model, with adapters where the batch has a memory.
         batch: its labels are predicted.
         chunk_size: compute the logits of so many tokens at once, and their gradients with them, so that those of a
-            large vocabulary never stand whole; None computes all at once, "auto" chunks where the host permits it.
+            large vocabulary never stand whole; "auto" does so where the host permits it, None computes all at once.
 
     Raises:
         ConditionError: a chunk size, and the head is trained, or logits are no scaled or capped linear function of last
@@ -37,23 +39,27 @@ def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None)
         ConfigError: a chunk size below 1.
     """
     if chunk_size == "auto":
-        chunk_size = AUTO_CHUNK if has_output_head(model) else None
+        chunk_size = AUTO_CHUNK if has_chunks(model) else None
     if chunk_size is not None:
-        return _chunked_nats(model, batch.kwargs(), batch.labels, chunk_size)
+        return chunked_nats(model, batch.kwargs(), batch.labels, chunk_size)
     logits = call_by_name(model, **batch.kwargs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
     return nats.view(labels.shape)
 
 
-def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> Tensor:
+def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto") -> Tensor:
     """Mean of `token_nats` over the tokens of the batch: the training loss."""
     return token_nats(model, batch, chunk_size).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
-def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = None) -> tuple[Tensor, int]:
-    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`."""
-    return token_nats(model, batch, chunk_size).sum(), int((batch.labels[:, 1:] != IGNORED).sum())
+def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto") -> tuple[Tensor, int | Tensor]:
+    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`.
+
+    Of labels on a device the number is a tensor, since to read it would wait for the device.
+    """
+    count = (batch.labels[:, 1:] != IGNORED).sum()
+    return token_nats(model, batch, chunk_size).sum(), int(count) if may_read(count) else count
 
 
 @torch.no_grad()
@@ -101,15 +107,30 @@ def perplexity(nats: Sequence[float]) -> float:
     return math.exp(sum(nats) / len(nats)) if nats else math.nan
 
 
-def _chunked_nats(model: nn.Module, kwargs: Mapping[str, object], labels: Tensor, chunk_size: int) -> Tensor:
-    """`token_nats` with the logits of so many tokens at once."""
+def has_chunks(model: nn.Module) -> bool:
+    """Return whether "auto" computes the loss of a language model in chunks, on any device."""
+    # Where several processes share the weights of a head, only a call of the whole host gathers them.
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    shared = together and (shards(model) or tensor_parallel_size(model) > 1)
+    return not shared and has_output_head(model)
+
+
+def chunked_nats(
+    model: nn.Module, kwargs: Mapping[str, object], labels: Tensor, chunk_size: int = AUTO_CHUNK
+) -> Tensor:
+    """`token_nats` of a call with these arguments, with the logits of so many tokens at once."""
     check_int("chunk_size", chunk_size)
     head = output_head(model)
     states = last_hidden_states(model, kwargs)[:, :-1]
     labels = labels[:, 1:].to(states.device)
     learned = labels != IGNORED
-    nats: Tensor = ChunkedCrossEntropy.apply(states[learned], labels[learned], head, chunk_size)
-    return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned.to(nats.device), nats)
+    if may_read(learned):
+        nats: Tensor = ChunkedCrossEntropy.apply(states[learned], labels[learned], head, chunk_size)
+        return torch.zeros(labels.shape, device=nats.device).masked_scatter(learned.to(nats.device), nats)
+    # To gather the tokens that are learned would wait for the device, which is to count them: the others are 0.
+    states = torch.where(learned[..., None], states, 0)
+    nats = ChunkedCrossEntropy.apply(states.flatten(0, 1), labels.clamp(min=0).flatten(), head, chunk_size)
+    return torch.where(learned.to(nats.device), nats.view(labels.shape), 0)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

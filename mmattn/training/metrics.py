@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mmattn.adapters.language_models import text_config
+from mmattn.hosts.causal_lm.lower_layers import count_below
 from mmattn.storage.files import write_text
 
 if TYPE_CHECKING:
@@ -31,6 +33,19 @@ ERRORS = 2.0
 """Standard errors that a gain must exceed to be one."""
 MEASURED = 10
 """Steps of a dry run that are measured; one more comes first, in which memory is allocated and kernels are chosen."""
+#: Dense bfloat16 operations a second, as NVIDIA states them, of cards by the name that torch gives them.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+}
 _DRY_RUN: ContextVar[bool] = ContextVar("mmattn_dry_run", default=False)
 
 
@@ -176,11 +191,11 @@ class StepClock:
     def begin(self) -> None:
         """Count from here."""
         self._began, self._waited, self._aside = time.perf_counter(), 0.0, 0.0
-        self._rows = self._targets = 0.0
+        self._rows = self._targets = self._flops = 0.0
 
-    def count(self, rows: int, targets: float) -> None:
-        """Count the rows and targets of a step."""
-        self._rows, self._targets = self._rows + rows, self._targets + targets
+    def count(self, rows: int, targets: float, flops: float = 0.0) -> None:
+        """Count the rows and targets of a step, and its floating-point operations on this process's device."""
+        self._rows, self._targets, self._flops = self._rows + rows, self._targets + targets, self._flops + flops
 
     def timed(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items, and count the time until each is there as waiting."""
@@ -199,14 +214,57 @@ class StepClock:
         finally:
             self._aside += time.perf_counter() - began
 
-    def metrics(self) -> dict[str, float]:
-        """Rows and targets a second, and the share of the time spent waiting for rows."""
+    def metrics(self, device: torch.device | None = None) -> dict[str, float]:
+        """Rows and targets a second, the share of the time spent waiting for rows, and of what the device can do."""
         seconds = max(time.perf_counter() - self._began - self._aside, 1e-9)
-        return {
+        metrics = {
             "waiting": round(self._waited / seconds, 4),
             "rows_per_second": round(self._rows / seconds, 3),
             "targets_per_second": round(self._targets / seconds, 3),
         }
+        peak = None if device is None else peak_flops(device)
+        return metrics | ({"mfu": round(self._flops / seconds / peak, 4)} if peak and self._flops else {})
+
+
+# Floating-point operations --------------------------------------------------------------------------------------------
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the floating-point operations a second of a known card, dense and in bfloat16; else None."""
+    return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def tokens_of(batch: object) -> int:
+    """Return the number of token ids in a batch, padding included; 0 where there are none."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
+    return ids.numel() if isinstance(ids, Tensor) else 0
+
+
+def flops_per_token(model: Any) -> float:
+    """Return the floating-point operations of a training step for each token that an adapted language model reads.
+
+    As in PaLM's model FLOPs utilization (arXiv 2204.02311, appendix B), 2 for each weight in the forward pass and 2 for
+    each gradient: of the inputs of layers above the lowest adapter, and of the inputs and weights of what is trained.
+    Attention scores are left out, and a slot of a memory counts as nothing.
+
+    Returns:
+        0 where that is no measure: of other models, of experts, of which each token passes few, and of weights that are
+        stored packed.
+    """
+    if not getattr(model, "predicts_tokens", False) or not model.adapters or model.config.is_encoder_decoder:
+        return 0.0
+    head = model.host.get_output_embeddings()
+    few = getattr(model, "is_quantized", False) or getattr(text_config(model.host), "num_experts_per_tok", None)
+    if few or not isinstance(head, nn.Linear):
+        return 0.0
+    tables = {id(part.weight) for part in model.host.modules() if isinstance(part, nn.Embedding)}
+    host = {id(one): one for one in (*model.host.parameters(), *head.parameters())}
+    trained = {id(one): one for one in model.parameters() if one.requires_grad}
+    upper = {id(one): one for part in (*model.layers[count_below(model) :], head) for one in part.parameters()}
+    products = {id(head.weight), *(host.keys() - tables)}
+    numbers = (products, upper.keys() | trained.keys(), trained.keys() - host.keys(), trained.keys())
+    every = host | trained | upper
+    return 2.0 * sum(every[one].numel() for group in numbers for one in group)
 
 
 # Dry runs -------------------------------------------------------------------------------------------------------------

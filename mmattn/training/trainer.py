@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.language_models import call_by_name
 from mmattn.adapters.serialization import load_folder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
-from mmattn.hosts.probe import in_eval_mode
+from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import load_weights, trained_parameters
+from mmattn.training.losses import chunked_nats, has_chunks
+from mmattn.training.metrics import StepClock, flops_per_token, tokens_of
 from mmattn.training.optimization import parameter_groups
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ def adapter_trainer() -> type:
         LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
         bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
         checkpoint. A step is that of its whole batch, however it is accumulated, also of hosts whose loss is a mean.
+        `logging_nan_inf_filter` is off, since it reads the loss of each step: a loss that is NaN is logged as NaN.
 
         Args:
             args: positional arguments of the Trainer.
@@ -59,6 +64,7 @@ def adapter_trainer() -> type:
         optimizer: torch.optim.Optimizer | None
         model_accepts_loss_kwargs: bool
         _calibrates = False
+        _chunks: bool | None  # None where the host's loss is still to be compared
 
         def __init__(
             self,
@@ -68,6 +74,7 @@ def adapter_trainer() -> type:
             **kwargs: object,
         ) -> None:
             self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
+            self._clock, self._flops = StepClock(), 0.0
             model = args[0] if args else kwargs.get("model")
             arguments = args[1] if len(args) > 1 else kwargs.get("args")
             if isinstance(arguments, transformers.TrainingArguments):
@@ -77,12 +84,17 @@ def adapter_trainer() -> type:
                         "parameter a gradient, of zeros if need be: leave it out"
                     )
                 _read_in_every_process(arguments)
+                # What is logged, and where a copy begins, must not have each step wait for the device.
+                arguments.logging_nan_inf_filter = False
+                arguments.accelerator_config.non_blocking |= arguments.dataloader_pin_memory
                 arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
             if getattr(model, "is_quantized", False):
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
-            if getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder:
+            of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
+            self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False
+            if of_tokens:
                 self._loss_shifts_labels = True  # also of classes whose names the Trainer does not know
             # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
             self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
@@ -116,6 +128,10 @@ def adapter_trainer() -> type:
             Where no row has a memory, and no adapter is reached, the gradients are zero.
             """
             items, share = num_items_in_batch, None
+            if items is not None and not return_outputs and self._in_chunks(inputs):
+                kwargs = {name: value for name, value in inputs.items() if name != "labels"}
+                with self.accelerator.autocast():
+                    return self._of_every_parameter(chunked_nats(self.model, kwargs, inputs["labels"]).sum() / items)
             if self._divides is False and items is not None:
                 # T5, BART and others return the mean over the targets of a micro-batch.
                 share, items = self._targets(inputs) / items, None
@@ -125,11 +141,34 @@ def adapter_trainer() -> type:
             loss, *outputs = computed if return_outputs else (computed,)
             if share is not None:
                 loss = loss * share.to(loss.device)
-            if torch.is_grad_enabled():
-                parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
-                # Of every parameter: DistributedDataParallel waits for all of them in each process.
-                loss = loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+            loss = self._of_every_parameter(loss)
             return (loss, *outputs) if return_outputs else loss
+
+        def _of_every_parameter(self, loss: Tensor) -> Tensor:
+            """Return a loss that depends on every parameter: DistributedDataParallel waits for all of them."""
+            if not torch.is_grad_enabled():
+                return loss
+            parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
+            return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+
+        def _in_chunks(self, inputs: Mapping[str, Any]) -> bool:
+            """Return whether the host's loss is computed in chunks: not where it is compiled, or shared out."""
+            if self._chunks is False or self.model_wrapped is not self.model or "labels" not in inputs:
+                return False
+            if not has_chunks(self.model):
+                return False
+            if self._chunks is None:
+                self._chunks = self._is_mean_of_tokens()
+            return self._chunks
+
+        @torch.no_grad()
+        def _is_mean_of_tokens(self) -> bool:
+            """Return whether the host's loss is the mean of `token_nats`, without that of a router, for instance."""
+            model: Any = self.model
+            kwargs: dict[str, Any] = next(text_inputs(inner_host(model.host), 1)) | {"use_cache": False}
+            with bare_forward(model.host, model.open_blocks), self.accelerator.autocast():
+                loss = call_by_name(model.host, **kwargs, labels=kwargs["input_ids"]).loss
+                return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
 
         def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
             """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
@@ -137,6 +176,8 @@ def adapter_trainer() -> type:
                 resume_from_checkpoint = last_complete(Path(self.args.output_dir))
             # A checkpoint holds the calibration of the run that is resumed.
             self._calibrates = not resume_from_checkpoint
+            self._flops = flops_per_token(self.model)
+            self._clock.begin()
             config = getattr(self.model, "config", None)
             cached = getattr(config, "use_cache", None)
             try:
@@ -148,7 +189,7 @@ def adapter_trainer() -> type:
         def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list[Mapping[str, object]], object]:
             """The micro-batches of a step; by those of the first, fresh adapters are calibrated."""
             batches, items = super().get_batch_samples(*args, **kwargs)
-            if self._divides is None and batches and items is not None:
+            if self._divides is None and batches and items is not None and not self._in_chunks(batches[0]):
                 self._divides = self._reads_items(batches[0], items)
             if self._calibrates:
                 self._calibrates = False
@@ -184,7 +225,35 @@ def adapter_trainer() -> type:
                 self.autocast_smart_context_manager(),
             ):
                 for batch in batches:
-                    model(**self._prepare_inputs(dict(batch)))
+                    inputs = self._prepare_inputs(dict(batch))
+                    if self._in_chunks(inputs):
+                        self.compute_loss(model, inputs, num_items_in_batch=1)
+                    else:
+                        model(**inputs)
+
+        def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+            """Those of a micro-batch by `flops_per_token`, which are counted here with its tokens."""
+            tokens = tokens_of(inputs)
+            self._clock.count(0, tokens, tokens * self._flops)
+            return tokens * self._flops
+
+        def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+            """Log metrics, beside the loss `tokens_per_second` and, on a known card, `mfu` of this process."""
+            if "loss" in logs:
+                speed = self._clock.metrics(self.args.device)
+                logs["tokens_per_second"] = speed["targets_per_second"]
+                logs |= {name: value for name, value in speed.items() if name == "mfu"}
+                self._clock.begin()
+            super().log(logs, *args, **kwargs)
+
+        def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
+            """Evaluate, as every Trainer does; its time is none of the training's."""
+            with self._clock.aside():
+                return super().evaluate(*args, **kwargs)
+
+        def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
+            with self._clock.aside():
+                super()._save_checkpoint(*args, **kwargs)
 
         # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
         def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:

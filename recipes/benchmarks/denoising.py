@@ -94,18 +94,8 @@ def measure_adapter(
     images: int, rows: int, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
 ) -> dict[str, float]:
     """Return the time of a step with an IP-Adapter for each unit of diffusers' with the same one."""
-    theirs = make_unet(dtype)
-    host = copy.deepcopy(theirs)
-    tensors = {name: value.to(dtype) for name, value in ip_adapter(theirs).items()}
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(tensors, Path(folder) / "ip_adapter.safetensors")
-        model = mmattn.load(host, Path(folder) / "ip_adapter.safetensors").use_core()
-    nested: dict[str, dict[str, torch.Tensor]] = {"image_proj": {}, "ip_adapter": {}}
-    for name, value in tensors.items():
-        part, rest = name.split(".", 1)
-        nested[part][rest] = value
-    theirs._load_ip_adapter_weights([nested], low_cpu_mem_usage=False)
-    theirs.to(dtype)
+    theirs, model = with_ip_adapter(make_unet(dtype))
+    model.use_core()
     rows = 2 * rows if guided else rows
     x, text, _ = make_inputs(77, rows, 1.0, dtype)
     memory = mmattn.Memory(torch.randn(rows, images, WIDTH, dtype=dtype))
@@ -119,6 +109,21 @@ def measure_adapter(
             seconds=seconds,
         )
     return {"cached": ratio(times, "cached", "diffusers")}
+
+
+def with_ip_adapter(unet: torch.nn.Module) -> tuple[torch.nn.Module, mmattn.hosts.AdaptedModel]:
+    """Return two copies of a UNet with the same random IP-Adapter: in diffusers, and here."""
+    host, dtype = copy.deepcopy(unet), next(unet.parameters()).dtype
+    tensors = {name: value.to(dtype) for name, value in ip_adapter(unet).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "ip_adapter.safetensors")
+        model = mmattn.load(copy.deepcopy(unet), Path(folder) / "ip_adapter.safetensors")
+    nested: dict[str, dict[str, torch.Tensor]] = {"image_proj": {}, "ip_adapter": {}}
+    for name, value in tensors.items():
+        part, rest = name.split(".", 1)
+        nested[part][rest] = value
+    host._load_ip_adapter_weights([nested], low_cpu_mem_usage=False)
+    return host.to(dtype), model
 
 
 def ip_adapter(unet: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -91,8 +91,7 @@ class Language:
 
     def loss(self, model: Any) -> training.Loss:
         """Return the loss: minus log p of the texts, over their tokens."""
-        settings = self.settings
-        chunk_size = None if settings.called_together else settings.optim.loss_chunk_size
+        chunk_size = self.settings.optim.loss_chunk_size
         return lambda batch, seeds: training.sum_nats(model, batch, chunk_size)
 
     def control(self, parameters: int) -> tuple[Any, Any]:

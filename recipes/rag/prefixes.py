@@ -37,7 +37,7 @@ def train_prefixes(
     def loss(rows: list[Row], seeds: Any) -> tuple[torch.Tensor, int]:
         numbers, prompts, answers = zip(*rows, strict=True)
         batch = answer_batch(tokenizer, prompts, answers).to(device_of(model))
-        return training.sum_nats(model, replace(batch, memory=list(numbers)), "auto")
+        return training.sum_nats(model, replace(batch, memory=list(numbers)))
 
     settings = config.model_copy(update={"optim": config.prefix})
     batches = questions(settings, measure, sets)

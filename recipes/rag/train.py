@@ -215,7 +215,7 @@ def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> trainin
     def loss(rows: Sequence[Question], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
         prompts, answers, memories = zip(*rows, strict=True)
         batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if with_memory else None)
-        return training.sum_nats(model, batch.to(device_of(model)), "auto")
+        return training.sum_nats(model, batch.to(device_of(model)))
 
     return loss
 

@@ -150,7 +150,7 @@ def train(
             batch_memory = memory[torch.tensor(pictures)]
             batch_memory = training.augment_memory(batch_memory, keep_fraction=optim.keep_fraction, seed=seed)
         batch = training.collate([ids[text] for text in texts], batch_memory)
-        return training.sum_nats(model, batch.to(accelerator.device), "auto")
+        return training.sum_nats(model, batch.to(accelerator.device))
 
     other = {"batch_size", "keep_fraction", "lora_learning_rate", "cache_hidden_states"}
     options = optim.model_dump(exclude=other) | {"seed": settings.seed}

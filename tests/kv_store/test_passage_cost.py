@@ -25,7 +25,7 @@ def beyond_bare(work: Any, bare: Any) -> tuple[int, list[str]]:
 
 
 def test_operations_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 1001: 16 passages on 8 layers are selected in 100 operations; selected before, in 32."""
+    """Invariant 208: 16 passages on 8 layers are selected in 100 operations; selected before, in 32."""
     host, model = (tiny.make("llama", num_hidden_layers=8) for _ in range(2))
     model = mmattn.attach(model, mmattn.adapters.PassageAdapter())
     passages = mmattn.hosts.PassageCache(model)
@@ -42,7 +42,7 @@ def test_operations_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [[[0, 2, 1]], [[1], [0, 2], []]])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "glm", "gpt2"])
 def test_no_values_are_read(family: str, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 1001: whatever the host's positions, windows and rows; and answers are those of other devices."""
+    """Invariant 208: whatever the host's positions, windows and rows; and answers are those of other devices."""
     model, passages = reader(family)
     host, ids = tiny.make(family), text(len(rows))
     mask = torch.ones_like(ids)
@@ -63,7 +63,7 @@ def test_no_values_are_read(family: str, rows: list[list[int]], monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["prefix", "joined", "padded"])
 def test_other_slots_are_not_read_either(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 1001: neither of prefixes, nor of vectors in the host's attention."""
+    """Invariant 208: neither of prefixes, nor of vectors in the host's attention."""
     config: Any = mmattn.adapters.PrefixAdapter(num_virtual_tokens=3)
     memory: Any = [[0], []]
     if kind != "prefix":
@@ -82,8 +82,8 @@ def test_other_slots_are_not_read_either(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_text_has_its_own_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 1002: layers share a mask only in one forward, and where they see as much of the text."""
+def test_the_mask_of_a_forward_is_not_that_of_another(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 209: layers share a mask only in one forward, and where they see as much of the text."""
     changes = {"sliding_window": 4, "num_hidden_layers": 7} if family == "gemma3_text" else {}
     model = mmattn.attach(tiny.make(family, **changes), mmattn.adapters.JoinedAdapter(memory_dim=13, every=1))
     tiny.open_gates(model)
@@ -99,7 +99,7 @@ def test_a_text_has_its_own_mask(family: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_masks_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 1002: in a deeper host a layer costs the concatenation of its keys and values, and no mask."""
+    """Invariant 209: in a deeper host a layer costs the concatenation of its keys and values, and no mask."""
     act_as_device(monkeypatch)
     operations = {}
     for layers in (2, 7):
@@ -112,7 +112,7 @@ def test_masks_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_that_rotate_alike_are_one_tensor() -> None:
-    """Invariant 1003: layers of a host whose keys rotate by two frequencies are in two groups, each whole."""
+    """Invariant 210: layers of a host whose keys rotate by two frequencies are in two groups, each whole."""
     for family, count_of_groups in (("llama", 1), ("gemma3_text", 2), ("gpt2", 1)):
         model, passages = reader(family, **({"num_hidden_layers": 7} if family == "gemma3_text" else {}))
         adapter = model.adapter("default")
@@ -136,7 +136,7 @@ def alone(self: PassageLayers) -> list[LayerGroup]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_file_does_not_depend_on_the_groups(family: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 1003: a file that was written where layers are one tensor is read where they are not, and back."""
+    """Invariant 210: a file that was written where layers are one tensor is read where they are not, and back."""
     model, passages = reader(family)
     rows = [[1, 0], [2]]
     wanted = answer(model, text(2), memory=passages.select(rows))

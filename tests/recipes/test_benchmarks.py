@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.benchmarks import core, mllama, requests
+from recipes.benchmarks import core, mllama, on_a_card, requests
 from recipes.benchmarks.__main__ import table
 from recipes.benchmarks.timing import interleaved, ratio
 from tests.tiny import assert_close, differs
@@ -68,3 +68,27 @@ def test_mllama_has_our_weights() -> None:
     assert_close(seen, theirs)
     assert_close(blind.steps["mmattn"](), blind.steps["mllama"]())
     assert differs(seen, blind.steps["mmattn"]())
+
+
+def test_a_section_of_a_page_is_replaced():
+    """The page before and after it stays."""
+    page = "# Page\n\n## On a GPU\n\nold\n\n| a |\n\n## Searching\n\nkept\n"
+    assert on_a_card.written(page, "new") == "# Page\n\n## On a GPU\n\nnew\n\n## Searching\n\nkept\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_nothing_is_measured(capsys):
+    with pytest.raises(SystemExit) as ended:
+        on_a_card.main([])
+    assert ended.value.code == 2 and "there is no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torchao and diffusers, which say on loading what they lack
+def test_a_card_is_measured_in_small(tmp_path, capsys):
+    """`make gpu` writes a table of each part."""
+    page = tmp_path / "page.md"
+    page.write_text("## On a GPU\n\nold\n\n## Searching\n")
+    on_a_card.main(["--tiny", "--write", str(page)])
+    section = page.read_text()
+    assert section.count("| work |") == 5 and "old" not in section and section.endswith("\n\n## Searching\n")

@@ -1,6 +1,6 @@
 """Requests, rows and documents whose memory is not finite, or overflows later, and whether another one ever changes.
 
-    python -m tests.stress.isolation [BATCHES] [SEED]
+    python -m tests.stress.isolation [BATCHES] [SEED] [--device]
 
 Each batch has several rows, one or two of them spoilt: NaN, infinity, numbers that are finite and overflow in a cast,
 a norm or a product, numbers too small to be normal; in a number, a slot, or all of a row, in the vectors or the scores.
@@ -8,7 +8,7 @@ Batches are of every dtype and kind of adapter, as rows, packed documents, texts
 manager that runs on, which is what a server has. The others must be bit for bit what they are beside a sound row; for
 requests, which do not run in the same steps then, the same tokens, but where two are as likely to rounding. A spoilt
 row must be refused, end with an error, or be answered with finite numbers, as it is alone. Prints one line and exits
-with 1 otherwise.
+with 1 otherwise. With --device no value is looked at before the answer, as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -31,8 +32,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
 from mmattn.adapters.gated import GatedLayout
+from mmattn.core.device_checks import report_checks
 from mmattn.errors import NonFiniteError
 from tests import tiny
+from tests.device import act_as_device
 
 VALUES = (math.inf, -math.inf, math.nan, 3e38, -1e38, 1e30, 1e20, -1e19, 7e4, -6e4, 1e-40, 1e-45)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,21 +139,25 @@ class Found:
 
 
 def compare_rows(found: Found, model: Any, batch: Batch, way: Callable[..., Tensor], name: str) -> None:
-    """Ask with the spoilt rows: refused by name, or the others as they were."""
+    """Ask with the spoilt rows: refused by name, or the others as they were; both, where a device refuses later."""
     want = way(model, batch, mmattn.Memory.stack(batch.sound))
+    got, refused = None, None
     try:
         got = way(model, batch, mmattn.Memory.stack(batch.memories()))
+        report_checks(wait=True)
     except NonFiniteError as error:
+        refused = str(error)
         found.spoilt["refused"] += len(batch.spoilt)
-        if not any(str(row) in str(error) for row in batch.spoilt):
-            found.fault(f"{name}: none of the rows {sorted(batch.spoilt)} is named: {error}")
+        if not any(str(row) in refused for row in batch.spoilt):
+            found.fault(f"{name}: none of the rows {sorted(batch.spoilt)} is named: {refused}")
+    if got is None or (refused is not None and way is as_documents):  # documents of a row share attention
         return
     found.others += len(batch.others())
     for row in batch.others():
         if not torch.equal(got[row], want[row]):
             found.changed += 1
             found.fault(f"{name}: row {row} changed beside {sorted(batch.spoilt)}")
-    for row in batch.spoilt:
+    for row in batch.spoilt if refused is None else ():
         finite = bool(got[row].isfinite().all())
         found.spoilt["answered" if finite else "asked for as it is"] += 1
         if not (finite or batch.may_break()):
@@ -315,4 +322,7 @@ def main(batches: int = 10_000, seed: int = 0) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "--device" in sys.argv:
+        sys.argv.remove("--device")
+        act_as_device(pytest.MonkeyPatch())
     sys.exit(main(*map(int, sys.argv[1:])))

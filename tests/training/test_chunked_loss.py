@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmattn import training
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.output_head import has_output_head, output_head
-from mmattn.training import TextBatch
+from mmattn.training import TextBatch, losses
 from tests import tiny
 
 LENGTHS = (11, 7, 5)
@@ -91,8 +91,14 @@ def test_what_families_do_to_logits(family: str, dtype: torch.dtype) -> None:
     assert (chunks - exact).norm() < 1.5 * (whole - exact).norm()
 
 
-def test_logits_never_stand_whole() -> None:
-    """No tensor is made that is larger than a chunk of logits; without chunks there is one."""
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_logits_never_stand_whole(monkeypatch: pytest.MonkeyPatch, on_a_device: bool) -> None:
+    """No tensor is made that is larger than a chunk of logits; without chunks there is one.
+
+    Invariant 215: the same where labels are on a device.
+    """
+    if on_a_device:
+        monkeypatch.setattr(losses, "may_read", lambda tensor: False)
     model, tokens = attach(vocab_size=997), sum(length - 1 for length in LENGTHS) - 2
     largest: list[int] = []
 
@@ -105,7 +111,8 @@ def test_logits_never_stand_whole() -> None:
             return out
 
     training.sum_nats(model, batch(), 4)  # the head is checked once
-    for chunk_size, whole in ((4, False), (None, True)):
+    monkeypatch.setattr(losses, "AUTO_CHUNK", 4)
+    for chunk_size, whole in ((4, False), ("auto", False), (None, True)):
         largest.clear()
         with Largest():
             step(model, chunk_size)
@@ -119,17 +126,17 @@ def test_texts_without_a_memory_or_anything_to_learn() -> None:
     model = attach()
     loss, count = training.sum_nats(model, batch(memory=False), 4)
     assert not loss.requires_grad and count == 18
-    tiny.assert_close(loss, training.sum_nats(model, batch(memory=False))[0].detach())
+    tiny.assert_close(loss, training.sum_nats(model, batch(memory=False), None)[0].detach())
     nothing = TextBatch(torch.tensor([[5, 6, 7]]), None, torch.full((1, 3), -100), tiny.memory(1))
     loss, count = training.sum_nats(model, nothing, 4)
     loss.backward()
     assert (float(loss.detach()), count) == (0, 0)
     with torch.no_grad():
-        tiny.assert_close(training.token_nats(model, batch(), 4), training.token_nats(model, batch()))
+        tiny.assert_close(training.token_nats(model, batch(), 4), training.token_nats(model, batch(), None))
     host = tiny.make("llama")
     tiny.assert_close(
         training.mean_nats(host.requires_grad_(False), batch(memory=False), 4),
-        training.mean_nats(host, batch(memory=False)),
+        training.mean_nats(host, batch(memory=False), None),
     )
 
 

@@ -38,7 +38,7 @@ def batch(rows: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> TextBatch:
 def step(model: Any, given: TextBatch) -> Step:
     """The loss of a batch, and the gradient of each trained parameter."""
     model.zero_grad()
-    loss, _ = training.sum_nats(model, given)
+    loss, _ = training.sum_nats(model, given, None)
     loss.backward()
     found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     assert found and loss.isfinite()
@@ -364,11 +364,11 @@ def test_lower_layers_on_the_disk(tmp_path: Path) -> None:
     losses = []
     for model in models:
         with cached_hidden_states(model, tmp_path / "states") as cache:
-            losses += [training.sum_nats(model, batch())[0] for _ in range(2)]
+            losses += [training.sum_nats(model, batch(), None)[0] for _ in range(2)]
     assert (cache.computed, cache.found) == (0, 6), "the first host computed them"
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     with cached_hidden_states(models[1], tmp_path / "others") as cache:
-        losses += [training.sum_nats(models[1], batch())[0] for _ in range(2)]
+        losses += [training.sum_nats(models[1], batch(), None)[0] for _ in range(2)]
         assert (cache.computed, cache.found) == (3, 3)
         assert torch.equal(losses[-1], losses[0]) and torch.equal(losses[-2], losses[0])
     assert {one.device.type for one in spread.model.layers[:2].parameters()} == {"meta"}

@@ -96,7 +96,7 @@ SHARDABLE = {
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", SHARDABLE)
 def test_an_adapted_model_is_sharded_as_a_whole(kind: str) -> None:
-    """FSDP2 takes every parameter of an adapter; values and a step are those of the whole model."""
+    """Invariant 203. FSDP2 takes every parameter of an adapter; values and a step are those of the whole model."""
     whole, pieces = (tiny.open_gates(mmattn.attach(tiny.make("llama"), SHARDABLE[kind])) for _ in range(2))
     pieces.adapters.load_state_dict(whole.adapters.state_dict())
     fully_shard(pieces)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import BoundMemory
+from mmattn.core.device_checks import collect_checks, raise_failed
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
@@ -31,6 +33,8 @@ from mmattn.memory import Memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+T = TypeVar("T")
 
 #: Memories of the prompts that `generate_batch` is about to hand to the manager in any order, by `id` of the prompt.
 _PENDING: ContextVar[Mapping[int, list[object]] | None] = ContextVar("mmattn_pending", default=None)
@@ -182,13 +186,20 @@ def call_of_step(model: AdaptedModel, cache: object) -> Call | None:
 
 def bind_request(model: AdaptedModel, memory: object) -> dict[str, BoundMemory]:
     """Return the memory of one request, bound to the adapters."""
-    bound = {name: one.for_request() for name, one in model.bind(memory).items()}
+    bound = _check_now(lambda: {name: one.for_request() for name, one in model.bind(memory).items()})
     return {name: one for name, one in bound.items() if one is not None}
 
 
 def prepared_by_name(model: AdaptedModel, memory: object) -> dict[str, object]:
     """Return the memory of one request as an object for many calls, for each adapter that reads it."""
-    return {name: bound.shared for name, bound in model.bind(memory).items()}
+    return {name: bound.shared for name, bound in _check_now(partial(model.bind, memory)).items()}
+
+
+def _check_now(work: Callable[[], T]) -> T:
+    """Return the result of `work` on the memory of one request, and wait for its checks: a later call is another's."""
+    result, checks = collect_checks(work)
+    raise_failed(checks, wait=True)
+    return result
 
 
 def check_memories(model: AdaptedModel, memories: Sequence[object]) -> list[object]:

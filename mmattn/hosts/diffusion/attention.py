@@ -21,7 +21,7 @@ from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError, check_bool_mask
 from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, Keywords, Positional
-from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads
+from mmattn.hosts.diffusion.call import Denoiser, DenoisingCall, added_heads, denoising_step
 from mmattn.hosts.diffusion.heads import bias_of, head_size, query_heads, split_heads
 from mmattn.hosts.ownership import forget_compiled
 from mmattn.storage.tensor_cache import autocast_dtype
@@ -110,8 +110,8 @@ class TextAttention(CoreProcessor):
         memory = self._keys_and_values(attn, call, encoder_hidden_states, mask)
         heads = self.heads(q, memory, mask=None if isinstance(memory, KeyValue) else mask)
         out = heads.transpose(1, 2).flatten(2)
-        added = added_heads(self.model, self.index, attn, hidden_states, q)
-        x = out if added is None else out + added
+        added = added_heads(self.model, denoising_step(self.model), self.index, attn, hidden_states, q)
+        x = out if added is None else torch.add(out, added[0], alpha=added[1])
         out = attn.to_out[0](x)
         bias = None if mask is None else bias_of(attn.to_out[0], x)
         if mask is not None and bias is not None:
@@ -185,8 +185,10 @@ class JointAttention(CoreProcessor):
         heads = attend(queries, keys, values, mask=mask)
         assert isinstance(heads, Tensor)
         picture, text = heads.transpose(1, 2).flatten(2).split([x.shape[1] for x in both], 1)
-        added = added_heads(self.model, self.index, attn, hidden_states, q)
-        picture = attn.to_out[1](attn.to_out[0](picture if added is None else picture + added))
+        added = added_heads(self.model, denoising_step(self.model), self.index, attn, hidden_states, q)
+        if added is not None:
+            picture = torch.add(picture, added[0], alpha=added[1])
+        picture = attn.to_out[1](attn.to_out[0](picture))
         return picture, text if attn.context_pre_only else attn.to_add_out(text)
 
 

@@ -25,15 +25,31 @@ from typing_extensions import Self
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
-from mmattn.adapters.protocols import BoundMemory, View
+from mmattn.adapters.protocols import View
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
 from mmattn.hosts.base import check_unused
-from mmattn.hosts.context import Action, Call, ForwardStep, Handle, Keywords, Positional
+from mmattn.hosts.context import (
+    Action,
+    Call,
+    ForwardStep,
+    Handle,
+    Keywords,
+    Positional,
+    is_compiled,
+    prepared_for_graphs,
+)
 from mmattn.hosts.diffusion.attention import TextThroughCore
-from mmattn.hosts.diffusion.call import DenoisingCall, RowsAndScale, after_block, inside_attention, watch_layer
+from mmattn.hosts.diffusion.call import (
+    DenoisingCall,
+    Reading,
+    RowsAndScale,
+    after_block,
+    inside_attention,
+    note_queries,
+)
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
-from mmattn.hosts.diffusion.heads import forward_arguments, watched_parts
+from mmattn.hosts.diffusion.heads import forward_arguments, query_projections
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
@@ -46,7 +62,6 @@ from mmattn.hosts.diffusion.scale import (
     times_by_row,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
-from mmattn.hosts.keywords import check_keywords
 from mmattn.hosts.recomputation import keep_context
 
 #: The model that a pipeline calls in this context, and the name of the prediction in diffusers' `cache_context`.
@@ -144,7 +159,7 @@ class AdaptedDenoiser(TextThroughCore):
             text_mask: as in `condition`.
             kwargs: the host's own.
         """
-        check_keywords(self.host, self.memory_keywords, kwargs)
+        self.check_keywords(kwargs)
         if memory is None:
             check_unused(adapter_scale)
             if text_mask is None:
@@ -203,7 +218,7 @@ class AdaptedDenoiser(TextThroughCore):
         call = self.make_call(
             memory, adapter_scale, text_mask=text_mask, guided=guided, negative_prompt_embeds=negative_prompt_embeds
         )
-        with self.open_blocks.conditioned(call, is_condition=True):
+        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
             yield self
 
     def make_call(  # type: ignore[override]
@@ -247,7 +262,9 @@ class AdaptedDenoiser(TextThroughCore):
         ]
         for (index, _), attn in self.hooked.items():
             hooks.append(attn.register_forward_hook(partial(inside_attention, self, index), with_kwargs=True))
-            hooks += [part.register_forward_pre_hook(partial(watch_layer, self, index)) for part in watched_parts(attn)]
+            hooks += [
+                part.register_forward_hook(partial(note_queries, self, index)) for part in query_projections(attn)
+            ]
         adapters = [self.adapter(name) for name in self.adapters]
         for index in sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers}):
             block, part = self.block_of(index)
@@ -267,45 +284,54 @@ class AdaptedDenoiser(TextThroughCore):
         if adapter.adds_to_block:
             self.block_of(adapter.layers[0])
 
+    def asks_by_layer(self, call: Call) -> bool:
+        """Return False: layers do not know the timestep and the size of the picture."""
+        return False
+
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the actions of one forward, for the size of its picture and its timestep."""
         assert isinstance(call, DenoisingCall)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_compiled():
             keep_context(host)
-        sample, timestep = kwargs.get(self.picture_name), kwargs.get("timestep")
+        sample = kwargs.get(self.picture_name)
         if not isinstance(sample, Tensor):
             return ForwardStep(self, host, None, {})  # the host raises by itself
-        times = None if timestep is None else torch.as_tensor(timestep)
-        actions = self._actions(call, disabled, sample.shape[0], kwargs, self.grid_of(kwargs), times)
+        readings = self._readings(call, disabled, sample.shape[0], kwargs)
+        if is_compiled() and not any(source.follows_text for source in call.sources.values()):
+            return ForwardStep(self, host, None, {}, details={"readings": readings})
+        actions: dict[tuple[int, str], list[Action]] = {}
+        for one in readings:
+            view = self._view(one, None, math.prod(one.grid or (1,)))
+            for index in self.adapter(one.name).layers:
+                actions.setdefault((index, "inside"), []).extend(self._actions(one, index, view))
         return ForwardStep(self, host, None, actions, details={})
 
-    def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
-        """Return the actions for queries (rows, h, l, k) where only a part of the host was called."""
-        call, disabled = self.current_call()
-        if not isinstance(call, DenoisingCall):
-            return ()
-        return self._actions(call, disabled, q.shape[0], only=index).get((index, "inside"), ())
+    def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> Sequence[Action]:
+        """Return the actions in a layer of a graph, or of a part of the host, on queries (rows, h, l, k)."""
+        if step is not None:
+            readings = step.details["readings"]
+        else:  # only a part of the host was called
+            call, disabled = self.current_call()
+            readings = self._readings(call, disabled, q.shape[0]) if isinstance(call, DenoisingCall) else []
+        here = [one for one in readings if index in self.adapter(one.name).layers]
+        return [action for one in here for action in self._actions(one, index, self._view(one, index, q.shape[2]))]
 
-    def _actions(
-        self,
-        call: DenoisingCall,
-        disabled: frozenset[str],
-        rows: int,
-        kwargs: Keywords | None = None,
-        grid: Grid | None = None,
-        times: Tensor | None = None,
-        only: int | None = None,
-    ) -> dict[tuple[int, str], list[Action]]:
-        """Return the actions of a forward with these arguments, or at the `only` layer that is called by itself."""
-        actions: dict[tuple[int, str], list[Action]] = {}
+    def _readings(
+        self, call: DenoisingCall, disabled: frozenset[str], rows: int, kwargs: Keywords | None = None
+    ) -> list[Reading]:
+        """Return how a forward reads each memory; without arguments only a part of the host was called."""
+        readings: list[Reading] = []
         parts: dict[int, tuple[bool, ...]] = {}
-        model, name_in_pipeline = _PREDICTION.get()
+        timestep = None if kwargs is None else kwargs.get("timestep")
+        # Some hosts say it by positions, which a graph cannot read; only maps over a picture need it.
+        by_number = is_compiled() and all(isinstance(scale, float) for scale in call.scales.values())
+        grid = None if kwargs is None or by_number else self.grid_of(kwargs)
+        model, name_in_pipeline = _PREDICTION.get() if call.guided else (None, "")
         prediction = name_in_pipeline if model is self else ""
         for name, source in call.sources.items():
-            adapter = self.adapter(name)
-            if name not in self.active or name in disabled or only not in (None, *adapter.layers):
+            if name not in self.active or name in disabled:
                 continue
             count = parts_of(name, rows, source.rows, call.guided, prediction)
             if count not in parts:
@@ -314,29 +340,32 @@ class AdaptedDenoiser(TextThroughCore):
                 continue
             scale = call.scales[name]
             if not isinstance(scale, float):
-                scale = at_step(scale, times, self.layer_names, source.rows)
+                scale = at_step(scale, timestep, self.layer_names, source.rows)
                 check_aspect(scale, grid)
-            view = self._view(source, parts[count].index(True), grid, times, only)
-            for index in adapter.layers if only is None else (only,):
-                entries = actions.setdefault((index, "inside"), [])
-                layer_scale = at_layer(scale, self.layer_names[index])
-                if not is_zero(layer_scale):
-                    rows_of_sample = rows if only is None else None
-                    part = RowsAndScale(parts[count], layer_scale, grid, adapter.adds_to_block, rows_of_sample)
-                    entries.append((view, adapter.block(index), part))
-        return actions
+            readings.append(Reading(name, source, parts[count], scale, grid, timestep, rows if kwargs else None))
+        return readings
 
-    def _view(self, source: BoundMemory, part: int, grid: Grid | None, times: Tensor | None, only: int | None) -> View:
-        """Return the memory as the rows of the first conditional part attend to it."""
+    def _actions(self, reading: Reading, index: int, view: View) -> list[Action]:
+        """Return what an adapter does in a layer."""
+        scale = at_layer(reading.scale, self.layer_names[index])
+        if is_zero(scale):
+            return []
+        adapter = self.adapter(reading.name)
+        part = RowsAndScale(reading.conditional, scale, reading.grid, adapter.adds_to_block, reading.rows)
+        return [(view, adapter.block(index), part)]
+
+    def _view(self, reading: Reading, only: int | None, length: int) -> View:
+        """Return the memory as so many queries in the rows of the first conditional part attend to it."""
+        source, times = reading.source, None
         rows = source.rows
-        if times is not None and rows is not None:
-            times = times_by_row(times, part * rows, rows)
-        return source.step(TextState(rows or 0, math.prod(grid or (1,)), layer=only, timestep=times))
+        if source.follows_text and reading.timestep is not None and rows is not None:
+            times = times_by_row(torch.as_tensor(reading.timestep), reading.conditional.index(True) * rows, rows)
+        return source.step(TextState(rows or 0, length, layer=only, timestep=times))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:
         """Return the layers that ran, or were replaced, and that memory did not reach."""
         # Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
-        ran, lost = step.details.get("ran", ()), super().lost_layers(step)
+        ran, lost = step.details.get("queries", ()), super().lost_layers(step)
         parts = set(self.host.modules()) if lost else set()
         return [layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts]
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.protocols import View
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.context import FORWARD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
+from mmattn.hosts.context import THREAD, Action, Arguments, Call, ForwardStep, Keywords, Positional, step_of
 from mmattn.hosts.diffusion.heads import into_output, projections, query_heads
-from mmattn.hosts.diffusion.scale import Grid, over_queries
+from mmattn.hosts.diffusion.scale import Fixed, Grid, over_queries
 from mmattn.storage.tensor_cache import TensorCache
 
 #: What an attention layer or a block returns: the picture, or a tuple with it.
@@ -86,13 +86,18 @@ class DenoisingCall(Call):
     #: (b, m, e), the text of unconditional rows, where the caller declares it
     negative_prompt_embeds: Tensor | None = None
     #: by thread or asynchronous task, the calls at its present timestep
-    timesteps: MutableMapping[object, Calls] = field(default_factory=WeakKeyDictionary)
+    timesteps: MutableMapping[object, Calls] = None  # type: ignore[assignment]
     text_mask: Tensor | None = None  # (rows, m) bool, the padding of the host's own text
     padding: tuple[Tensor, Tensor] | None = None  # the last bias for padding of the host's text, and its mask
     #: keys and values of the host's own text, where it goes through the core
-    text: TensorCache = field(default_factory=TensorCache)
+    text: TensorCache = None  # type: ignore[assignment]
     #: the last texts of the host's layers, with their masks
     texts: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timesteps is None and not torch.compiler.is_compiling():  # nothing is cached inside of a graph
+            self.timesteps, self.text = WeakKeyDictionary(), TensorCache()
 
     def text_mask_of(self, text: Tensor) -> Tensor | None:
         """Return `text_mask` on the device of a text (b, m, e)."""
@@ -139,6 +144,18 @@ class RowsAndScale:
     rows: int | None = None
 
 
+class Reading(NamedTuple):
+    """How one forward reads the memory of one adapter."""
+
+    name: str  # of the adapter
+    source: BoundMemory
+    conditional: tuple[bool, ...]  # for each of the equal parts of the rows of the sample, True if it sees the memory
+    scale: Fixed  # at this timestep
+    grid: Grid | None  # frames, height and width of the picture
+    timestep: Tensor | float | None
+    rows: int | None  # of the sample; None where only a part of the host was called
+
+
 class Denoiser(Protocol):
     """An adapted diffusion model, as hooks and processors of its layers use it."""
 
@@ -148,8 +165,8 @@ class Denoiser(Protocol):
     def processors(self) -> Mapping[int, object]:
         """Processors of `use_core` by layer."""
 
-    def actions_of_attention(self, q: Tensor, index: int) -> Sequence[Action]:
-        """Return the actions in a layer where only a part of the host was called."""
+    def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> Sequence[Action]:
+        """Return the actions in a layer of a graph, or of a part of the host, on queries (rows, h, l, k)."""
 
     def denoising_call(self) -> DenoisingCall | None:
         """Return the call under way."""
@@ -158,25 +175,46 @@ class Denoiser(Protocol):
         """Return the index of the picture among the outputs of a layer."""
 
 
-def added_heads(model: Denoiser, index: int, attn: nn.Module, x: Tensor, q: Tensor) -> Tensor | None:
-    """Return the adapters' heads (rows, l, h · k) for a layer's inputs x and queries q (rows, h, l, k), or None."""
-    step = _step(model)
-    actions = model.actions_of_attention(q, index) if step is None else step.actions.get((index, "inside"), ())
-    total = None
+def added_heads(
+    model: Denoiser, step: ForwardStep | None, index: int, attn: nn.Module, x: Tensor, q: Tensor
+) -> tuple[Tensor, float] | None:
+    """Return what the adapters add to the heads of a layer, (rows, l, h · k) and its factor, or None.
+
+    Args:
+        model: the diffusion model.
+        step: its forward under way.
+        index: number of the layer.
+        attn: the layer.
+        x: its inputs.
+        q: its queries (rows, h, l, k).
+    """
+    total, factor = None, 1.0
+    if step is None or "readings" in step.details:
+        actions = model.actions_of_attention(step, index, q)
+    else:
+        actions = step.actions.get((index, "inside"), ())
     for view, block, part in actions:
         queries = projections(attn, x) if getattr(block, "reads_projections", False) else q
         heads = _heads_of_parts(view, block, index, part, queries)
-        if heads is not None and part.to_block:
+        if heads is None:
+            continue
+        scale = 1.0 if isinstance(part.scale, Tensor) else part.scale
+        if part.to_block:
             if step is None:
                 raise ConditionError("an adapter that adds to whole blocks needs the call of the whole host")
-            step.details.setdefault(index, []).append(heads)
-        elif heads is not None:
-            total = heads if total is None else total + heads
-    return total
+            step.details.setdefault(index, []).append((heads, scale))
+        elif total is None:
+            total, factor = heads, scale
+        else:
+            total, factor = torch.add(total if factor == 1 else total * factor, heads, alpha=scale), 1.0
+    return None if total is None else (total, factor)
 
 
 def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale, queries: Tensor) -> Tensor | None:
-    """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory."""
+    """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory.
+
+    They are times the scale where that is a tensor.
+    """
     conditional, rows, scale = part.conditional, part.rows, part.scale
     if rows is not None and len(conditional) > 1 and queries.shape[0] * len(conditional) == rows:
         conditional, rows = conditional[-1:], queries.shape[0]  # FasterCache computes the last part alone
@@ -185,7 +223,7 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
         scale = scale.repeat_interleave(repeats, 0)
     parts: list[Tensor | None] = []
     for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
-        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else scale
+        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else 1.0
         parts.append(view.apply(q, block, index, factor) if sees_memory else None)
     like = next((one for one in parts if one is not None), None)
     if like is None:
@@ -194,9 +232,9 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
     return heads.transpose(1, 2).flatten(2)
 
 
-def _step(model: Denoiser) -> ForwardStep | None:
+def denoising_step(model: Denoiser) -> ForwardStep | None:
     """Return the forward of a model that is under way."""
-    step = FORWARD.get()
+    step = getattr(THREAD, "step", None)
     return step if step is None or step.model is model else step_of(model)
 
 
@@ -204,42 +242,43 @@ def inside_attention(
     model: Denoiser, index: int, attn: nn.Module, args: Positional, kwargs: Arguments, output: Output
 ) -> Output | None:
     """A forward hook: add the adapters' heads to the output of attention layer `index` of the host."""
-    step = _step(model)
+    step = denoising_step(model)
     if step is not None:
         step.visited.add(index)
-        if not step.actions:
+        if not (step.actions or step.details):
             return None
     processor = model.processors.get(index)
     if processor is not None and getattr(attn, "processor", None) is processor:
         return None  # the processor of `use_core` adds them
     x = args[0] if args else kwargs["hidden_states"]
-    heads = added_heads(model, index, attn, x, query_heads(attn, x, kwargs.get("temb")))
-    if heads is None:
+    projected = None if step is None else step.details.get("queries", {}).pop(index, None)
+    added = added_heads(model, step, index, attn, x, query_heads(attn, x, kwargs.get("temb"), projected))
+    if added is None:
         return None
-    if isinstance(output, Tensor):
-        return output + into_output(attn, heads, output)
-    part = model.picture_part(index)
-    return add_to_picture(output, part, into_output(attn, heads, output[part]))
+    part = 0 if isinstance(output, Tensor) else model.picture_part(index)
+    picture, (heads, factor) = output if isinstance(output, Tensor) else output[part], added
+    return add_to_picture(output, part, *into_output(attn, heads, factor, picture))
 
 
-def watch_layer(model: Denoiser, index: int, part: nn.Module, args: Positional) -> None:
-    """A forward pre-hook of a projection: note that its attention layer runs, whatever calls it."""
-    step = FORWARD.get()
-    if step is not None and step.model is model and step.details is not None:
-        step.details.setdefault("ran", set()).add(index)
+def note_queries(model: Denoiser, index: int, part: nn.Module, args: Positional, output: Tensor) -> None:
+    """A forward hook of a projection of queries: note them, and that its attention layer runs, whatever calls it."""
+    step = getattr(THREAD, "step", None)
+    if step is not None and step.model is model and step.actions:
+        queries = step.details.setdefault("queries", {})
+        queries[index] = None if index in queries else (part, output)
 
 
-def after_block(
-    model: Denoiser, index: int, part: int, block: nn.Module, args: Positional, output: Output
-) -> Output | None:
+def after_block(model: Denoiser, index: int, part: int, block: nn.Module, args: Positional, output: Output) -> Output:
     """A forward hook: add the heads in a block's attention to the picture, output `part` of the block."""
     step = step_of(model)
-    heads = None if step is None or step.details is None else step.details.pop(index, None)
-    return None if heads is None else add_to_picture(output, part, sum(heads))
+    added = None if step is None or step.details is None else step.details.pop(index, None)
+    for heads, factor in added or ():
+        output = add_to_picture(output, part, heads, factor)
+    return output
 
 
-def add_to_picture(output: Output, part: int, change: Tensor) -> Output:
-    """Add to an output, of several to that of number `part`."""
+def add_to_picture(output: Output, part: int, change: Tensor, factor: float) -> Output:
+    """Add a change times a factor to an output, of several to that of number `part`."""
     if isinstance(output, Tensor):
-        return output + change
-    return (*output[:part], output[part] + change, *output[part + 1 :])
+        return torch.add(output, change, alpha=factor)
+    return (*output[:part], torch.add(output[part], change, alpha=factor), *output[part + 1 :])

@@ -100,10 +100,9 @@ def queries_of(attn: nn.Module) -> nn.Module:
     return queries
 
 
-def watched_parts(attn: nn.Module) -> list[nn.Module]:
-    """Return projections of an attention layer; one of them runs whenever the layer does."""
-    names = _KEYS + _FUSED if _named(attn, _KEYS) is not None else _QUERIES + _FUSED
-    return [part for name in names if isinstance(part := getattr(attn, name, None), nn.Module)]
+def query_projections(attn: nn.Module) -> list[nn.Module]:
+    """Return the projections of an attention layer that compute queries; one of them runs whenever the layer does."""
+    return [part for name in _QUERIES + _FUSED if isinstance(part := getattr(attn, name, None), nn.Module)]
 
 
 def weight_of(projection: nn.Module, host: nn.Module) -> Tensor:
@@ -130,8 +129,27 @@ def keys_and_values_of(attn: nn.Module) -> tuple[nn.Module | None, nn.Module | N
     return _named(attn, _KEYS), _named(attn, _VALUES)
 
 
-def query_heads(attn: nn.Module, x: Tensor, temb: Tensor | None = None) -> Tensor:
-    """Return the queries (b, h, l, k) of an attention layer, normalised as in the host, without positions."""
+def query_heads(
+    attn: nn.Module, x: Tensor, temb: Tensor | None = None, projected: tuple[nn.Module, Tensor] | None = None
+) -> Tensor:
+    """Return the queries (b, h, l, k) of an attention layer, normalised as in the host, without positions.
+
+    Args:
+        attn: the layer.
+        x: its inputs (b, l, d) or (b, d, height, width).
+        temb: its embedded timestep.
+        projected: what the layer itself has projected of its inputs, and by which module.
+    """
+    part, q = projected or (None, x)
+    if part is not queries_of(attn) or q.shape[:-1] != (x.shape[0], x.shape[1] if x.dim() == 3 else x[0, 0].numel()):
+        q = _projected_queries(attn, x, temb)
+    if _named(attn, _QUERIES) is None:
+        q = q[..., : q.shape[-1] // 3]
+    return split_heads(q, heads_of(attn), _named(attn, _NORMS))
+
+
+def _projected_queries(attn: nn.Module, x: Tensor, temb: Tensor | None) -> Tensor:
+    """Return the projection (b, l, h · k) of queries, or that of queries, keys and values."""
     spatial_norm, group_norm = getattr(attn, "spatial_norm", None), getattr(attn, "group_norm", None)
     if spatial_norm is not None:
         x = spatial_norm(x, temb)
@@ -139,10 +157,8 @@ def query_heads(attn: nn.Module, x: Tensor, temb: Tensor | None = None) -> Tenso
         x = x.flatten(2).transpose(1, 2)
     if group_norm is not None:
         x = group_norm(x.transpose(1, 2)).transpose(1, 2)
-    q = queries_of(attn)(x)
-    if _named(attn, _QUERIES) is None:
-        q = q[..., : q.shape[-1] // 3]
-    return split_heads(q, heads_of(attn), _named(attn, _NORMS))
+    projected: Tensor = queries_of(attn)(x)
+    return projected
 
 
 def split_heads(x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
@@ -183,11 +199,11 @@ def norm_width(norm: nn.Module) -> int | None:
     return next((weight.shape[-1] for weight in weights if isinstance(weight, Tensor)), None)
 
 
-def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
-    """Project heads (b, l, h · k) to the output of their attention layer, in its shape."""
+def into_output(attn: nn.Module, heads: Tensor, factor: float, output: Tensor) -> tuple[Tensor, float]:
+    """Project heads (b, l, h · k) to the output of their attention layer, in its shape; return it and its factor."""
     projection = _named(attn, _OUTPUTS)
     if projection is None:
-        return heads  # the block projects them
+        return heads, factor  # the block projects them
     first, *others = projection if isinstance(projection, (nn.ModuleList, nn.Sequential)) else (projection,)
     if is_plain_linear(first):
         out = F.linear(heads, first.weight)
@@ -197,7 +213,7 @@ def into_output(attn: nn.Module, heads: Tensor, output: Tensor) -> Tensor:
         out = part(out)
     if output.dim() == 4:
         out = out.transpose(1, 2).reshape(output.shape)
-    return out / getattr(attn, "rescale_output_factor", 1.0)
+    return out, factor / getattr(attn, "rescale_output_factor", 1.0)
 
 
 def bias_of(projection: nn.Module, x: Tensor) -> Tensor | None:

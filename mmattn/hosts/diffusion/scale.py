@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmattn.core.device_checks import refuse_unless_finite
 from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError, check_float
 
 AdapterScale: TypeAlias = "float | Tensor | Mapping[str, AdapterScale] | Callable[[float], AdapterScale]"
@@ -57,12 +58,18 @@ def _check_tensor(scale: Tensor, rows: int | None) -> Tensor:
             f"adapter_scale must be a number, (b,), (b, height, width) or (b, frames, height, width) with b = {rows} "
             f"rows of memory; got {tuple(scale.shape)}"
         )
-    if not bool(torch.isfinite(scale).all()):
-        raise NonFiniteError("adapter_scale holds NaN or infinity")
+
+    def refuse() -> None:
+        if not bool(torch.isfinite(scale).all()):
+            raise NonFiniteError("adapter_scale holds NaN or infinity")
+
+    refuse_unless_finite([scale], refuse)
     return scale
 
 
-def at_step(adapter_scale: AdapterScale, times: Tensor | None, layer_names: Sequence[str], rows: int | None) -> Fixed:
+def at_step(
+    adapter_scale: AdapterScale, times: Tensor | float | None, layer_names: Sequence[str], rows: int | None
+) -> Fixed:
     """Return the scale at one timestep: schedules are called, and their results checked."""
     if isinstance(adapter_scale, Mapping):
         return {prefix: at_step(inner, times, layer_names, rows) for prefix, inner in adapter_scale.items()}
@@ -72,10 +79,11 @@ def at_step(adapter_scale: AdapterScale, times: Tensor | None, layer_names: Sequ
     return adapter_scale
 
 
-def one_time(times: Tensor | None) -> float:
+def one_time(times: Tensor | float | None) -> float:
     """Return the timestep as a number, for schedules, which need one timestep for all rows."""
     if times is None:
         raise ConditionError("a schedule of adapter_scale needs a call of the whole host with a timestep")
+    times = torch.as_tensor(times)
     if bool((times != times.flatten()[0]).any()):
         raise ConditionError("a schedule of adapter_scale needs one timestep for all rows, as in sampling")
     return float(times.flatten()[0])

@@ -73,7 +73,7 @@ def test_dropout_acts_on_what_is_read() -> None:
         inputs = torch.ones(1, 3, 32), torch.ones(1, 3).bool(), torch.arange(3)[None]
         first, second = (reader.read("default", *inputs)[1][2] for _ in range(2))
         model.eval()
-        prepared = model.prepare(memory)
+        prepared = model.prepare(tiny.memory(1))
         model.train()(ids, memory=prepared)
         assert not prepared.nbytes(), "what is read with dropout is read once"
         model.eval()(ids, memory=prepared)

@@ -6,16 +6,19 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.source
 import torch._dynamo.testing
 from torch import nn
 from torch.export import Dim, export
-from transformers import StaticCache
+from transformers import CompileConfig, StaticCache
 
 import mmattn
 from tests import tiny
 from tests.tiny import assert_close, differs
 
 ROWS, LENGTH, NEW = 3, 7, 4
+#: torch 2.14 and newer.
+READS_CONTEXT = hasattr(torch._dynamo.source, "ContextVarGetSource")
 
 
 def shallow():
@@ -35,6 +38,7 @@ class Reader(nn.Module):
         return self.model(input_ids, memory=memory, use_cache=False).logits
 
 
+@pytest.mark.skipif(not READS_CONTEXT, reason="torch.export of this torch does not take the text's length as dynamic")
 @pytest.mark.parametrize("settings", [{}, {"position": "before", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}])
 @torch.no_grad()
 def test_an_exported_host_takes_its_memory_as_an_input(settings):
@@ -87,6 +91,31 @@ def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     assert seen == [seen[0]] * len(seen), f"graphs after each step: {seen}"
 
 
+class Graphs:
+    """A backend that keeps what it was asked to compile."""
+
+    def __init__(self):
+        self.inputs = []
+
+    def __call__(self, graph, example):
+        self.inputs.append({node.name for node in graph.graph.nodes if node.op == "placeholder"})
+        return graph
+
+    def __deepcopy__(self, memo):
+        return self  # transformers copies what it compiles with
+
+    def projects(self, number):
+        """Whether a graph reads the weights that project the memory."""
+        return any("kv_proj" in name and "k_proj" in name for name in self.inputs[number])
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
 GIVEN = {
     "tensor": lambda model, tokens: {"memory": tokens},
     "Memory": lambda model, tokens: {"memory": mmattn.Memory(tokens)},
@@ -126,6 +155,66 @@ def test_other_memories_compile_nothing_again(dynamo):
 
 
 @torch.no_grad()
+def test_other_scales_compile_once_more(dynamo):
+    """Invariant 211: once for the first number, once for any number, and once without the adapter."""
+    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    compiled = torch.compile(model, backend=dynamo, fullgraph=True)
+    for scale in (1.0, 0.5, 0.3, 0.2, 0.0):
+        given = {"memory": memory, "adapter_scale": scale}
+        assert_close(compiled(ids, **given).logits, model(ids, **given).logits)
+    assert dynamo.frame_count == 3
+
+
+#: How a memory reaches `generate`, beside it or in a block around it.
+GENERATED = {"keyword": True, "block": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_keyword", GENERATED.values(), ids=GENERATED)
+@torch.no_grad()
+def test_generate_with_a_static_cache_replays_one_graph(graphs, by_keyword):
+    """Invariant 213: for every token and memory of a length, and one more for memories of any length."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    compiled = CompileConfig(fullgraph=True, backend=graphs, mode=None)
+    compiled._compile_all_devices = True
+    settings = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    static = settings | {"cache_implementation": "static", "compile_config": compiled}
+    for slots, expected in ((5, 1), (5, 1), (7, 2), (11, 2), (2, 2)):
+        memory = model.prepare(tiny.memory(ROWS, slots, seed=slots))
+        want = model.generate(ids, memory=memory, **settings)
+        if by_keyword:
+            got = model.generate(ids, memory=memory, **static)
+        else:
+            with model.condition(memory):
+                got = model.generate(ids, **static)
+        assert torch.equal(got, want)
+        assert len(graphs.inputs) == expected
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+@torch.no_grad()
+def test_a_token_is_one_graph_wherever_it_stands(dynamo, in_block):
+    """Invariant 213: and for memories of all lengths, with padding."""
+    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    fast = torch.compile(model, backend=dynamo, fullgraph=True)
+    for slots in (5, 11, 7):
+        memory = model.prepare(tiny.memory(ROWS, slots, lengths=[slots, 0, 3]))
+        text, cache = ids, StaticCache(config=model.host.config, max_cache_len=LENGTH + NEW)
+        word = model(ids, **tiny.going_on(cache), memory=memory).logits[:, -1:].argmax(-1)
+        for place in range(LENGTH, LENGTH + NEW):
+            text = torch.cat([text, word], 1)
+            given = tiny.going_on(cache) | {"position_ids": torch.full((ROWS, 1), place)}
+            if in_block:
+                with model.condition(memory):
+                    logits = fast(word, **given).logits
+            else:
+                logits = fast(word, **given, memory=memory).logits
+            word = logits[:, -1:].argmax(-1)
+        assert_close(logits[:, -1], model(text, memory=memory).logits[:, -1])
+    assert dynamo.frame_count == 2
+
+
+@torch.no_grad()
 def test_a_block_of_an_export_holds_in_its_thread_alone():
     """Invariant 201: exporting runs the code, while other threads call the host."""
     model, ids, seen = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), []
@@ -147,31 +236,6 @@ def test_a_block_of_an_export_holds_in_its_thread_alone():
     exported = export(Meanwhile(), (ids, memory.tokens), strict=False).module()
     assert len(seen) == 1 and torch.equal(seen[0], bare)
     assert_close(exported(ids, memory.tokens), model(ids, memory=memory).logits, 1e-6)
-
-
-class Graphs:
-    """A backend that keeps what it was asked to compile."""
-
-    def __init__(self):
-        self.inputs = []
-
-    def __call__(self, graph, example):
-        self.inputs.append({node.name for node in graph.graph.nodes if node.op == "placeholder"})
-        return graph
-
-    def __deepcopy__(self, memo):
-        return self  # transformers copies what it compiles with
-
-    def projects(self, number):
-        """Whether a graph reads the weights that project the memory."""
-        return any("kv_proj" in name and "k_proj" in name for name in self.inputs[number])
-
-
-@pytest.fixture
-def graphs():
-    torch._dynamo.reset()
-    yield Graphs()
-    torch._dynamo.reset()
 
 
 def test_a_compiled_host_is_given_keys_and_values(graphs):

@@ -214,7 +214,7 @@ def test_what_does_not_go_with_packed_rows(texts: Texts) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_force() -> Iterator[None]:
-    from mmattn.hosts.context import FORWARD
+    from mmattn.hosts.context import THREAD
 
     yield
-    assert FORWARD.get() is None
+    assert getattr(THREAD, "step", None) is None

@@ -35,7 +35,7 @@ def test_no_loss_in_chunks_of_a_head_that_is_brought_in(tmp_path: Path) -> None:
         with pytest.raises(ConditionError, match="no loss in chunks: "):
             training.token_nats(model, batch, chunk_size=2)
         with torch.no_grad():
-            assert torch.equal(training.token_nats(model, batch, "auto"), training.token_nats(model, batch))
+            assert torch.equal(training.token_nats(model, batch, "auto"), training.token_nats(model, batch, None))
     hooked = tiny.attach(tiny.make("llama"))
     hooked.host.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(ConditionError, match="hooks"):

@@ -1,0 +1,132 @@
+"""A step of the Trainer: its loss in chunks, one compiled graph of host and adapters, batches from workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainingArguments
+
+import mmattn
+from mmattn import training
+from tests import tiny
+from tests.training import small_run
+
+VOCABULARY = 997
+
+
+def run(folder: Path, model: Any, rows: list[training.Row], **arguments: Any) -> tuple[list[float], Any]:
+    """Train for some steps; returns the loss of each, and the trainer."""
+    given = {
+        "max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 1e-2, "save_strategy": "no",
+        "logging_steps": 1, "report_to": "none", "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True,
+    } | arguments  # fmt: skip
+    trainer = training.AdapterTrainer(
+        model=model, args=TrainingArguments(output_dir=str(folder), **given),
+        data_collator=small_run.collator(folder / "memories"), train_dataset=rows, gate_learning_rate=0.1,
+    )  # fmt: skip
+    trainer.train()
+    return [one["loss"] for one in trainer.state.log_history if "loss" in one], trainer
+
+
+def attach(family: str = "llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    host = tiny.make(family, vocab_size=VOCABULARY, **changes)
+    return mmattn.attach(host, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1, num_heads=2, head_dim=5))
+
+
+def long_rows() -> list[training.Row]:
+    """Rows of more than one chunk of tokens; one has no memory."""
+    letters = ["abcdefgh"[i % 8] for i in range(311)]
+    texts = ["".join(letters[i:]) for i in range(9)]
+    return [
+        training.Row(text, memory=tiny.memory(1, 5, seed=i) if i else None) for i, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor whose last dimension is the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and out.dim() > 1 and out.shape[-1] == VOCABULARY:
+            self.rows = max(self.rows, out.numel() // VOCABULARY)
+        return out
+
+
+def leave_as_it_is(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook, which may change logits for all that is known: they stand whole."""
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulated", "bfloat16"]
+)
+def test_the_loss_is_computed_in_chunks(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Invariant 215: by default, and it is the host's loss but for rounding."""
+    found = {}
+    for whole in (False, True):
+        model = attach()
+        if whole:
+            model.host.lm_head.register_forward_hook(leave_as_it_is)
+        with Largest() as largest:
+            found[whole], _ = run(tmp_path, model, long_rows(), **arguments)
+        assert (largest.rows > 600) is whole, largest.rows
+    assert found[False] == pytest.approx(found[True], rel=3e-3 if "bf16" in arguments else 1e-5)
+
+
+def test_a_loss_with_another_term_stands_whole(tmp_path: Path) -> None:
+    """Invariant 215: of experts, whose router has a loss, and with labels that are smoothed."""
+    rows = long_rows()[1:]
+    for model, arguments in (
+        (attach("mixtral", output_router_logits=True), {}),
+        (attach(), {"label_smoothing_factor": 0.1}),
+    ):
+        with Largest() as largest:
+            run(tmp_path, model, rows, max_steps=1, **arguments)
+        assert largest.rows > 600
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What was compiled before, and what is compiled here, serves nobody else."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_host_and_adapters_are_compiled_together(tmp_path: Path) -> None:
+    """Invariant 216: `torch_compile=True` makes one graph of a forward, for texts and memories of any length."""
+    rows = [row for row in small_run.rows() if row.has_memory]
+    want, _ = run(tmp_path, small_run.attach(), rows, max_steps=7)
+    model = small_run.attach()
+    got, trainer = run(
+        tmp_path, model, rows, max_steps=7, torch_compile=True, torch_compile_backend="eager"
+    )  # fmt: skip
+    assert got == pytest.approx(want, rel=1e-5)
+    assert trainer.model_wrapped is not model and trainer.model is model
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    # A graph of the first lengths, one of all others.
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_batches_of_workers_are_copied_while_the_device_works(tmp_path: Path) -> None:
+    """Invariant 214: where a loader pins its batches, copies of them are not waited for."""
+    for pinned in (False, True):
+        arguments = TrainingArguments(output_dir=str(tmp_path), dataloader_pin_memory=pinned)
+        trainer = training.AdapterTrainer(model=small_run.attach(), args=arguments)
+        assert trainer.accelerator.non_blocking is pinned

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from mmattn.adapters.gated_block import Gate
 from mmattn.adapters.text_state import Keywords
-from mmattn.core.attention import attend, attend_grouped
+from mmattn.core.attention import attend, fused_for_groups
 from mmattn.errors import ConditionError
 
 
@@ -154,11 +154,11 @@ class HostAttention:
         key, value = joined([one.key for one in slots], self.key), joined([one.value for one in slots], self.value)
         if self._is_causal and all(one.mask is None for one in slots) and self._has_causal_kernel(key, value):
             causal = causal_lower_right(self.query.shape[2], key.shape[2])
-            return replace(self, function=_grouped, key=key, value=value, mask=causal)
+            return replace(self, function=_grouped_sdpa, key=key, value=value, mask=causal)
         mask = self._mask_with(slots)
         # Beside a mask transformers copies keys for each head of a group, which the kernel of the CPU does not need.
         is_grouped = mask is not None and key.shape[1] != self.query.shape[1] and self.query.shape[2] > 1
-        function = _grouped if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
+        function = _grouped_sdpa if is_grouped and self._is_plain_sdpa and key.device.type == "cpu" else self.function
         return replace(self, function=function, key=key, value=value, mask=mask)
 
     @property
@@ -270,7 +270,7 @@ def _added_to_scores(mask: Tensor, dtype: torch.dtype, hidden: float | None = No
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
 
 
-def _grouped(
+def _grouped_sdpa(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -281,4 +281,4 @@ def _grouped(
     **options: object,
 ) -> tuple[Tensor, None]:
     """Compute attention as the function of transformers does, without a copy of keys and values for each head."""
-    return attend_grouped(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None
+    return fused_for_groups(query, key, value, mask, dropout, scaling).transpose(1, 2).contiguous(), None

@@ -124,14 +124,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
     )
 
 
-def attend_grouped(
+def fused_for_groups(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Call torch's fused kernel for a language model's own attention, whose heads may share keys and values in groups.
-
-    Returns:
-        (b, h, l, v); a query that may attend to nothing is what the kernel makes of it.
-    """
+    """Call torch's fused kernel for heads of q (b, h, l, k) that share k (b, g, m, k), which is not copied for each."""
     is_grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=is_grouped)
 

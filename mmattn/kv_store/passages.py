@@ -202,7 +202,7 @@ class PassageCache:
             path: the file.
             tokenizer: as for the class.
             mapped: leave keys and values in the file until they are selected; it is read through once for its
-                checksums.
+                checksums. Else they are read into memory, which is pinned for a host on a CUDA device.
 
         Raises:
             AdapterFileError: the file is torn, changed or something else, or another host has read them.

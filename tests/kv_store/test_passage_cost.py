@@ -81,16 +81,20 @@ def test_other_slots_are_not_read_either(kind: str, monkeypatch: pytest.MonkeyPa
         assert distance(found[1], answer(host, ids)[1]) <= CLOSE, "the second row has no slots"
 
 
-def test_the_mask_of_a_forward_is_not_that_of_another() -> None:
-    """Invariant 209: layers share the mask of their forward; a text that is padded otherwise has its own."""
-    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), mmattn.adapters.JoinedAdapter(memory_dim=13, every=1)))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_mask_of_a_forward_is_not_that_of_another(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 209: layers share a mask only in one forward, and where they see as much of the text."""
+    changes = {"sliding_window": 4, "num_hidden_layers": 7} if family == "gemma3_text" else {}
+    model = mmattn.attach(tiny.make(family, **changes), mmattn.adapters.JoinedAdapter(memory_dim=13, every=1))
+    tiny.open_gates(model)
     prepared, ids = model.prepare(tiny.memory(2)), text(2)
     masks = [torch.ones_like(ids) for _ in range(3)]
     masks[1][0, :3], masks[2][1, :5] = 0, 0
-    wanted = [answer(model, ids, attention_mask=one, memory=model.prepare(tiny.memory(2))) for one in masks]
+    with monkeypatch.context() as patch:
+        patch.setattr(HostAttention, "_mask_with", HostAttention._make_mask)  # each layer makes its mask
+        wanted = [answer(model, ids, attention_mask=one, memory=prepared) for one in masks]
     for number in (0, 1, 2, 1, 0):
-        found = answer(model, ids, attention_mask=masks[number], memory=prepared)
-        assert torch.equal(found, wanted[number])
+        assert torch.equal(answer(model, ids, attention_mask=masks[number], memory=prepared), wanted[number])
     assert distance(wanted[0], wanted[1]) > CLOSE and distance(wanted[0], wanted[2]) > CLOSE
 
 

@@ -120,13 +120,13 @@ def output_head(model: nn.Module) -> OutputHead:
     """Return the head of a language model by its config, compared once with the logits of the host."""
     outer: nn.Module = getattr(model, "host", model)
     host: PreTrainedModel = inner_host(outer)
-    linear, name = host.get_output_embeddings(), type(host).__name__
+    linear, name = getattr(host, "get_output_embeddings", lambda: None)(), type(host).__name__
     weight = getattr(linear, "weight", None)
     if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.is_meta or is_on_disk(host):
         raise _refused(
             f"the head of {name} is no plain linear layer with its weights in memory: {type(linear).__name__}"
         )
-    if any(parameter.requires_grad for parameter in linear.parameters()):
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in linear.parameters()):
         raise _refused(f"the head of {name} is trained, but gradients reach its inputs alone: freeze it")
     if _is_hooked(linear):
         raise _refused(f"hooks, or a replaced forward, of the head of {name} may change its outputs or gradients")

@@ -31,7 +31,7 @@ MARK = "_mmattn"
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
     """Make and measure tensors as outside of `torch.inference_mode`, autocast and a default device."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     with contextlib.ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.device("cpu"))

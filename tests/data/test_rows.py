@@ -233,7 +233,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     features = datasets.Features(
         {"caption": datasets.Value("string"), "picture": datasets.Image(), "source": datasets.Value("string")}
     )
-    datasets.Dataset.from_dict(content, features=features).save_to_disk(folder)
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(str(folder))
     return folder
 
 
@@ -257,7 +257,7 @@ class TestDatasets:
         images = [Image.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(4)]
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
         content = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 1, 0]}, features=features)
-        content.save_to_disk(tmp_path / "one")
+        content.save_to_disk(str(tmp_path / "one"))
         rows = training.read_rows(str(tmp_path / "one"), template="A {label}.")
         assert [row.text for row in rows] == ["A daisy.", "A lily valley.", "A lily valley.", "A daisy."]
         assert rows.text_lengths() == [len(row.text) for row in rows]
@@ -267,7 +267,7 @@ class TestDatasets:
         kept, away = training.split_rows(rows, 1)
         assert {row.text for row in (*kept, *away)} == {"A daisy.", "A lily valley."}
         parts = {"train": content, "validation": content.select(range(1))}
-        datasets.DatasetDict(parts).save_to_disk(tmp_path / "two")
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "two"))
         assert training.held_out_split(str(tmp_path / "two")) == "validation"
         assert len(training.read_rows(str(tmp_path / "two"), split="validation")) == 1
         with pytest.raises(ConfigError, match="both a text and a label"):

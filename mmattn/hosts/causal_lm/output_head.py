@@ -147,7 +147,10 @@ def _is_hooked(linear: nn.Linear) -> bool:
     """Return whether anything but the placing of accelerate acts on the inputs, outputs or gradients of a layer."""
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
     is_placed = type(getattr(linear, "_hf_hook", None)).__name__ == "AlignDevicesHook"
-    return any(hooks) or nn.modules.module._has_any_global_hook() or ("forward" in vars(linear) and not is_placed)
+    # torch's own function for it is newer than 2.6.
+    everywhere = (f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
+    hooked = any(hooks) or any(getattr(nn.modules.module, name) for name in everywhere)
+    return hooked or ("forward" in vars(linear) and not is_placed)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> float | None:

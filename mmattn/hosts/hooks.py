@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -41,8 +41,11 @@ from mmattn.hosts.saving import SavedModel
 
 States = TypeVar("States", Tensor, HostAttention)
 
+#: Whether hooks around a compiled host run beside its graph; older versions of torch compile them, in pieces.
+_BESIDE_GRAPHS = torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
+
 #: What torch.compile has compile the functions that this thread calls, or None.
-compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
+compiles: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback if _BESIDE_GRAPHS else lambda: None
 
 
 class CrossAttentionHook:
@@ -270,6 +273,8 @@ def _close_call(model: nn.Module) -> None:
 
 def leave_uncompiled(model: HookedModel) -> list[Handle]:
     """Have the hooks of a compiled host run as they are, before and after its graph, and return those of the model."""
+    if not _BESIDE_GRAPHS:
+        return []
     from torch._dynamo.eval_frame import skip_code
 
     for function in (BeforeHost.__call__, AfterHost.__call__, before_model, after_model):

@@ -315,8 +315,11 @@ class AdaptedDenoiser(TextThroughCore):
         else:  # only a part of the host was called
             call, disabled = self.current_call()
             readings = self._readings(call, disabled, q.shape[0]) if isinstance(call, DenoisingCall) else []
-        here = [one for one in readings if index in self.adapter(one.name).layers]
-        return [action for one in here for action in self._actions(one, index, self._view(one, index, q.shape[2]))]
+        actions: list[Action] = []
+        for one in readings:
+            if index in self.adapter(one.name).layers:
+                actions += self._actions(one, index, self._view(one, index, q.shape[2]))
+        return actions
 
     def _readings(
         self, call: DenoisingCall, disabled: frozenset[str], rows: int, kwargs: Keywords | None = None

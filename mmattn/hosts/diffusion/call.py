@@ -222,10 +222,11 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
     if repeats > 1 and isinstance(scale, Tensor):
         scale = scale.repeat_interleave(repeats, 0)
     parts: list[Tensor | None] = []
+    like: Tensor | None = None
     for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
         factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else 1.0
         parts.append(view.apply(q, block, index, factor) if sees_memory else None)
-    like = next((one for one in parts if one is not None), None)
+        like = parts[-1] if like is None else like
     if like is None:
         return None
     heads: Tensor = torch.cat([torch.zeros_like(like) if one is None else one for one in parts]) if parts[1:] else like

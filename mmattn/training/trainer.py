@@ -232,7 +232,7 @@ def adapter_trainer() -> type:
                         model(**inputs)
 
         def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
-            """Those of a micro-batch by `flops_per_token`, which are counted here with its tokens."""
+            """Return the operations of a micro-batch by `flops_per_token`, and count them with its tokens."""
             tokens = tokens_of(inputs)
             self._clock.count(0, tokens, tokens * self._flops)
             return tokens * self._flops

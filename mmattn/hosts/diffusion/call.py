@@ -145,7 +145,7 @@ class RowsAndScale:
 
 
 class Reading(NamedTuple):
-    """How one forward reads the memory of one adapter."""
+    """The memory of one adapter as a forward reads it."""
 
     name: str  # of the adapter
     source: BoundMemory

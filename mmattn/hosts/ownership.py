@@ -184,7 +184,10 @@ class AttachedModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, object]) -> AttachedModel:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        # torch copies no handle of a hook whose module is gone, such as a projection that was replaced.
+        hooks = [hook for hook in self._hooks if getattr(hook, "hooks_dict_ref", lambda: self)() is not None]
+        state = self.__dict__ | {"_hooks": hooks}
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
         return twin
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

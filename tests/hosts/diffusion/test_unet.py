@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
 
 import pytest
@@ -98,6 +100,20 @@ def test_compiled_afterwards(model):
     assert_close(compiled(*args).sample, own)
     with pytest.raises(ConditionError, match="attach first"):
         mmattn.attach(torch.compile(tiny_unets.make(), backend="eager"), tiny_unets.adapter())
+
+
+def test_a_copy_after_a_projection_was_replaced(model):
+    """Its hook is gone with it; the rest is copied, and the copy answers as the host does."""
+    memory, attention = (
+        tiny.memory(ROWS),
+        next(one for name, one in model.host.named_modules() if name.endswith("attn2")),
+    )
+    attention.to_q = copy.deepcopy(attention.to_q)
+    del attention
+    gc.collect()
+    twin = copy.deepcopy(model)
+    assert_close(run(twin, memory), run(model, memory))
+    assert twin.unload() is not model.host
 
 
 # Processors that come and go

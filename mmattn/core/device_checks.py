@@ -83,11 +83,10 @@ def _report_before_step(*_: object) -> None:
 register_optimizer_step_pre_hook(_report_before_step)
 
 
-def watch_checks(checks: Checks) -> Checks:
-    """Raise what checks have found; have this context report those that are not known yet, and return them."""
+def watch_checks(checks: Checks) -> None:
+    """Raise what checks have found; have this context report those that are not known yet."""
     rest = raise_failed(checks)
-    UNDER_WAY.set((*UNDER_WAY.get(), *(check for check in rest if check not in UNDER_WAY.get())))
-    return rest
+    UNDER_WAY.set((*UNDER_WAY.get(), *rest))
 
 
 def collect_checks(work: Callable[[], T]) -> tuple[T, Checks]:

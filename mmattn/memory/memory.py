@@ -137,7 +137,8 @@ class Memory:
         """
         if self.finite_checked and not torch.compiler.is_compiling():
             self._begin_check()
-            self._checks = watch_checks(self._checks)
+            watch_checks(self._checks)
+            self._checks = ()  # they hold this memory, which would not be freed with its last use
 
     def _begin_check(self) -> None:
         """Check values on the CPU, and begin to check those on a device, unless that was done for these values."""

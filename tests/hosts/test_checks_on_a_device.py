@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -146,3 +148,20 @@ def test_a_memory_that_no_call_reads_refuses_nothing(model: Model) -> None:
     report_checks(wait=True)
     with pytest.raises(NonFiniteError, match="row 1"):
         bad.check_finite()
+
+
+@torch.no_grad()
+def test_a_memory_is_freed_with_its_last_use(model: Model) -> None:
+    """Invariant 204. Its check does not keep it once it was reported."""
+    memory = tiny.memory(3)
+    model(tiny.text(3), memory=memory)
+    tokens = weakref.ref(memory.tokens)
+    report_checks(wait=True)
+    gc.disable()
+    try:
+        model(tiny.text(3), memory=tiny.memory(3))  # an adapter keeps what it computed of the last one
+        report_checks(wait=True)
+        del memory
+        assert tokens() is None
+    finally:
+        gc.enable()

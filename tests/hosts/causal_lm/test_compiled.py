@@ -64,14 +64,6 @@ def test_an_exported_host_takes_its_memory_as_an_input(settings):
     assert any("adapters" in name for name in names) and any("embed_tokens" in name for name in names)
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.testing.CompileCounterWithBackend("eager")
-    torch._dynamo.reset()
-
-
 @torch.no_grad()
 def test_decoding_with_a_static_cache_is_one_graph(dynamo):
     model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)

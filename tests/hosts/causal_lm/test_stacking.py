@@ -132,14 +132,6 @@ def shallow():
     return tiny.make("llama", num_hidden_layers=1)
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.testing.CompileCounterWithBackend("eager")
-    torch._dynamo.reset()
-
-
 def memories():
     """Lengths, masks and absence in turn: what one compiled model is asked in its life."""
     for m in (5, 7, 9, 11):

@@ -27,14 +27,6 @@ SHALLOW = {
 }
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.testing.CompileCounterWithBackend("eager")
-    torch._dynamo.reset()
-
-
 def make(family, **settings):
     """An adapted model of a family, and its arguments at a timestep."""
     if family == UNET:

@@ -1,0 +1,19 @@
+"""Fixtures of hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    """Return a backend that counts what torch.compile gives it; nothing was compiled before."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.testing.CompileCounterWithBackend("eager")
+    torch._dynamo.reset()

@@ -30,7 +30,7 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/
 REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 #: Pages beside the first, for whoever uses, changes or reports.
-PROJECT = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+PROJECT = ["CONTRIBUTING.md", "recipes/README.md", "CHANGELOG.md", "SECURITY.md"]
 LONG = ("docs/extending.md",)  # it runs the suites that a new adapter must pass
 OURS = re.compile(
     r"https://(?:mmattn\.github\.io/mmattn/"

@@ -14,7 +14,6 @@ from tests.stress import (
     mutated_files,
     scripts,
     serving,
-    soak,
     store_processes,
     threads,
 )
@@ -40,11 +39,6 @@ def test_nothing_is_left_behind() -> None:
     for work in (growth.generating, growth.attaching, growth.saving):
         left = work(6)
         assert (left.tensors, left.hooks) == (0, 0), work.__name__
-
-
-def test_a_round_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main(0, seed=1) == 0
-    assert "the host is what it was" in capsys.readouterr().out
 
 
 def test_clients_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:

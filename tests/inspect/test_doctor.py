@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn.adapters import gated
-from mmattn.adapters.joined_slots import JoinedView
+from mmattn.adapters.joined.slots import JoinedView
 from mmattn.core import key_value_projection as projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import stir

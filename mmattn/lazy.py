@@ -48,7 +48,7 @@ class Registry(Mapping[str, Any]):
     def add(self, name: str, cls: Any) -> None:
         """Register a class; raise ConfigError if another class has this name."""
         known = self.loaded.get(name)
-        if known is None and name in self.modules and cls.__module__ != self.modules[name]:
+        if known is None and name in self.modules and not cls.__module__.startswith(self.modules[name]):
             known = self[name]
         # A notebook cell that runs again defines the same class once more.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

@@ -44,7 +44,7 @@ HOMES = {
         "models",
         "serving.engine",
         "serving.sampling",
-        "adapters.augmenting_model",
+        "adapters.composed.augmenting_model",
         "seq2seq",
     ),
     "accelerate": ("training",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmattn.adapters.serialization import CONFIG
+from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.base import AdaptedModel

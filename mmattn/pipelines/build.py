@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmattn.adapters.serialization import CONFIG
+from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.context import Arguments

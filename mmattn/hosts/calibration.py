@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated_block import BlockLayers, Gate
+from mmattn.adapters.gated.block import BlockLayers, Gate
 from mmattn.hosts.context import step_of
 from mmattn.hosts.hooks import HookedModel
 from mmattn.hosts.ownership import outside_modes

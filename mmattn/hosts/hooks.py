@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.text_state import TextState
 from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError

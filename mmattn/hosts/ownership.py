@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.adapter_config import check_name
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.files import check_name
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.settings import is_adapter, kinds_at
 from mmattn.errors import AttachError, ConditionError

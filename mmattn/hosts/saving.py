@@ -15,11 +15,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 from typing_extensions import Unpack
 
 from mmattn import __version__
-from mmattn.adapters.adapter_config import FORMAT, FORMAT_VERSION, adapter_settings, check_config
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.files import FORMAT, FORMAT_VERSION, adapter_settings, check_config, save_folder
 from mmattn.adapters.language_models import text_config
-from mmattn.adapters.serialization import save_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.hosts.interop.hub import HubOptions, upload

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.files import load_folder
 from mmattn.adapters.language_models import call_by_name
-from mmattn.adapters.serialization import load_folder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.peft import inner_host

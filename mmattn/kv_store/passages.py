@@ -13,8 +13,8 @@ from torch import Tensor
 from mmattn.adapters.language_models import check_ids, text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.host_state import HostState
+from mmattn.hosts.model import AdaptedModel
 from mmattn.kv_store.passage_files import read_passages, write_passages
 from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage, PassageSelection, capture

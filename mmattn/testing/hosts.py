@@ -17,8 +17,8 @@ from mmattn.adapters.protocols import POSITIONS, AdapterConfig, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import adapted_model, attach, host_kind, host_kinds
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call
+from mmattn.hosts.model import AdaptedModel
 from mmattn.inspect.diagnosis import doctor, random_batch
 from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
 

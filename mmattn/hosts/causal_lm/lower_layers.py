@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import ConditionError, ConfigError, MmattnError
-from mmattn.hosts.base import adapted
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM
 from mmattn.hosts.context import LayerOutput
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.interop.peft import has_peft, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
+from mmattn.hosts.model import adapted
 from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.hosts.replaced import wrapped_forwards
 

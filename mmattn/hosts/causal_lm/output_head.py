@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.adapters.language_models import call_by_name, text_config
 from mmattn.errors import ConditionError, MmattnError
-from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.model import AdaptedModel, check_unused
 from mmattn.hosts.probe import bare_forward, is_close, text_inputs
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ from mmattn.hosts.causal_lm.continuous_batching import (
     rows_of,
 )
 from mmattn.hosts.causal_lm.generation import ExpandsInputs, TextNotes, arrivals_of, generation_call, prompt_name
+from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.joined_slots import (
     embedding_reader,
     joined_sites,
@@ -54,7 +55,6 @@ from mmattn.hosts.causal_lm.joined_slots import (
     probe_rotations,
     shift_text,
 )
-from mmattn.hosts.causal_lm.output_head import HeadlessHost
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional
 from mmattn.hosts.hooks import AfterHost, BeforeHost

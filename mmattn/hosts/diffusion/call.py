@@ -10,14 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.protocols import BoundMemory, View
+from mmattn.adapters.protocols import BoundMemory
 from mmattn.errors import ShapeError
 from mmattn.hosts.context import Call, Keywords
-from mmattn.hosts.diffusion.scale import Fixed, Grid, over_queries
+from mmattn.hosts.diffusion.scale import Fixed, Grid
 from mmattn.storage.tensor_cache import TensorCache
 
-#: What an attention layer or a block returns: the picture, or a tuple with it.
-Output = Tensor | tuple[Tensor, ...]
 #: Texts that a block caches: guidance that calls a host for each half alone gives it two in turn.
 CACHED_TEXTS = 4
 #: Arguments with the text of a host, the first that is there.
@@ -153,33 +151,3 @@ class Reading(NamedTuple):
     grid: Grid | None  # frames, height and width of the picture
     timestep: Tensor | float | None
     rows: int | None  # of the sample; None where only a part of the host was called
-
-
-def heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale, queries: Tensor) -> Tensor | None:
-    """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory.
-
-    They are times the scale where that is a tensor.
-    """
-    conditional, rows, scale = part.conditional, part.rows, part.scale
-    if rows is not None and len(conditional) > 1 and queries.shape[0] * len(conditional) == rows:
-        conditional, rows = conditional[-1:], queries.shape[0]  # FasterCache computes the last part alone
-    repeats = 1 if rows is None else queries.shape[0] // rows
-    if repeats > 1 and isinstance(scale, Tensor):
-        scale = scale.repeat_interleave(repeats, 0)
-    parts: list[Tensor | None] = []
-    like: Tensor | None = None
-    for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
-        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else 1.0
-        parts.append(view.apply(q, block, index, factor) if sees_memory else None)
-        like = parts[-1] if like is None else like
-    if like is None:
-        return None
-    heads: Tensor = torch.cat([torch.zeros_like(like) if one is None else one for one in parts]) if parts[1:] else like
-    return heads.transpose(1, 2).flatten(2)
-
-
-def add_to_picture(output: Output, part: int, change: Tensor, factor: float) -> Output:
-    """Add a change times a factor to an output, of several to that of number `part`."""
-    if isinstance(output, Tensor):
-        return torch.add(output, change, alpha=factor)
-    return (*output[:part], torch.add(output[part], change, alpha=factor), *output[part + 1 :])

@@ -30,9 +30,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_bool_mask, import_extra
 from mmattn.hosts.attachment import forget_compiled
 from mmattn.hosts.context import (
-    THREAD,
     Action,
-    Arguments,
     Call,
     ForwardStep,
     Handle,
@@ -41,12 +39,12 @@ from mmattn.hosts.context import (
     check_not_required,
     is_compiled,
     prepared_for_graphs,
-    step_of,
 )
 from mmattn.hosts.diffusion.attention import CoreProcessor
-from mmattn.hosts.diffusion.call import DenoisingCall, Output, Reading, RowsAndScale, add_to_picture, heads_of_parts
+from mmattn.hosts.diffusion.call import DenoisingCall, Reading, RowsAndScale
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
-from mmattn.hosts.diffusion.heads import forward_arguments, into_output, projections, query_heads, query_projections
+from mmattn.hosts.diffusion.heads import forward_arguments, query_projections
+from mmattn.hosts.diffusion.hooks import added_heads, after_block, inside_attention, note_queries
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
@@ -178,7 +176,7 @@ class AdaptedDenoiser(AdaptedModel):
         if on and not self.processors:
             processors: dict[int, CoreProcessor] = {}
             for index, name in enumerate(self.layer_names):
-                kind, added = self.text_attention(index), partial(self.added, index)
+                kind, added = self.text_attention(index), partial(added_heads, self, index)
                 processors[index] = kind(name, self.layer(index), self.denoising_call, added)
             self.processors = processors
             for index, processor in self.processors.items():
@@ -342,14 +340,14 @@ class AdaptedDenoiser(AdaptedModel):
             self.host.register_forward_hook(AfterHost(self), always_call=True),
         ]
         for (index, _), attn in self.hooked.items():
-            hooks.append(attn.register_forward_hook(partial(self._inside_attention, index), with_kwargs=True))
+            hooks.append(attn.register_forward_hook(partial(inside_attention, self, index), with_kwargs=True))
             hooks += [
-                part.register_forward_hook(partial(self._note_queries, index)) for part in query_projections(attn)
+                part.register_forward_hook(partial(note_queries, self, index)) for part in query_projections(attn)
             ]
         adapters = [self.adapter(name) for name in self.adapters]
         for index in sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers}):
             block, part = self.block_of(index)
-            hook = partial(self._after_block, index, part)
+            hook = partial(after_block, self, index, part)
             hooks.append(self.host.get_submodule(block).register_forward_hook(hook))
         return hooks
 
@@ -394,78 +392,7 @@ class AdaptedDenoiser(AdaptedModel):
         call = self.open_blocks.of_call(self.require_memory).call
         return call if isinstance(call, DenoisingCall) else None
 
-    def _inside_attention(
-        self, index: int, attn: nn.Module, args: Positional, kwargs: Arguments, output: Output
-    ) -> Output | None:
-        """A forward hook: add the adapters' heads to the output of attention layer `index` of the host."""
-        step = self._step()
-        if step is not None:
-            step.visited.add(index)
-            if not (step.actions or step.details):
-                return None
-        processor = self.processors.get(index)
-        if processor is not None and getattr(attn, "processor", None) is processor:
-            return None  # the processor of `use_core` adds them
-        x = args[0] if args else kwargs["hidden_states"]
-        projected = None if step is None else step.details.get("queries", {}).pop(index, None)
-        added = self.added(index, attn, x, query_heads(attn, x, kwargs.get("temb"), projected))
-        if added is None:
-            return None
-        part = 0 if isinstance(output, Tensor) else self.picture_part(index)
-        picture, (heads, factor) = output if isinstance(output, Tensor) else output[part], added
-        return add_to_picture(output, part, *into_output(attn, heads, factor, picture))
-
-    def _note_queries(self, index: int, part: nn.Module, args: Positional, output: Tensor) -> None:
-        """A forward hook of a projection of queries: note them, and that its attention layer runs."""
-        step = getattr(THREAD, "step", None)
-        if step is not None and step.model is self and step.actions:
-            queries = step.details.setdefault("queries", {})
-            queries[index] = None if index in queries else (part, output)
-
-    def _after_block(self, index: int, part: int, block: nn.Module, args: Positional, output: Output) -> Output:
-        """A forward hook: add the heads in a block's attention to the picture, output `part` of the block."""
-        step = step_of(self)
-        added = None if step is None or step.details is None else step.details.pop(index, None)
-        for heads, factor in added or ():
-            output = add_to_picture(output, part, heads, factor)
-        return output
-
-    def _step(self) -> ForwardStep | None:
-        """Return the forward of this model that is under way."""
-        step = getattr(THREAD, "step", None)
-        return step if step is None or step.model is self else step_of(self)
-
-    def added(self, index: int, attn: nn.Module, x: Tensor, q: Tensor) -> tuple[Tensor, float] | None:
-        """Return what the adapters add to the heads of a layer, (rows, l, h · k) and its factor, or None.
-
-        Args:
-            index: number of the layer.
-            attn: the layer.
-            x: its inputs.
-            q: its queries (rows, h, l, k).
-        """
-        total, factor, step = None, 1.0, self._step()
-        if step is None or "readings" in step.details:
-            actions = self._actions_of_part(step, index, q)
-        else:
-            actions = step.actions.get((index, "inside"), [])
-        for view, block, part in actions:
-            queries = projections(attn, x) if getattr(block, "reads_projections", False) else q
-            heads = heads_of_parts(view, block, index, part, queries)
-            if heads is None:
-                continue
-            scale = 1.0 if isinstance(part.scale, Tensor) else part.scale
-            if part.to_block:
-                if step is None:
-                    raise ConditionError("an adapter that adds to whole blocks needs the call of the whole host")
-                step.details.setdefault(index, []).append((heads, scale))
-            elif total is None:
-                total, factor = heads, scale
-            else:
-                total, factor = torch.add(total if factor == 1 else total * factor, heads, alpha=scale), 1.0
-        return None if total is None else (total, factor)
-
-    def _actions_of_part(self, step: ForwardStep | None, index: int, q: Tensor) -> list[Action]:
+    def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> list[Action]:
         """Return the actions in a layer of a graph, or of a part of the host, on queries (rows, h, l, k)."""
         if step is not None:
             readings = step.details["readings"]

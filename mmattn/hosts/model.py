@@ -148,12 +148,16 @@ class AdaptedModel(nn.Module):
         """Return the memories of a forward that begins, and the adapters that do not exist for it."""
         return self.open_blocks.of_call(self.require_memory)[1:]
 
+    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
+        """Return the text of one forward; by default the first argument, without a cache."""
+        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
+
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """Return the actions of the adapters in one forward of the host; by default its text is the first argument."""
-        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-        text = TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
+        """Return the actions of the adapters in one forward of the host."""
+        text = self.text_state(call, args, kwargs)
         return ForwardStep(self, host, None, self.actions(call, disabled, text))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:

@@ -185,7 +185,7 @@ def lower_layers(model: nn.Module) -> LowerLayers:
 
 
 def _frozen_layers(model: AdaptedModel) -> LowerLayers:
-    """Return the layers below all that is trained; refuse a host of which none may be skipped."""
+    """Return the layers below all that is trained; raise if no layer can be skipped."""
     name, count = type(model.host).__name__, count_below(model)
     if not count:
         upper = tuple(range(len(model.layers) // 2, len(model.layers)))

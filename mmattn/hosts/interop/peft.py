@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     pass
 
 #: Methods of peft, transformers and diffusers for adapters of peft, and ours for adapters of mmattn.
-VERBS = {
+FORWARDED_METHODS = {
     "load_adapter": "mmattn.load(model, folder, name)",
     "active_adapter": "model.active",
     "active_adapters": "model.active",
@@ -38,13 +38,13 @@ _AROUND: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 def host_attribute(host: nn.Module, name: str) -> Any:
     """Return an attribute of the host; methods for adapters of peft raise AttachError when they are called."""
     value = getattr(host, name)
-    if name not in VERBS:
+    if name not in FORWARDED_METHODS:
         return value
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise AttachError(
-            f"{name} of {type(host).__name__} is for adapters of peft: use {VERBS[name]}, or model.host.{name} for a "
-            "LoRA"
+            f"{name} of {type(host).__name__} is for adapters of peft: use {FORWARDED_METHODS[name]}, or "
+            f"model.host.{name} for a LoRA"
         )
 
     return refuse if callable(value) else refuse()

@@ -30,7 +30,7 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/
 REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("recipes/*/README.md"))
 #: Pages beside the first, for whoever uses, changes or reports.
-PROJECT = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+PROJECT = ["CONTRIBUTING.md", "recipes/README.md", "CHANGELOG.md", "SECURITY.md"]
 LONG = ("docs/extending.md",)  # it runs the suites that a new adapter must pass
 OURS = re.compile(
     r"https://(?:mmattn\.github\.io/mmattn/"
@@ -226,7 +226,7 @@ def test_what_pages_of_the_project_name_is_there(page: str) -> None:
 
 
 def test_what_is_not_there_is_seen() -> None:
-    page = "`mmattn live` `mmattn serve --share` `mmattn serve x --port 7` `adapters/pretrained.py` `gated.py`"
+    page = "`mmattn live` `mmattn serve --share` `mmattn serve x --port 7` `adapters/pretrained.py` `block.py`"
     page += " `make nothing`\n```\nmake test\npython docs/draw.py\n```\n"
     assert absent(page) == [
         "mmattn live", "mmattn serve --share", "adapters/pretrained.py", "docs/draw.py", "make nothing",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mmattn.errors import ConfigError
+
 if TYPE_CHECKING:
     from mmattn.training import EncodedDataset
 
@@ -55,13 +57,12 @@ def encode(
     command goes on. Several processes share the work: torchrun --nproc-per-node 2 -m mmattn encode SOURCE -o FOLDER.
     """
     from mmattn.encoders.base import load_image_encoder, load_text_encoder
-    from mmattn.errors import ConfigError
+    from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
-    from mmattn.recipes import resolve_asset
     from mmattn.training import EncodedDataset, encode_rows, end_training, make_accelerator, memory_kinds, read_rows
 
     rows = read_rows(
-        resolve_asset(source),
+        str(resolve(source)),
         split=split,
         streaming=streaming,
         columns=dict(map(_pair, columns)) if columns else None,
@@ -77,9 +78,9 @@ def encode(
         raise ConfigError(f"no row of {source} has a picture, a passage or a memory: there is nothing to encode")
     with without_progress_bars():
         if "pictures" in kinds:
-            pictures = load_image_encoder(resolve_asset(encoder), accelerator.device, pooled=pooled)
+            pictures = load_image_encoder(encoder, accelerator.device, pooled=pooled)
         if "passages" in kinds:
-            passages = load_text_encoder(resolve_asset(text_encoder), pooling, accelerator.device)
+            passages = load_text_encoder(text_encoder, pooling, accelerator.device)
     dataset = encode_rows(
         rows,
         out,
@@ -99,7 +100,6 @@ def encode(
 
 
 def _pair(text: str) -> tuple[str, str]:
-    from mmattn.errors import ConfigError
 
     key, sign, name = text.partition("=")
     if not (key and sign and name):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated_block import BlockLayers, Gate
+from mmattn.adapters.gated.block import BlockLayers, Gate
 from mmattn.hosts.attachment import outside_modes
 from mmattn.hosts.context import step_of
 from mmattn.hosts.probe import in_eval_mode

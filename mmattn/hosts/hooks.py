@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook

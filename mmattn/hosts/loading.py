@@ -12,10 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.adapter_config import Shapes, check_tensors, parse_config
+from mmattn.adapters.files import CONFIG, TENSORS, Shapes, check_tensors, load_folder, parse_config
 from mmattn.adapters.language_models import depth_of, text_config, width_of
 from mmattn.adapters.protocols import AdapterConfig
-from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach
@@ -243,7 +242,7 @@ def load_published(
     """
     if isinstance(host, AdaptedModel):
         host = host.host
-    from mmattn.adapters.published_gated import TextHost, read_published
+    from mmattn.adapters.gated.published import TextHost, read_published
 
     tensors, source = _read_pretrained(weights)
     config, depth = text_config(host), depth_of(host)

@@ -18,8 +18,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from typing_extensions import Self, Unpack
 
 from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
-from mmattn.adapters.adapter_config import check_name
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.files import check_name
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site
 from mmattn.adapters.settings import is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState

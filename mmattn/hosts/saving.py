@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mmattn import __version__
-from mmattn.adapters.adapter_config import FORMAT, FORMAT_VERSION, adapter_settings, check_config
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.files import FORMAT, FORMAT_VERSION, adapter_settings, check_config, save_folder
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.adapters.serialization import save_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.peft import inner_host

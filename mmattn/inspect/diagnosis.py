@@ -11,8 +11,8 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from mmattn.adapters.files import load_folder
 from mmattn.adapters.language_models import given_cache
-from mmattn.adapters.serialization import load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int

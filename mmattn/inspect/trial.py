@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.augmenting_model import AugmentedPrompt
+from mmattn.adapters.composed import AugmentedPrompt
 from mmattn.hosts.context import Arguments, Keywords, Positional, is_reading_memory
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import in_eval_mode

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mmattn import __version__
-from mmattn.adapters.adapter_config import Shapes, check_tensors
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.files import Shapes, check_tensors
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.quantization import quantize

@@ -27,7 +27,6 @@ PARTS = {
     "denoising": "denoising.tables",
     "search": "search.tables",
     "late_interaction": "late_interaction.tables",
-    "packing": "packing.tables",
     "requests": "requests.tables",
     "training": "training_memory.tables",
     "ways": "ways.tables",

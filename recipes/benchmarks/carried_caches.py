@@ -1,9 +1,8 @@
-"""Caches carried over in closed form: six pairs of models, what is kept of the host's accuracy, and what it costs.
+"""Caches carried over in closed form: five pairs of models, what is kept of the host's accuracy, and what it costs.
 
-    python -m recipes.benchmarks.carried_caches [--seeds 0 1 2] [--parts small smollm2 times]
+    python -m recipes.benchmarks.carried_caches [--seeds 0 1 2]
 
-Five pairs of small Llamas are trained here to answer questions about facts ("kaBmiD…", "mi" is "D"); in the sixth
-SmolLM2 reads the caches of a copy that was trained further.
+Small Llamas are trained here to answer questions about facts ("kaBmiD…", "mi" is "D").
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mmattn
-from mmattn.models import resolve
 from recipes.benchmarks.__main__ import table
-from recipes.benchmarks.timing import Rows, interleaved, ratio
-from recipes.rag.documents import load_topics
+from recipes.benchmarks.timing import Rows
 
 KEYS = [a + b for a in "bdfg" for b in "aei"]
 VALUES = list(string.ascii_uppercase[:8])
@@ -201,83 +198,6 @@ def small_pairs(seed: int, folder: Path) -> Rows:
     return rows
 
 
-# SmolLM2 and a copy of it that is trained further --------------------------------------------------------------------
-
-
-def windows(tokenizer: Any, text: str, rows: int, length: int, seed: int) -> Tensor:
-    """Return ids (rows, length) from random places of a text."""
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    begins = torch.randint(len(ids) - length, (rows, 1), generator=torch.Generator().manual_seed(seed))
-    return ids[begins + torch.arange(length)]
-
-
-def train_copy(tokenizer: Any, text: str, folder: Path, steps: int) -> Any:
-    """Return SmolLM2 after some steps of training, all of its weights, on Python's documentation."""
-    if not folder.exists():
-        lm = AutoModelForCausalLM.from_pretrained(resolve("smollm2")).train()
-        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-4)
-        for step in range(steps):
-            ids = windows(tokenizer, text, 2, 64, 100 + step)
-            loss = lm(ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(step, f"{loss.item():.3f}", flush=True)
-        lm.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-@torch.no_grad()
-def agreement(model: Any, memory: Any = None, *, ids: Tensor, own: Tensor) -> float:
-    """Return the share of the last next tokens that are those of the host by itself."""
-    count, right = own.shape[1], 0.0
-    for row in range(len(ids)):
-        one = {} if memory is None else {"memory": memory[row]}
-        logits = model(ids[row : row + 1], logits_to_keep=count, **one).logits
-        right += (logits.argmax(-1)[0] == own[row]).float().mean().item()
-    return right / len(ids)
-
-
-def smollm2_pair(folder: Path) -> Rows:
-    """Return the row of SmolLM2, which reads the caches of its copy, and times of a prompt of 1,024 tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2"))
-    texts_of = [" ".join(topics.values()) for topics in load_topics()]
-    copy = train_copy(tokenizer, texts_of[0], folder / "copy", 12)
-    host = AutoModelForCausalLM.from_pretrained(resolve("smollm2")).eval()
-    prompts = windows(tokenizer, texts_of[0], 500, 16, 1)
-    ids = windows(tokenizer, texts_of[1], 16, 128, 2)
-    with torch.no_grad():
-        own, copied = (
-            torch.cat([lm(one[None], logits_to_keep=32).logits.argmax(-1) for one in ids]) for lm in (host, copy)
-        )
-        alone = agreement(host, ids=ids[:, -32:], own=own)
-    other = mmattn.AugmentingModel(copy)
-    row = carried(host, other, prompts, ids[:, :96], partial(agreement, ids=ids, own=own))
-    row |= {"no prompt": alone, "the other's own": (copied == own).float().mean().item()}
-    return {"SmolLM2": row}
-
-
-def prefill_times(host: Any, lm: Any, length: int) -> dict[str, float]:
-    """Return how many times faster the first token of an answer comes than after the host's own prefill."""
-    other = mmattn.AugmentingModel(lm)
-    model = mmattn.attach(host, mmattn.adapters.FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
-    model.adapter("default").fit(model, other, torch.randint(9, 21, (32, 16)), min_cosine=-1.0)
-    ids = torch.randint(9, 21, (1, length))
-    memory = other.prefill(ids)
-    once: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-    times = interleaved(
-        {
-            "own": lambda: model.generate(ids, **once),
-            "a cache that is there": lambda: model.generate(ids, memory=memory, **once),
-            "the other's prefill and the map": lambda: model.generate(ids, memory=other.prefill(ids), **once),
-        },
-        seconds=1.0,
-        least=3,
-    )
-    model.unload()
-    return {name: ratio(times, "own", name) for name in times}
-
-
 def mean_rows(tables: list[Rows]) -> Rows:
     """Return the mean of the figures of several seeds."""
     first = tables[0]
@@ -297,25 +217,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.carried_caches", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/carried_caches"), help="of the models, trained once")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--parts", nargs="*", default=["small", "smollm2", "times"])
     options = parser.parse_args()
     small, rows = [], {}
-    for seed in options.seeds if "small" in options.parts else ():
+    for seed in options.seeds:
         small.append(small_pairs(seed, options.folder))
         rows |= {f"{name}, {seed}": row for name, row in small[-1].items()}
         print(table(f"seed {seed}", small[-1]), f"\nSpearman {spearman(small[-1]):.2f}\n", flush=True)
-    if small:
-        print(table("mean", mean_rows(small)), flush=True)
-    if "smollm2" in options.parts:
-        rows |= smollm2_pair(options.folder)
-        print(table("SmolLM2", {"its copy": rows["SmolLM2"]}), flush=True)
+    print(table("mean", mean_rows(small)), flush=True)
     print(f"\nSpearman of cosine and retention over {len(rows)} pairs: {spearman(rows):.2f}\n", flush=True)
-    if "times" in options.parts:
-        lm = AutoModelForCausalLM.from_pretrained(resolve("smollm2")).eval()
-        copy = AutoModelForCausalLM.from_pretrained(options.folder / "copy").eval()
-        print(
-            table("times as fast as the host's own prefill", {"SmolLM2, 1,024 tokens": prefill_times(lm, copy, 1024)})
-        )
 
 
 if __name__ == "__main__":

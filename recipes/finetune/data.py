@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 import mmattn
-from mmattn import training
+from mmattn import models, training
 from mmattn.encoders import load_image_encoder, load_text_encoder
 from mmattn.errors import ConfigError, ImageError
-from mmattn.recipes import resolve_asset
 
 from .settings import Config
 
@@ -46,7 +45,7 @@ class Data:
 
 def read(settings: Config, say: Callable[[str], None] = print) -> Data:
     """Read the rows of the settings, and print a summary of them."""
-    data, path = settings.data, resolve_asset(settings.data.path)
+    data, path = settings.data, models.resolve(settings.data.path)
     options: dict[str, Any] = {
         "columns": data.columns,
         "template": data.template,
@@ -80,9 +79,9 @@ def row_memories(settings: Config, rows: Any, device: torch.device | str) -> tra
         return rows
     pictures = passages = None
     if "pictures" in kinds:
-        pictures = load_image_encoder(resolve_asset(settings.encoder), device)
+        pictures = load_image_encoder(settings.encoder, device)
     if "passages" in kinds:
-        passages = load_text_encoder(resolve_asset(settings.text_encoder), settings.pooling, device)
+        passages = load_text_encoder(settings.text_encoder, settings.pooling, device)
     widths = [encoder.dim for encoder in (pictures, passages) if encoder is not None]
     if "memories" in kinds:
         memory = next(row.memory for row in rows if row.memory is not None)
@@ -94,7 +93,7 @@ def check_encoders(settings: Config, dataset: training.EncodedDataset) -> None:
     """Refuse a dataset of other encoders than those of the settings, with which the adapter will be used."""
     pictures, passages = dataset.encoders.get("pictures"), dataset.encoders.get("passages")
     if pictures is not None and pictures.name != settings.encoder:
-        encoder: Any = load_image_encoder(resolve_asset(settings.encoder), pooled=pictures.pooled)
+        encoder: Any = load_image_encoder(settings.encoder, pooled=pictures.pooled)
         if encoder.fingerprint != pictures.fingerprint:
             raise ConfigError(
                 f"the pictures of {settings.data.path} were encoded by {pictures.name}, and encoder={settings.encoder} "
@@ -102,7 +101,7 @@ def check_encoders(settings: Config, dataset: training.EncodedDataset) -> None:
             )
     reader = (settings.text_encoder, settings.pooling)
     if passages is not None and (passages.name, passages.pooling or "none") != reader:
-        encoder = load_text_encoder(resolve_asset(settings.text_encoder), settings.pooling)
+        encoder = load_text_encoder(settings.text_encoder, settings.pooling)
         if encoder.fingerprint != passages.fingerprint:
             raise ConfigError(
                 f"the passages were encoded by {passages.name} (pooling {passages.pooling}), and text_encoder="

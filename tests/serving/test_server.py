@@ -22,12 +22,11 @@ import pytest
 from PIL import Image
 
 from mmattn.errors import ConfigError
-from mmattn.recipes import asset_path
 from mmattn.serving import Engine, Limits
 from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, captioning_pipe, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-PICTURES = [Path(asset_path(f"assets/flora/{name}.png")) for name in ("snowdrop", "cornflower")]
+PICTURES = [Path(f"assets/flora/{name}.png") for name in ("snowdrop", "cornflower")]
 
 
 @pytest.fixture(scope="module")

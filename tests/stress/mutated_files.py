@@ -29,7 +29,7 @@ import psutil
 import torch
 
 import mmattn
-from mmattn.adapters.adapter_config import adapter_settings
+from mmattn.adapters.files import adapter_settings
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.model import adapted
 from tests import tiny

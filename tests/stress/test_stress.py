@@ -14,7 +14,6 @@ from tests.stress import (
     mutated_files,
     scripts,
     serving,
-    soak,
     store_processes,
     threads,
 )
@@ -42,11 +41,6 @@ def test_nothing_is_left_behind() -> None:
         assert (left.tensors, left.hooks) == (0, 0), work.__name__
 
 
-def test_a_round_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main(0, seed=1) == 0
-    assert "the host is what it was" in capsys.readouterr().out
-
-
 def test_clients_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     """Invariant 86."""
     assert serving.main(3, 8) == 0, capsys.readouterr().out
@@ -70,11 +64,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_kills_during_saves() -> None:
     """In a process of its own, which may fork: it has no threads."""
     scripts.check("kills_in_save", "5")
-
-
-def test_kills_in_encoding() -> None:
-    """Invariant 109."""
-    scripts.check("kills_in_encoding", "9")
 
 
 def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.inserted import EmbeddingReader
-from mmattn.adapters.key_rotation import Rotations
+from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.language_models import (
     CACHE_NAMES,
     depth_of,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
+from mmattn.adapters.decoupled import JointDecoupledAdapter
 from mmattn.adapters.protocols import View
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_bool_mask, import_extra

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout
-from mmattn.adapters.joint_decoupled import JointDecoupledAdapter, TimedResampler
+from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout, JointDecoupledAdapter, TimedResampler
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
 from mmattn.hosts.diffusion.heads import attention_names
 from mmattn.hosts.model import AdaptedModel

@@ -10,7 +10,7 @@ import torch._dynamo.testing
 
 import mmattn
 from mmattn.adapters import JointDecoupledAdapter
-from mmattn.adapters.joint_decoupled import TimedResampler
+from mmattn.adapters.decoupled import TimedResampler
 from mmattn.testing.case import stir
 from tests import tiny, tiny_transformers, tiny_unets
 from tests.device import count

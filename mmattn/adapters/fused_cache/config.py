@@ -25,13 +25,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.augmenting_model import AugmentedPrompt, AugmentingModel, token_places
 from mmattn.adapters.base import AdapterLayers, AttachedHost
-from mmattn.adapters.cache_blocks import CacheFuser, CacheMap
-from mmattn.adapters.cache_fit import batches, fit_maps, read_tokens
-from mmattn.adapters.host_attention import HostAttention
-from mmattn.adapters.joined_slots import TextHost
-from mmattn.adapters.key_rotation import Rotations
+from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, AugmentingModel, token_places
+from mmattn.adapters.fused_cache.blocks import CacheFuser, CacheMap
+from mmattn.adapters.fused_cache.fit import batches, fit_maps, read_tokens
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.joined.rotation import Rotations
+from mmattn.adapters.joined.slots import TextHost
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import LayeredAdapter, augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AttachedHost
-from mmattn.adapters.gated_block import Gate
-from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import BeforeTextLayers, JoinedMemory, JoinedSlots, JoinedView
+from mmattn.adapters.gated.block import Gate
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
 from mmattn.adapters.protocols import Site, check_one_row

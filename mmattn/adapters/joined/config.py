@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.gated_block import Gate
-from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import JoinedVectors
+from mmattn.adapters.gated.block import Gate
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import JoinedVectors
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.adapters.settings import LayeredAdapter, default_norm, register_adapter, settle

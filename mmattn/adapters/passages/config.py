@@ -15,9 +15,9 @@ from typing import ClassVar, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots, JoinedView
-from mmattn.adapters.key_rotation import KeyRotation
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.rotation import KeyRotation
+from mmattn.adapters.joined.slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots, JoinedView
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
 from mmattn.adapters.text_state import TextState

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, AttachedHost
-from mmattn.adapters.host_attention import HostAttention
-from mmattn.adapters.key_rotation import Rotations
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
-from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.text_state import Keywords
 from mmattn.core.attention import attend, fused_for_groups
 from mmattn.errors import ConditionError

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.adapters.gated import GatedAdapter, GatedLayout
+from mmattn.adapters.gated.config import GatedAdapter, GatedLayout
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
 from mmattn.models.loading import refuse_keys

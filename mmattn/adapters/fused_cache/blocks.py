@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.gated_block import Gate
+from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.protocols import HeadSizes
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmattn.adapters.augmenting_model import AugmentingModel
-from mmattn.adapters.cache_blocks import CacheMap
+from mmattn.adapters.composed.augmenting_model import AugmentingModel
+from mmattn.adapters.fused_cache.blocks import CacheMap
 
 PENALTIES = (1e-8, 1e-5, 1e-3, 1e-2)
 #: Tokens of a regression, drawn from all prompts; padded tokens of a forward; tokens by which layers are chosen.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.key_rotation import Rotations, read_rotations
+from mmattn.adapters.composed.token_spans import retokenize
+from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.language_models import (
     cache_name,
     call_by_name,
@@ -23,7 +24,6 @@ from mmattn.adapters.language_models import (
     width_of,
 )
 from mmattn.adapters.text_state import TextState
-from mmattn.adapters.token_spans import retokenize
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
 from mmattn.memory import Memory

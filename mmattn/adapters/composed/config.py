@@ -24,8 +24,8 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.augmenting_model import AugmentedText, AugmentingModel, token_places
-from mmattn.adapters.gated_block import AttentionSettings, BlockAdapter, BlockLayers
+from mmattn.adapters.composed.augmenting_model import AugmentedText, AugmentingModel, token_places
+from mmattn.adapters.gated.block import AttentionSettings, BlockAdapter, BlockLayers
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState

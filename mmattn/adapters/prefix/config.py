@@ -19,10 +19,10 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.host_attention import JoinSlots
-from mmattn.adapters.joined_slots import BeforeTextLayers, JoinedMemory, JoinedSlots
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots
 from mmattn.adapters.language_models import to_device
-from mmattn.adapters.passages import PassageLayers, Passages
+from mmattn.adapters.passages.config import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
 from mmattn.errors import ConditionError, ShapeError, check_int

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled import InsideAdapter
+from mmattn.adapters.decoupled.unet import InsideAdapter
 from mmattn.adapters.prepared_memory import PreparedMemory, check_read
 from mmattn.adapters.projected_memory import VectorMemory
 from mmattn.adapters.protocols import HeadSizes, Scale, Site, View

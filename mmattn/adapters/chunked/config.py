@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated import first_reaching
-from mmattn.adapters.gated_block import BlockLayers, SlotAdapter
+from mmattn.adapters.gated.block import BlockLayers, SlotAdapter
+from mmattn.adapters.gated.config import first_reaching
 from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layers
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
 from mmattn.adapters.settings import random_memory, register_adapter

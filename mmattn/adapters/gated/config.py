@@ -8,7 +8,7 @@ With x (b, l, d) the output of a host layer, M (b, m, e) the memory and α, β g
 Departures from the paper: the block comes after a host layer instead of before the next one (the same point of the
 stack; `position="before"` has it the other way); a gate may be one number, one per head or one per channel; the memory
 is normalised once for all layers; a token that may attend to nothing passes through bit for bit, feed-forward included.
-Norms, position and feed-forward can be those of the models that followed: see `published_gated.py`.
+Norms, position and feed-forward can be those of the models that followed: see `published.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmattn.adapters.gated_block import BlockLayers, BlockLayout, SlotAdapter
+from mmattn.adapters.gated.block import BlockLayers, BlockLayout, SlotAdapter
 from mmattn.adapters.protocols import Host, Site
 from mmattn.adapters.settings import random_memory, register_adapter, settle_nested
 from mmattn.adapters.text_state import Keywords, TextState, images_so_far

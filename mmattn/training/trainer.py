@@ -94,7 +94,7 @@ def adapter_trainer() -> type:
             super().__init__(*args, **kwargs)
             if self.args.label_names is None:
                 # Those of a host that answers questions, too, which the class of an adapted model does not name.
-                host: nn.Module = getattr(self.model, "host", self.model)
+                host: Any = getattr(self.model, "host", self.model)
                 self.label_names = transformers.utils.find_labels(type(inner_host(host)))
             of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
             self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False

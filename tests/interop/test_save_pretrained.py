@@ -68,7 +68,7 @@ def test_what_cannot_be(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: tiny.attach(tiny.make("llama")), lambda: tiny_unets.attach(tiny_unets.make())]
+    ("attach", "make"), [(tiny.attach, lambda: tiny.make("llama")), (tiny_unets.attach, tiny_unets.make)]
 )
 def test_pickling_names_the_verb(attach, make):
     """Invariant 39: of the adapted model, and of its host; unloaded, it is pickled as it was."""

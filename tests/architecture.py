@@ -49,7 +49,7 @@ HOMES = {
     ),
     "accelerate": ("training",),
     "datasets": ("data",),
-    "peft": ("training", "hosts.interop.peft"),
+    "peft": ("training",),
     "tensorboard": ("training",),
     "torchao": ("pipelines.build",),
     "bitsandbytes": ("pipelines.build",),

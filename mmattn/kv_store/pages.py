@@ -24,7 +24,7 @@ from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.quantization import quantize
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import making_sense, validated

@@ -14,9 +14,9 @@ import torch
 from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.hub import FURTHER, local_folder, upload
 from mmattn.hosts.loading import load
+from mmattn.hosts.model import AdaptedModel
 from mmattn.models.loading import without_progress_bars
 from mmattn.models.shipped import find_asset
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint

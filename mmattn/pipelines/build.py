@@ -81,7 +81,7 @@ def load_host(
     if reference.quantization is None:
         host = host.to(device)
     if reference.lora is not None:
-        from mmattn.hosts.interop.peft import load_lora
+        from mmattn.training.lora import load_lora
 
         host = load_lora(host, Path(resolve(reference.lora, folder)))
     return host.eval(), tokenizer

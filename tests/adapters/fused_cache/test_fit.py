@@ -18,7 +18,7 @@ import mmattn
 from mmattn.adapters import FusedCacheAdapter
 from mmattn.adapters.composed.token_spans import retokenize
 from mmattn.errors import ConditionError, ConfigError, ShapeError
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from tests import tiny
 from tests.adapters.joined.reference import CLOSE, answer, distance
 

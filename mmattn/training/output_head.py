@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.adapters.language_models import call_by_name, text_config
 from mmattn.errors import ConditionError, MmattnError
-from mmattn.hosts.base import AdaptedModel, check_unused
-from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import bare_forward, is_close, text_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.utils import ModelOutput
 
 #: Names in configs of transformers of a softcap, of a factor of logits, and of a divisor of logits.
 _SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")
@@ -52,55 +51,6 @@ class OutputHead:
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
-
-
-class HeadlessHost:
-    """The `base_model` of an adapted language model; other attributes are those of the host's own."""
-
-    def __init__(self, model: AdaptedModel) -> None:
-        self._model = model
-        host: PreTrainedModel = inner_host(model.host)
-        self._own: PreTrainedModel = host.base_model
-
-    def __call__(self, *args: object, memory: object = None, **kwargs: object) -> ModelOutput:
-        """Call the host's base model with a memory; returns what it returns."""
-        model = self._model
-        options = model.options_of(kwargs)
-        if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
-            raise ConditionError(
-                "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
-                "adapted model"
-            )
-        if memory is None:
-            check_unused(**options)
-            self._check_trains()
-            return self._own(*args, **kwargs)
-        with model.open_blocks.conditioned(model.make_call(memory, **options)):
-            return self._forward(*args, **kwargs)
-
-    def _forward(self, *args: object, **kwargs: object) -> ModelOutput:
-        """Run the base model; adapters act as in a forward of the whole host."""
-        output = None
-        args, kwargs = BeforeHost(self._model)(self._own, args, kwargs) or (args, kwargs)
-        try:
-            output = self._own(*args, **kwargs)
-        finally:
-            AfterHost(self._model)(self._own, args, output)
-        return output
-
-    def _check_trains(self) -> None:
-        """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached."""
-        model = self._model
-        if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().is_set:
-            return
-        if not any(parameter.requires_grad for parameter in model.host.parameters()):
-            raise ConditionError(
-                f"{type(model.host).__name__} was called in training without a memory. Give "
-                "SFTConfig(remove_unused_columns=False) and data_collator=mmattn.training.MemoryCollator(…)"
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
 
 #: By host, its head with the calls around it as they were when it was checked, and the reason if it is refused.

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import ConditionError, ConfigError, MmattnError
-from mmattn.hosts.base import adapted
-from mmattn.hosts.causal_lm.model import AdaptedCausalLM
+from mmattn.hosts.attach import adapted_model
 from mmattn.hosts.context import LayerOutput
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.interop.peft import has_peft, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
+from mmattn.hosts.model import AdaptedModel, adapted
 from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.hosts.replaced import wrapped_forwards
 
@@ -43,7 +43,7 @@ _SKIPPED: ContextVar[tuple[LowerLayers, Tensor | None] | None] = ContextVar("mma
 class LowerLayers:
     """The layers of a language model below everything that is trained."""
 
-    def __init__(self, model: AdaptedCausalLM, count: int) -> None:
+    def __init__(self, model: AdaptedModel, count: int) -> None:
         self.model, self.count = model, count
         self.layers = list(model.layers)
         host: PreTrainedModel = inner_host(model.host)
@@ -131,7 +131,7 @@ class LowerLayers:
         return self._state
 
 
-def count_below(model: AdaptedCausalLM) -> int:
+def count_below(model: AdaptedModel) -> int:
     """Return the number of layers below the lowest adapter and the lowest trained parameter."""
     lowest = len(model.layers)
     for adapter in map(model.adapter, model.adapters):
@@ -149,9 +149,9 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     Two texts run through the whole host and again from the hidden states: the logits must be equal bit for bit; from
     hidden states of each text alone, but for rounding.
     """
-    if not isinstance(model, AdaptedCausalLM) and has_peft(model) and not adapted(model):
-        model = AdaptedCausalLM(model)  # a LoRA alone
-    elif not (isinstance(model, AdaptedCausalLM) and model.adapters):
+    if not isinstance(model, AdaptedModel) and has_peft(model) and not adapted(model):
+        model = adapted_model(model, None)  # a LoRA alone
+    elif not (isinstance(model, AdaptedModel) and model.predicts_tokens and model.adapters):
         raise ConfigError(
             f"hidden states are cached for a causal language model with adapters or a LoRA, got {type(model).__name__}:"
             " give what mmattn.attach or peft returned for one"
@@ -184,8 +184,8 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     return lower
 
 
-def _frozen_layers(model: AdaptedCausalLM) -> LowerLayers:
-    """Return the layers below all that is trained; refuse a host of which none may be skipped."""
+def _frozen_layers(model: AdaptedModel) -> LowerLayers:
+    """Return the layers below all that is trained; raise if no layer can be skipped."""
     name, count = type(model.host).__name__, count_below(model)
     if not count:
         upper = tuple(range(len(model.layers) // 2, len(model.layers)))

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,8 +27,8 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled import JointDecoupledAdapter
 from mmattn.adapters.protocols import View
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AdapterFileError, AttachError, ConditionError, import_extra
-from mmattn.hosts.base import check_unused
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_bool_mask, import_extra
+from mmattn.hosts.attachment import forget_compiled
 from mmattn.hosts.context import (
     Action,
     Call,
@@ -36,20 +36,15 @@ from mmattn.hosts.context import (
     Handle,
     Keywords,
     Positional,
+    check_not_required,
     is_compiled,
     prepared_for_graphs,
 )
-from mmattn.hosts.diffusion.attention import TextThroughCore
-from mmattn.hosts.diffusion.call import (
-    DenoisingCall,
-    Reading,
-    RowsAndScale,
-    after_block,
-    inside_attention,
-    note_queries,
-)
+from mmattn.hosts.diffusion.attention import CoreProcessor
+from mmattn.hosts.diffusion.call import DenoisingCall, Reading, RowsAndScale
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, query_projections
+from mmattn.hosts.diffusion.hooks import added_heads, after_block, inside_attention, note_queries
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
@@ -62,28 +57,37 @@ from mmattn.hosts.diffusion.scale import (
     times_by_row,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
+from mmattn.hosts.model import AdaptedModel, check_unused
 from mmattn.hosts.recomputation import keep_context
+
+if TYPE_CHECKING:
+    from diffusers.models.attention_processor import Attention
 
 #: The model that a pipeline calls in this context, and the name of the prediction in diffusers' `cache_context`.
 _PREDICTION: ContextVar[tuple[object, str]] = ContextVar("mmattn_guidance_prediction", default=(None, ""))
 
 
-class AdaptedDenoiser(TextThroughCore):
-    """A diffusion model and the adapters beside its attention layers."""
+class AdaptedDenoiser(AdaptedModel):
+    """A diffusion model and the adapters beside its attention layers, or its own attention to its text in the core."""
 
     positions: ClassVar[tuple[str, ...]] = ("inside",)
-    replaced = ("cache_context",)
     attaches_bare: ClassVar[bool] = True
     #: Name of the model in a pipeline of diffusers.
     part: ClassVar[str]
 
     def __init__(self, host: nn.Module, layer_names: Sequence[str], require_memory: bool = False) -> None:
-        super().__init__(host, layer_names, require_memory)
+        super().__init__(host, require_memory)
+        self.layer_names = tuple(layer_names)
+        self.processors: dict[int, CoreProcessor] = {}
         self.picture_name = "sample" if "sample" in forward_arguments(host) else "hidden_states"
 
     @abstractmethod
     def grid_of(self, kwargs: Keywords) -> Grid | None:
         """Return frames, height and width of the picture in the host's first layer, by the arguments of a call."""
+
+    @abstractmethod
+    def text_attention(self, index: int) -> type[CoreProcessor]:
+        """Return the processor that computes the text attention of a layer by the core."""
 
     @abstractmethod
     def published_layout(self, follows_time: bool) -> PublishedLayout:
@@ -93,7 +97,7 @@ class AdaptedDenoiser(TextThroughCore):
         """Follow the host, and the names that pipelines give to `cache_context`, which has no hook."""
         super().join()
         if hasattr(self.host, "cache_context"):
-            self.host.__dict__["cache_context"] = self._cache_context
+            self.attachment.replace(self.host, "cache_context", self._cache_context)
 
     @contextlib.contextmanager
     def _cache_context(self, name: str, **kwargs: object) -> Iterator[None]:
@@ -138,6 +142,71 @@ class AdaptedDenoiser(TextThroughCore):
         """
         follows_time = isinstance(self.adapter(name).config, JointDecoupledAdapter)
         self.published_layout(follows_time).write(path, name)
+
+    def picture_part(self, index: int) -> int:
+        """Return the index of the picture among the outputs of an attention layer."""
+        return 0
+
+    def layer(self, index: int) -> Attention:
+        """Return the host's attention layer of this number."""
+        return self.host.get_submodule(self.layer_names[index])
+
+    # The host's own text ----------------------------------------------------------------------------------------------
+
+    @property
+    def through_core(self) -> bool:
+        """Return whether the host's own attention to its text is computed by the core."""
+        return bool(self.processors)
+
+    def use_core(self, on: bool = True) -> Self:
+        """Compute the host's own attention to its text by `mmattn.attend`: padding is masked, and K/V of the text that
+        are the same at every step are computed once per block.
+
+        Without masks the host's outputs are equal but for rounding. Rows whose text is all masked see no text.
+
+        Args:
+            on: False gives the host its own processors back.
+
+        Raises:
+            ConditionError: layers whose attention the core cannot compute, another processor than diffusers' default,
+                or adapters that were unloaded.
+        """
+        if on:
+            self.check_attached()
+        if on and not self.processors:
+            processors: dict[int, CoreProcessor] = {}
+            for index, name in enumerate(self.layer_names):
+                kind, added = self.text_attention(index), partial(added_heads, self, index)
+                processors[index] = kind(name, self.layer(index), self.denoising_call, added)
+            self.processors = processors
+            for index, processor in self.processors.items():
+                self.layer(index).processor = processor
+        elif not on:
+            for index, processor in self.processors.items():
+                if self.layer(index).processor is processor:
+                    self.layer(index).processor = processor.replaced
+            self.processors = {}
+        forget_compiled()
+        return self
+
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Return the attention modules of the adapters, and under "text" those of `use_core`."""
+        processors = self.processors.items()
+        text = {("text", index): one.heads for index, one in processors if one.heads is not None}
+        return super().attentions() | text
+
+    def unload(self) -> nn.Module:
+        """Return the very same host without any trace of the adapters."""
+        self.use_core(False)
+        return super().unload()
+
+    def _check_text_mask(self, text_mask: Tensor | None) -> Tensor | None:
+        if text_mask is not None and not self.processors:
+            raise ConditionError("text_mask needs the host's own attention to go through the core: call use_core()")
+        if text_mask is None or not check_bool_mask("text_mask", text_mask).is_inference():
+            return text_mask
+        with torch.inference_mode(False):
+            return text_mask.clone()
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -234,7 +303,7 @@ class AdaptedDenoiser(TextThroughCore):
         self.check_attached()
         text_mask = self._check_text_mask(text_mask)
         if memory is None:
-            self.check_not_required()
+            check_not_required(self.require_memory)
             return DenoisingCall({}, text_mask=text_mask) if self.processors else None
         sources = self.bind(memory)
         by_name: Mapping[str, AdapterScale] = dict.fromkeys(sources, adapter_scale)
@@ -252,6 +321,16 @@ class AdaptedDenoiser(TextThroughCore):
         )
 
     # One forward -----------------------------------------------------------------------------------------------------
+
+    def call_of_forward(self, args: Positional, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins; no processor may have been replaced after `use_core`."""
+        for index, processor in self.processors.items():
+            if self.layer(index).processor is not processor:
+                raise ConditionError(
+                    f"the processor of {self.layer_names[index]} was replaced after use_core(): call use_core(False) "
+                    "before load_ip_adapter, set_attn_processor and the like"
+                )
+        return self.open_blocks.of_call(self.require_memory)[1:]
 
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and to the attention layers beside which they act."""
@@ -308,12 +387,17 @@ class AdaptedDenoiser(TextThroughCore):
                 actions.setdefault((index, "inside"), []).extend(self._actions(one, index, view))
         return ForwardStep(self, host, None, actions, details={})
 
-    def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> Sequence[Action]:
+    def denoising_call(self) -> DenoisingCall | None:
+        """Return the call under way."""
+        call = self.open_blocks.of_call(self.require_memory).call
+        return call if isinstance(call, DenoisingCall) else None
+
+    def actions_of_attention(self, step: ForwardStep | None, index: int, q: Tensor) -> list[Action]:
         """Return the actions in a layer of a graph, or of a part of the host, on queries (rows, h, l, k)."""
         if step is not None:
             readings = step.details["readings"]
         else:  # only a part of the host was called
-            call, disabled = self.current_call()
+            call, disabled = self.open_blocks.of_call(self.require_memory)[1:]
             readings = self._readings(call, disabled, q.shape[0]) if isinstance(call, DenoisingCall) else []
         actions: list[Action] = []
         for one in readings:

@@ -56,12 +56,10 @@ class TransformerLayers:
     layers: tuple[PictureAttention, ...]  # attention layers that can read a memory, in the order of the host
     layout: Layout  # of its pictures
     grid: Grid  # of a picture that it accepts
-    way: int  # index of the accepted `example_inputs`
 
     def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> Arguments:
         """Return random arguments that the host accepts."""
-        ways = example_inputs(host, self.layout, self.grid, rows, generator)
-        return next(kwargs for way, kwargs in enumerate(ways) if way == self.way)
+        return example_inputs(host, self.layout, self.grid, rows, generator)
 
 
 @torch.no_grad()
@@ -74,17 +72,17 @@ def find_attention(host: nn.Module) -> TransformerLayers:
     watched = {each: host.get_submodule(each) for one in layers for each in (one, one.rpartition(".")[0])}
     failure = ""
     for layout, grid in [(each, grid) for each in layouts(host) for grid in each.example_grids()]:
-        for way, kwargs in enumerate(example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))):
-            with _calls(watched) as calls, in_eval_mode(host):
-                try:
-                    fits = _has_size_of(prediction(host, kwargs), kwargs["hidden_states"], layout)
-                except MmattnError:
-                    raise
-                except Exception as error:  # the first way is that of most hosts
-                    failure = failure or f"{type(error).__name__}: {error}"
-                    continue
-            if fits:
-                return TransformerLayers(_choose(name, layers, calls, rows, math.prod(grid)), layout, grid, way)
+        kwargs = example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))
+        with _calls(watched) as calls, in_eval_mode(host):
+            try:
+                fits = _has_size_of(prediction(host, kwargs), kwargs["hidden_states"], layout)
+            except MmattnError:
+                raise
+            except Exception as error:  # the first layout is that of most hosts
+                failure = failure or f"{type(error).__name__}: {error}"
+                continue
+        if fits:
+            return TransformerLayers(_choose(name, layers, calls, rows, math.prod(grid)), layout, grid)
     raise AttachError(
         f"there are no example inputs for {name}, by which to find the attention of its picture "
         f"({failure or 'it predicts nothing of the size of its picture'})"

@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -79,6 +79,8 @@ Keywords = Mapping[str, Any]
 Arguments = dict[str, Any]
 #: Arguments of a host by their place.
 Positional = tuple[Any, ...]
+#: A method that stands in for another.
+Method = Callable[..., Any]
 #: The output of one layer of a host, hidden states first.
 LayerOutput = Tensor | tuple[Any, ...]
 

@@ -20,7 +20,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.core.device_checks import Checks, collect_checks, raise_failed, refuse_unless_finite
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
-from mmattn.hosts.replaced import Method, replace_method
+from mmattn.hosts.context import Method
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import TensorVersion
 
@@ -33,6 +33,13 @@ KEY = "memory"
 
 #: Methods of the cache by which prompts that begin alike share it; older versions of transformers have others.
 SHARING = ("search_prefix_match", "mark_complete_blocks")
+
+
+def replace_method(owner: object, name: str, method: Method) -> Method:
+    """Put a method on an object in place of the one of its class, and return that."""
+    original: Method = getattr(owner, name)
+    vars(owner)[name] = method
+    return original
 
 
 class RequestMemory:

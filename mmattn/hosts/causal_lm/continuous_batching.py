@@ -24,10 +24,9 @@ from mmattn.core.device_checks import collect_checks, raise_failed
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
-from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, states_of_step
+from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, replace_method, states_of_step
 from mmattn.hosts.context import Arguments, Call, Keywords, check_not_required
 from mmattn.hosts.model import AdaptedModel
-from mmattn.hosts.replaced import replace_method
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:

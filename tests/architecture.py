@@ -43,6 +43,7 @@ HOMES = {
         "pipelines",
         "models",
         "serving.engine",
+        "serving.formats",
         "serving.sampling",
         "adapters.composed.augmenting_model",
         "seq2seq",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -256,13 +255,12 @@ class Memory:
         _check_tokens(tokens)
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
-        replaced, device = copy(self), tokens.device
-        replaced.tokens = _countable(tokens)
-        if device != self.tokens.device:
-            for name in ("mask", "segments", "scores"):
-                value = getattr(self, name)
-                setattr(replaced, name, None if value is None else value.to(device))
-        return replaced
+        memory = Memory.__new__(Memory)  # of slots that were checked
+        memory.tokens, memory._checked, memory._checks = _countable(tokens), None, ()
+        slots = (self.mask, self.segments, self.scores)
+        memory.mask, memory.segments, memory.scores = [None if x is None else x.to(tokens.device) for x in slots]
+        memory.sources, memory.finite_checked = self.sources, self.finite_checked
+        return memory
 
     def real_slots(self) -> Tensor:
         """Return the slots that may be attended to, (b, m) bool: the mask, or all True where there is none."""

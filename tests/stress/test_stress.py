@@ -66,11 +66,6 @@ def test_kills_during_saves() -> None:
     scripts.check("kills_in_save", "5")
 
 
-def test_kills_in_encoding() -> None:
-    """Invariant 109."""
-    scripts.check("kills_in_encoding", "9")
-
-
 def test_kills_in_stores(capsys: pytest.CaptureFixture[str]) -> None:
     """Invariant 92."""
     assert kills_in_stores.main(kills_in_stores.STORES, 1, 40) == 0, capsys.readouterr().out

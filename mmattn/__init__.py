@@ -15,9 +15,8 @@ __version__ = "1.0.0"
 
 if TYPE_CHECKING:
     from mmattn import errors
-    from mmattn.adapters.augmenting_model import AugmentingModel
     from mmattn.adapters.chunked import ChunkedAdapter
-    from mmattn.adapters.composed import ComposedAdapter
+    from mmattn.adapters.composed import AugmentingModel, ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.resampler import Resampler

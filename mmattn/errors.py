@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import math
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AdapterFileError",
@@ -144,12 +145,13 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 def check_bool_mask(name: str, mask: object) -> Tensor:
     """Return `mask` if it is a boolean tensor; the error names the converters otherwise."""
-    if not isinstance(mask, Tensor):
+    import torch  # not at the top: the command line answers without it
+
+    if not isinstance(mask, torch.Tensor):
         raise MaskError(f"{name} must be a bool tensor, True = attend; got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise MaskError(
-            f"{name} must be bool, True = attend; got {str(mask.dtype).removeprefix('torch.')}. Convert it by name: "
-            "mmattn.masks.from_huggingface (1 = keep), from_additive (0 = keep, -inf = drop), "
-            "from_key_padding (nn.MultiheadAttention, True = drop)"
+            f"{name} must be bool, True = attend; got {str(mask.dtype).removeprefix('torch.')}. "
+            "Convert it with mmattn.masks.from_huggingface, from_additive or from_key_padding"
         )
     return mask

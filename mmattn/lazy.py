@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mmattn.errors import ConfigError
+
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package: the imports of its `if TYPE_CHECKING:` block, on first use."""
@@ -46,12 +48,10 @@ class Registry(Mapping[str, Any]):
     def add(self, name: str, cls: Any) -> None:
         """Register a class; raise ConfigError if another class has this name."""
         known = self.loaded.get(name)
-        if known is None and name in self.modules and cls.__module__ != self.modules[name]:
+        if known is None and name in self.modules and not cls.__module__.startswith(self.modules[name]):
             known = self[name]
         # A notebook cell that runs again defines the same class once more.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            from mmattn.errors import ConfigError  # not at the top: it imports torch
-
             raise ConfigError(
                 f"{self.what} {name!r} is {known.__module__}.{known.__qualname__} already: give "
                 f"{cls.__module__}.{cls.__qualname__} another name"

@@ -18,9 +18,8 @@ from transformers import (
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PrefixAdapter
-from mmattn.adapters.augmenting_model import AugmentedPrompt
-from mmattn.adapters.decoupled import DecoupledLayout
-from mmattn.adapters.joint_decoupled import TimedResampler
+from mmattn.adapters.composed import AugmentedPrompt
+from mmattn.adapters.decoupled import DecoupledLayout, TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
 from mmattn.testing.case import Check
 from tests import contracts, tiny, tiny_transformers, tiny_unets

@@ -226,7 +226,7 @@ def test_what_pages_of_the_project_name_is_there(page: str) -> None:
 
 
 def test_what_is_not_there_is_seen() -> None:
-    page = "`mmattn live` `mmattn serve --share` `mmattn serve x --port 7` `adapters/pretrained.py` `gated.py`"
+    page = "`mmattn live` `mmattn serve --share` `mmattn serve x --port 7` `adapters/pretrained.py` `block.py`"
     page += " `make nothing`\n```\nmake test\npython docs/draw.py\n```\n"
     assert absent(page) == [
         "mmattn live", "mmattn serve --share", "adapters/pretrained.py", "docs/draw.py", "make nothing",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters.adapter_config import FORMAT_VERSION
+from mmattn.adapters.files import FORMAT_VERSION
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.storage.fingerprints import fingerprint
 from tests.adapters.adapter_folders import contents

@@ -1,4 +1,4 @@
-"""Makers of tiny random diffusion transformers, one for each family of diffusers: nothing is downloaded."""
+"""Makers of tiny random hosts of diffusers, by family or kind of UNet, and what any of them is called with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mmattn
 from mmattn.testing.case import stir
+from tests import tiny_unets
 from tests.tiny import MEMORY_DIM
 from tests.transformer_sizes import SIZES
 
@@ -30,7 +31,9 @@ def _empty_is_nan() -> Iterator[None]:
 
 
 def make(family: str = "SD3Transformer2DModel", seed: int = 0, **changes: Any) -> nn.Module:
-    """A tiny random transformer in eval mode, the same for the same `seed`; the caller's random state is left alone."""
+    """A tiny random transformer or UNet in eval mode, the same for the same `seed`."""
+    if family in tiny_unets.KINDS:
+        return tiny_unets.make(family, seed, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with _empty_is_nan():
@@ -51,7 +54,7 @@ def attach(host: Any, *, opened: bool = True, name: str = "default", **settings:
 
 
 def given(model: Any, rows: int = 3, seed: int = 0) -> dict[str, Any]:
-    """What a transformer is called with: picture, time step, text and whatever else it takes."""
+    """What a host of diffusers is called with: picture, time step, text and whatever else it takes."""
     batch: dict[str, Any] = model.example_batch(torch.Generator().manual_seed(seed), None, rows)
     return batch
 

@@ -23,11 +23,11 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmattn.recipes import assets_folder, find_recipe, load_recipe
+from mmattn.recipes import find_recipe, load_recipe
 
 HERE = Path(__file__).parent
 flora = load_recipe(find_recipe("vision").folder, "flora")
-make_lm = load_recipe(assets_folder() / "lm", "make_lm")
+make_lm = load_recipe(Path("assets/lm"), "make_lm")
 NAME, SIZE, CONTEXT = "tiny-flora", 64, 64
 MEAN, STD = (0.45, 0.45, 0.4), (0.27, 0.25, 0.27)
 

@@ -9,12 +9,11 @@ from mmattn.lazy import lazy_exports
 if TYPE_CHECKING:
     from mmattn.adapters.chunked import ChunkedAdapter
     from mmattn.adapters.composed import ComposedAdapter
-    from mmattn.adapters.decoupled import DecoupledAdapter
+    from mmattn.adapters.decoupled import DecoupledAdapter, JointDecoupledAdapter
     from mmattn.adapters.fused_cache import FusedCacheAdapter
     from mmattn.adapters.gated import GatedAdapter
     from mmattn.adapters.inserted import InsertedAdapter
     from mmattn.adapters.joined import JoinedAdapter
-    from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
     from mmattn.adapters.passages import PassageAdapter
     from mmattn.adapters.prefix import PrefixAdapter
 

@@ -192,19 +192,11 @@ def random_memory(
 
 Kind = TypeVar("Kind", bound=type)
 
-_BUILT_IN = (
-    "chunked",
-    "composed",
-    "decoupled",
-    "fused_cache",
-    "gated",
-    "inserted",
-    "joined",
-    "joint_decoupled",
-    "passages",
-    "prefix",
+_METHODS = ("chunked", "composed", "decoupled", "fused_cache", "gated", "inserted", "joined", "passages", "prefix")
+_KINDS = Registry(
+    "the adapter kind",
+    {kind: f"mmattn.adapters.{kind}" for kind in _METHODS} | {"joint_decoupled": "mmattn.adapters.decoupled"},
 )
-_KINDS = Registry("the adapter kind", {kind: f"mmattn.adapters.{kind}" for kind in _BUILT_IN})
 
 
 def register_adapter(adapter: Kind) -> Kind:

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from mmattn.cli import encode, index, inspect, pipelines, recipes
+from mmattn.errors import MmattnError
 from mmattn.progress import recorded_interrupts
 
 # Optional imports of transformers, peft and diffusers warn of things that a user of a command cannot change.
@@ -35,7 +36,6 @@ app = typer.Typer(
 app.command()(recipes.demo)
 app.command()(encode.encode)
 app.command()(recipes.train)
-app.command()(recipes.schema)
 app.command()(inspect.compare)
 app.command()(pipelines.caption)
 app.command()(pipelines.draw)
@@ -96,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from mmattn.inspect.environment import missing_extra
 
             error = missing_extra(error.name) or error
-        errors = sys.modules.get("mmattn.errors")
-        if debug or errors is None or not isinstance(error, (errors.MmattnError, OSError)):
+        if debug or not isinstance(error, (MmattnError, OSError)):
             raise
         typer.echo(f"mmattn: {error}", err=True)
         sys.exit(2)

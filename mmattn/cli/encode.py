@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mmattn.errors import ConfigError
+
 
 def encode(
     source: Annotated[
@@ -55,9 +57,8 @@ def encode(
 
     from mmattn.data.encoded import first_few
     from mmattn.encoders.base import load_image_encoder, load_text_encoder
-    from mmattn.errors import ConfigError
+    from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
-    from mmattn.recipes import resolve_asset
     from mmattn.training import (
         drop_errors,
         encode_dataset,
@@ -69,7 +70,7 @@ def encode(
     )
 
     named = dict(map(_pair, columns)) if columns else None
-    rows = read_rows(resolve_asset(source), split=split, columns=named, template=template)
+    rows = read_rows(str(resolve(source)), split=split, columns=named, template=template)
     if encoding_of(rows) is not None:
         raise ConfigError(f"{source} is encoded already: give the rows that are to be encoded")
     kinds = memory_kinds(rows)
@@ -79,9 +80,9 @@ def encode(
     encoders: dict[str, Any] = {}
     with without_progress_bars():
         if "pictures" in kinds:
-            encoders["pictures"] = load_image_encoder(resolve_asset(encoder), accelerator.device, pooled=pooled)
+            encoders["pictures"] = load_image_encoder(encoder, accelerator.device, pooled=pooled)
         if "passages" in kinds:
-            encoders["passages"] = load_text_encoder(resolve_asset(text_encoder), pooling, accelerator.device)
+            encoders["passages"] = load_text_encoder(text_encoder, pooling, accelerator.device)
     shards = out.with_name(f"{out.name}.shards")
     encoded = encode_dataset(
         rows,
@@ -105,7 +106,6 @@ def encode(
 
 
 def _pair(text: str) -> tuple[str, str]:
-    from mmattn.errors import ConfigError
 
     key, sign, name = text.partition("=")
     if not (key and sign and name):

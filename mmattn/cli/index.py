@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mmattn.errors import AdapterFileError, ConfigError, TextError, check_float, check_int
+
 #: The score that an entry must have at least where scores are cosines and no other threshold is given: the default
 #: encoder gives texts that have nothing in common up to 0.2.
 COSINE_THRESHOLD = 0.2
@@ -55,9 +57,7 @@ def build_index(
 
     from mmattn.data.encoded import first_few
     from mmattn.encoders.base import load_text_encoder
-    from mmattn.errors import ConfigError
     from mmattn.models.loading import without_progress_bars
-    from mmattn.recipes import resolve_asset
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
 
@@ -74,7 +74,7 @@ def build_index(
         return _build_for(files, out, store, for_)
     shards = out.with_name(f"{out.name}.shards")
     with without_progress_bars():
-        text_encoder = load_text_encoder(resolve_asset(encoder))
+        text_encoder = load_text_encoder(encoder)
     # Before anything is embedded: a misspelt store, or one that is not installed, is refused at once.
     index = Index.build([], encoder=text_encoder, store=store)
     chunks = out.with_name(f"{out.name}.chunks.jsonl")
@@ -97,7 +97,6 @@ def build_index(
 
 def _check_paths(files: list[Path], out: Path) -> None:
     """Refuse files that are not there, and a file in place of the folder of an index."""
-    from mmattn.errors import AdapterFileError, ConfigError
 
     for file in files:
         if not (file.is_file() or file.is_dir()):
@@ -110,7 +109,6 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
     """Cut the texts in a folder into chunks, and write them as JSON lines."""
     import json
 
-    from mmattn.errors import TextError
     from mmattn.retrieval.chunking import chunk
     from mmattn.storage.files import files_below, write_text
 
@@ -142,12 +140,12 @@ def _read_by(host: str, encoder: str, texts: list[str], out: Path) -> None:
 
 def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     """Build an index with the fields that an adapter reads."""
+    from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
-    from mmattn.recipes import resolve_asset
     from mmattn.storage.json_files import read_json
 
-    folder = Path(resolve_asset(adapter))
+    folder = Path(resolve(adapter))
     config = PipelineConfig.load(folder)
     rows = [row for file in files for row in read_entries(file)]
     with without_progress_bars():
@@ -162,7 +160,6 @@ def copy_index(
     store: Annotated[str, typer.Argument(metavar="ADDRESS", help="Such as postgresql://user@host/database#table.")],
 ) -> None:
     """Write the entries of an index into a database, where ask, serve and search find them by the same address."""
-    from mmattn.errors import ConfigError
     from mmattn.retrieval.index import Index
 
     if ":" not in store:
@@ -185,16 +182,14 @@ def search_index(
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.base import load_text_encoder
-    from mmattn.errors import check_float, check_int
     from mmattn.models.loading import without_progress_bars
-    from mmattn.recipes import resolve_asset
     from mmattn.retrieval.index import Index
 
     check_int("top_k", top_k)
     if score_threshold is not None:
         check_float("score_threshold", score_threshold)
     with without_progress_bars():
-        index = Index.open(folder, encoder=load_text_encoder(resolve_asset(encoder)))
+        index = Index.open(folder, encoder=load_text_encoder(encoder))
         hits = index.search([query], top_k if rerank is None else 10 * top_k)
         found = hits.scores[0][hits.mask[0]].tolist()
         if score_threshold is None and index.metric == "cosine":

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from mmattn.errors import ConfigError, MissingExtraError
+
 
 def attach_check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a short name, or a name on the hub.")],
@@ -56,7 +58,6 @@ def doctor(
     """
     import json
 
-    from mmattn.errors import ConfigError
     from mmattn.inspect.diagnosis import diagnose, doctor as examine
     from mmattn.inspect.evidence import plain_pictures
     from mmattn.inspect.report import LookingReport, Report
@@ -130,7 +131,6 @@ def compare(
     A folder that `mmattn train --seeds` wrote is one run: means of its seeds, ± half the range in the tables. Without
     matplotlib there is no picture.
     """
-    from mmattn.errors import MissingExtraError
     from mmattn.inspect.plots import plot_curves
     from mmattn.training.compare import METRICS, compare_runs, curves_of, read_seeds
 

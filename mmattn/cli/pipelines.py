@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mmattn.errors import ConfigError, import_extra
+
 
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format, or folders.")],
@@ -85,7 +87,6 @@ def ask(
     The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
     with the text instead, and the number is the share over all of it.
     """
-    from mmattn.errors import ConfigError
     from mmattn.pipelines import pipeline
 
     by_host = host is not None or encoder is not None
@@ -134,8 +135,6 @@ def serve(
     import logging
     import os
 
-    from mmattn.errors import import_extra
-
     uvicorn = import_extra("uvicorn", "serve")
     import_extra("fastapi", "serve")
     import_extra("prometheus_client", "serve")
@@ -176,7 +175,6 @@ def _has_tokens(index: str) -> bool:
 
 def _pipeline(adapter: Path, device: str | None, tasks: tuple[str, ...] = (), index: str | None = None) -> Any:
     """Load the pipeline of an adapter's folder, for one of the tasks."""
-    from mmattn.errors import ConfigError
     from mmattn.pipelines import pipeline
 
     pipe = pipeline(str(adapter), device=device, index=index)

@@ -1,4 +1,4 @@
-"""Commands around recipes: `demo`, `train`, `schema`, `ls` and `cp`."""
+"""Commands around recipes: `demo`, `train`, `ls` and `cp`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mmattn.cli.inspect import write_runs
+from mmattn.errors import ConfigError
 
 
 def demo() -> None:
@@ -61,29 +62,6 @@ def train(
         typer.echo(run_seeds(config, overrides or (), _numbers(seeds)))
 
 
-def schema(
-    name: Annotated[str, typer.Argument(metavar="RECIPE|CONFIG", help="A name from `mmattn ls`, or a settings file.")],
-) -> None:
-    """Print the JSON schema of a recipe's settings.
-
-    Editors that know it complete and check a config.yaml while it is written.
-    """
-    import json
-
-    from mmattn.errors import ConfigError
-    from mmattn.recipes import find_recipe, load_recipe, read_settings
-    from mmattn.recipes.runner import recipe_of
-
-    config = Path(name)
-    if config.suffix in (".yaml", ".yml"):
-        folder = recipe_of(config, read_settings(config))
-    else:
-        folder = find_recipe(name).folder
-    if not (folder / "settings.py").is_file():
-        raise ConfigError(f"{folder} has no settings.py, so the recipe {name!r} has no settings to describe")
-    typer.echo(json.dumps(load_recipe(folder, "settings").Config.model_json_schema(), indent=2))
-
-
 def list_all(
     runs: Annotated[Path, typer.Option(help="Where trained adapters are looked for.")] = Path("runs"),
 ) -> None:
@@ -127,7 +105,6 @@ def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
     import os
     import tempfile
 
-    from mmattn.errors import ConfigError
     from mmattn.recipes import read_settings, run_recipe
     from mmattn.training import DryRunEnded, dry_run
 
@@ -149,8 +126,6 @@ def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
 
 def _numbers(text: str) -> list[int]:
     """Return the seeds of "0,1,2"."""
-    from mmattn.errors import ConfigError
-
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:

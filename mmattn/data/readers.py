@@ -47,8 +47,8 @@ def read_rows(
     - A folder of pictures: with a `.txt` of the same name beside each, or as `load_dataset("imagefolder")` reads them,
       with `metadata.jsonl` or class folders.
     - Tars of webdataset: a .tar, or a pattern such as "data/*.tar".
-    - A dataset that was saved to a folder (`save_to_disk`, `mmattn encode`), any other folder that `load_dataset`
-      reads, or the name of a dataset on the hub.
+    - A dataset that was saved to a folder or an address of fsspec (`save_to_disk`, `mmattn encode`), any other folder
+      that `load_dataset` reads, or the name of a dataset on the hub.
 
     Args:
         path: of the file or folder, a pattern, or a name on the hub.
@@ -121,7 +121,7 @@ def _load(path: str, split: str | None, streaming: bool) -> Any:
     options: dict[str, Any] = {"split": split, "streaming": streaming}
     tars = sorted(map(Path, glob.glob(path))) if path.endswith(".tar") else []
     try:
-        if _is_saved(place):
+        if "://" in path or _is_saved(place):
             dataset = datasets.load_from_disk(path)
             if isinstance(dataset, datasets.Dataset):
                 dataset = datasets.DatasetDict(train=dataset)

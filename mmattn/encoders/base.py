@@ -20,6 +20,7 @@ from mmattn.encoders.images import MAX_PIXELS, PixelProcessor, image_list
 from mmattn.errors import ConfigError, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
+from mmattn.models.shipped import find_asset
 from mmattn.progress import batches
 from mmattn.storage.tensor_cache import TensorVersion
 from mmattn.tokenization import check_text
@@ -292,7 +293,7 @@ def load_image_encoder(name: str, device: str | torch.device | None = None, *, p
         MissingExtraError: its library is not installed.
         AdapterFileError: there is none of this name.
     """
-    name = name if os.path.exists(name) else _SHORT_NAMES.get(name, name)
+    name = find_asset(name if os.path.exists(name) else _SHORT_NAMES.get(name, name))
     default = "style" if name.endswith(".safetensors") else "timm" if _is_timm_folder(name) else "openclip"
     kind, rest = _split(name, default)
     return _load(kind, rest, ImageEncoder, device, pooled=pooled)
@@ -315,6 +316,7 @@ def load_text_encoder(
         MissingExtraError: its library is not installed.
         AdapterFileError: there is none of this name.
     """
+    name = find_asset(name)
     is_clip = (Path(name) / "open_clip_config.json").is_file()
     default = "openclip-text" if is_clip else _file_kind(name) if name.endswith(".safetensors") else "text"
     kind, rest = _split(name, default)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-    from mmattn.hosts.base import AdaptedModel
+    from mmattn.hosts.model import AdaptedModel
     from mmattn.retrieval import Index
 
 NAME = "mmattn"

@@ -10,7 +10,6 @@ from mmattn.lazy import lazy_exports
 if TYPE_CHECKING:
     from mmattn.hosts.attach import host_kinds, register_host
     from mmattn.hosts.attach_report import AttachReport, attach_check
-    from mmattn.hosts.base import AdaptedModel
     from mmattn.hosts.causal_lm.model import AdaptedCausalLM
     from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning
     from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.encoder import AdaptedEncoder
     from mmattn.hosts.encoder_decoder import AdaptedEncoderDecoder
     from mmattn.hosts.loading import load, load_published
+    from mmattn.hosts.model import AdaptedModel
     from mmattn.kv_store.passages import PassageCache
 
 __all__ = [

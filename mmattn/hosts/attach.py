@@ -10,10 +10,10 @@ from torch import nn
 
 from mmattn.adapters.protocols import AdapterConfig
 from mmattn.errors import AttachError, ConfigError
-from mmattn.hosts.base import AdaptedModel, adapted
+from mmattn.hosts.attachment import check_host, outside_modes
 from mmattn.hosts.diffusion.heads import is_of_diffusers
 from mmattn.hosts.interop.quantised import stored
-from mmattn.hosts.ownership import check_host, outside_modes
+from mmattn.hosts.model import AdaptedModel, adapted
 from mmattn.lazy import Registry
 
 Kind = TypeVar("Kind", bound=type[AdaptedModel])

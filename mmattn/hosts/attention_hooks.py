@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.probe import in_eval_mode, output_of, text_inputs

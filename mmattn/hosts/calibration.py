@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.gated_block import BlockLayers, Gate
+from mmattn.adapters.gated.block import BlockLayers, Gate
+from mmattn.hosts.attachment import outside_modes
 from mmattn.hosts.context import step_of
-from mmattn.hosts.hooks import HookedModel
-from mmattn.hosts.ownership import outside_modes
 from mmattn.hosts.probe import in_eval_mode
 
 #: Hidden states of a block that are measured.
@@ -19,7 +19,7 @@ MOST = 8192
 
 
 @contextlib.contextmanager
-def calibrating(model: HookedModel, processes: int = 1) -> Iterator[None]:
+def calibrating(model: Any, processes: int = 1) -> Iterator[None]:
     """Calibrate the fresh gated adapters of a model by what they read in the forwards inside the block.
 
     Of several processes each reads rows of its own, and all calibrate by those of all.
@@ -59,13 +59,13 @@ def _of_all_processes(tokens: dict[int, Tensor], processes: int) -> dict[int, Te
     return {layer: torch.cat([one[layer] for one in gathered if layer in one]) for layer in layers}
 
 
-def fresh_adapters(model: HookedModel) -> list[BlockLayers]:
+def fresh_adapters(model: Any) -> list[BlockLayers]:
     """Return the adapters of gated blocks that were never trained: all their gates are 0."""
     layers = [one for one in map(model.adapter, model.adapters) if isinstance(one, BlockLayers)]
     return [one for one in layers if not any(bool(gate.gate.any()) for gate in one.modules() if isinstance(gate, Gate))]
 
 
-def _attending(model: HookedModel, x: Tensor, seen: object) -> Tensor:
+def _attending(model: Any, x: Tensor, seen: object) -> Tensor:
     """Return the hidden states (n, d) among x (b, l, d) of tokens that attend to a slot and are no padding."""
     step = step_of(model)
     real = None if step is None or step.details is None else step.details.attention_mask

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
-from mmattn.errors import ConditionError, ConfigError, check_float
+from mmattn.errors import ConditionError
 from mmattn.memory import Memory
 
 
@@ -72,20 +72,6 @@ def prepared_for_graphs(call: Call | None) -> Iterator[None]:
     yield
     for source in call.sources.values():
         source.check_graph()
-
-
-def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collection[str]) -> dict[str, float]:
-    """Return the factor of the result of each adapter of a call."""
-    if type(adapter_scale) is float and adapter_scale == 1.0:
-        return dict.fromkeys(names, 1.0)
-    if not isinstance(adapter_scale, Mapping):
-        return dict.fromkeys(names, check_float("adapter_scale", adapter_scale))
-    if set(adapter_scale) != set(names):
-        raise ConfigError(
-            f"adapter_scale by name must name the adapters that are given a memory, {sorted(names)}, and names "
-            f"{list(adapter_scale)}"
-        )
-    return {name: check_float(f"adapter_scale[{name!r}]", one) for name, one in adapter_scale.items()}
 
 
 #: Arguments of a host by name, as a call gives them; and with what changes them.
@@ -215,7 +201,16 @@ class OpenBlocks:
                     is_set, call = True, block.call
         return InForce(is_set, call, disabled)
 
-    def warn_of_others(self) -> None:
+    def of_call(self, required: bool) -> InForce:
+        """Return what is `in_force`, for a call; without a block it may not need a memory, or is meant to have one."""
+        in_force = self.in_force()
+        if not in_force.is_set:
+            check_not_required(required)
+            if not torch.compiler.is_compiling():
+                self._warn_of_others()
+        return in_force
+
+    def _warn_of_others(self) -> None:
         """Warn once if a memory is set in another thread, or its block has ended, where a call has none."""
         here = threading.get_ident()
         ended = [one for one in _BLOCKS.get() if one.home is self and one.is_condition and one.thread != here]
@@ -231,6 +226,15 @@ class OpenBlocks:
 
     def __deepcopy__(self, memo: dict[int, object]) -> OpenBlocks:
         return OpenBlocks()
+
+
+def check_not_required(required: bool) -> None:
+    """Refuse a call without a memory, where one is required."""
+    if required:
+        raise ConditionError(
+            "this host was attached with require_memory=True and called without: give memory= or use condition(); a "
+            "new thread does not inherit a block"
+        )
 
 
 def _generator_around(frame: FrameType | None) -> FrameType | None:

@@ -14,10 +14,10 @@ from mmattn.adapters.language_models import device_of, text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call, ForwardStep, Handle, Keywords, Positional
 from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
 from mmattn.hosts.layers import find_layers, layers_width
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import host_inputs, probe_adapter, random_ids
 
 
@@ -88,7 +88,8 @@ class AdaptedEncoder(AdaptedModel):
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
-        probe_adapter(self, adapter, partial(host_inputs, self.host), None, any_output=True)
+        inputs = partial(host_inputs, self.host)
+        probe_adapter(self.host, self.open_blocks, adapter, inputs, None, any_output=True)
 
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords

@@ -16,14 +16,14 @@ from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.cache_memory import check_with_memory, noted
 from mmattn.hosts.causal_lm.generation import asked, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
-from mmattn.hosts.context import Action, Call, ForwardStep, Keywords, Positional
+from mmattn.hosts.context import Call, ForwardStep, Keywords, Positional
 from mmattn.hosts.encoder import check_reads_at_once
 from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
 from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, random_ids, token_ids
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         check_reads_at_once(adapter, self.host)
         length = LENGTH if adapter.sites[0].part == DECODER else None
         host: PreTrainedModel = self.host
-        probe_adapter(self, adapter, partial(_inputs, host), length, any_output=not host.can_generate())
+        inputs, any_output = partial(_inputs, host), not host.can_generate()
+        probe_adapter(host, self.open_blocks, adapter, inputs, length, any_output)
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
         """Return the decoder's ids or embeddings of this forward, and the length of its cache."""
@@ -131,7 +132,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         text = self.text_state(call, args, kwargs)
         if text.cache is not None and noted(text.cache) is None:
             check_with_memory(self.host, call, text)
-        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+        actions = self.actions(call, disabled, text)
+        return ForwardStep(self, host, None, {site: one for site, one in actions.items() if not self.is_apart(site[0])})
 
     def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> Sources:
         """Return memory and scale of each adapter in the encoder."""
@@ -166,7 +168,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             self.encoder_outputs.add(output, self._encoder_sources(call, disabled))
 
     def _host_generate(self, *args: object, **kwargs: Any) -> Tensor | ModelOutput:
-        call, disabled = self.current_call()
+        call, disabled = self.open_blocks.of_call(self.require_memory)[1:]
         if call is not None:
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
             # Whisper pads the recordings that have not ended to a static batch, so their rows are not known.
@@ -177,15 +179,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             ):
                 raise ConditionError("Whisper with a static cache takes a memory of one row: generate row by row")
         return super()._host_generate(*args, **kwargs)
-
-    def actions(
-        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
-    ) -> dict[tuple[int, str], list[Action]]:
-        """Return the actions of the active adapters at each site of the decoder, or at one site."""
-        actions = super().actions(call, disabled, text, site)
-        if site is not None:
-            return actions
-        return {place: one for place, one in actions.items() if not self.is_apart(place[0])}
 
     def generate_batch(self, inputs: Sequence[list[int]], *, memory: object = None, **kwargs: object) -> NoReturn:
         """Raise ConditionError: transformers batches requests continuously for decoder-only models."""

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.host_attention import HostAttention
-from mmattn.adapters.text_state import TextState
+from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.core.device_checks import UNDER_WAY, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attention_hooks import AttentionHook
 from mmattn.hosts.context import (
     THREAD,
-    Action,
     Arguments,
-    Call,
     ForwardStep,
     Handle,
     Keywords,
@@ -34,10 +30,8 @@ from mmattn.hosts.context import (
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
-from mmattn.hosts.ownership import forget_compiled
 from mmattn.hosts.probe import change_streams
 from mmattn.hosts.recomputation import keep_context, refuse_other_context
-from mmattn.hosts.saving import SavedModel
 
 States = TypeVar("States", Tensor, HostAttention)
 
@@ -53,7 +47,7 @@ class CrossAttentionHook:
 
     position = ""
 
-    def __init__(self, model: HookedModel, layer: int) -> None:
+    def __init__(self, model: Any, layer: int) -> None:
         self.model, self.layer = model, layer
         self.site = layer, self.position
         self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
@@ -115,7 +109,7 @@ class JoinMemory(CrossAttentionHook):
         return joined if joined is x or step is None else replace(joined, masks=step.masks)
 
 
-def hook_layer(model: HookedModel, module: nn.Module, layer: int, position: str) -> Handle:
+def hook_layer(model: Any, module: nn.Module, layer: int, position: str) -> Handle:
     """Hook adapters to a layer; first among its hooks, since those that record must see what the adapters added."""
     if position == "joined":
         return AttentionHook(module, JoinMemory(model, layer))
@@ -127,7 +121,7 @@ def hook_layer(model: HookedModel, module: nn.Module, layer: int, position: str)
 class BeforeHost:
     """A forward pre-hook of a host: asks the memories of the current call what this forward attends to."""
 
-    def __init__(self, model: HookedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self._signatures: dict[type, Signature] = {type(model.host): signature_of(model.host)}
 
@@ -144,7 +138,7 @@ class BeforeHost:
             refuse_misplaced(host, kwargs)
         if host.training and torch.is_grad_enabled() and not compiled:
             keep_context(host)
-        call, disabled = model.call_of_forward(host, args, kwargs)
+        call, disabled = model.call_of_forward(args, kwargs)
         if call is None:
             if outer is not None:
                 THREAD.step = ForwardStep(model, host, outer, {})
@@ -201,7 +195,7 @@ def refuse_misplaced(host: nn.Module, kwargs: Arguments) -> None:
 class AfterHost:
     """Sees that memory reached every layer it was meant for, and ends the forward, also when the host failed."""
 
-    def __init__(self, model: HookedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def __call__(self, host: nn.Module, args: Positional, output: object) -> None:
@@ -271,7 +265,7 @@ def _close_call(model: nn.Module) -> None:
         THREAD.calls.pop()[1].close()
 
 
-def leave_uncompiled(model: HookedModel) -> list[Handle]:
+def leave_uncompiled(model: Any) -> list[Handle]:
     """Have the hooks of a compiled host run as they are, before and after its graph, and return those of the model."""
     if not _BESIDE_GRAPHS:
         return []
@@ -283,136 +277,3 @@ def leave_uncompiled(model: HookedModel) -> list[Handle]:
         model.register_forward_pre_hook(before_model, with_kwargs=True),
         model.register_forward_hook(after_model, always_call=True),
     ]
-
-
-class HookedModel(SavedModel):
-    """The memories of one forward of a host, and the hooks that ask for them."""
-
-    # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
-    stream_axis: int | None = None
-    # Calls without a memory raise instead of giving the host's own answer.
-    require_memory: bool = False
-
-    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """Return the text of one forward; by default the first argument, without a cache."""
-        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-        return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
-
-    def current_call(self) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a call made here, and the adapters that do not exist for it."""
-        is_set, call, disabled = self.open_blocks.in_force()
-        if not is_set:
-            self.miss_memory()
-        return call, disabled
-
-    def miss_memory(self) -> None:
-        """Warn of a memory that is set elsewhere, where a call finds none."""
-        if self.require_memory:
-            raise ConditionError(
-                "this host was attached with require_memory=True and called without: give memory= or use condition(); "
-                "a new thread does not inherit a block"
-            )
-        if not torch.compiler.is_compiling():
-            self.open_blocks.warn_of_others()
-
-    def asks_by_layer(self, call: Call) -> bool:
-        """Return whether the layers of a compiled host can ask a memory for themselves, as if called alone."""
-        return not any(source.follows_text for source in call.sources.values())
-
-    def call_of_forward(
-        self, host: nn.Module, args: Positional, kwargs: Keywords
-    ) -> tuple[Call | None, frozenset[str]]:
-        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
-        return self.current_call()
-
-    def forward_step(
-        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
-    ) -> ForwardStep:
-        """Return the actions of the adapters in one forward of the host."""
-        text = self.text_state(call, args, kwargs)
-        return ForwardStep(self, host, None, self.actions(call, disabled, text))
-
-    def actions(
-        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
-    ) -> dict[tuple[int, str], list[Action]]:
-        """Return the actions of the active adapters at each site, or at one."""
-        actions: dict[tuple[int, str], list[Action]] = {}
-        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
-        for name, source in call.sources.items():
-            adapter = adapters[name]
-            if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
-                continue
-            if source.follows_text:
-                # This very host may be called for it, without a memory.
-                with self.open_blocks.conditioned(None):
-                    view = source.step(text)
-            else:
-                view = source.step(text)
-            if text.packed is not None and not view.is_packed:
-                view = view.pack(text.packed)
-            blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
-            for place in adapter.places if site is None else [site]:
-                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))
-        return actions
-
-    def is_apart(self, layer: int) -> bool:
-        """Return whether a layer is in a part (an encoder) that is called by itself, with its own rows and tokens."""
-        return False
-
-    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
-        """Return the actions on hidden states x (b, l, d) if only a part of the host was called."""
-        call, disabled = self.current_call()
-        if call is None:
-            return ()
-        text = TextState(
-            x.shape[0],
-            x.shape[1],
-            images=call.images,
-            arrivals=call.arrivals,
-            expansions=call.expansions,
-            layer=site[0],
-        )
-        return self.actions(call, disabled, text, site).get(site, ())
-
-    def refresh_hooks(self) -> None:
-        """Hook exactly the sites of the present adapters."""
-        forget_compiled()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = self.install_hooks() + leave_uncompiled(self)
-
-    def install_hooks(self) -> list[Handle]:
-        """Hook the adapters to the host and its layers, and return the handles."""
-        hooks: list[Handle] = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(self), always_call=True),
-        ]
-        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
-        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
-
-    def used_sites(self) -> dict[tuple[int, str], str]:
-        """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
-        sites = {
-            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
-        }
-        return dict(sorted(sites.items()))
-
-    def lost_layers(self, step: ForwardStep) -> list[int]:
-        """Return the layers that memory was meant for in a forward and did not reach."""
-        return sorted({layer for layer, _ in step.actions} - step.visited)
-
-    def check_reached(self, layers: Sequence[int]) -> None:
-        """Refuse an output that memory did not reach because layers of the host were replaced."""
-        parts = set(self.host.modules())
-        lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
-        if lost:
-            raise ConditionError(
-                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after attach, and memory did "
-                "not reach them: unload() before you change the host, and attach again"
-            )
-
-    def check_answer(self, step: ForwardStep, output: object) -> None:
-        """Refuse an output that is not finite."""
-
-    def note_output(self, output: object) -> None:
-        """Note the output of a forward without actions, as in a compiled graph."""

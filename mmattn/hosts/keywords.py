@@ -7,8 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -80,38 +79,20 @@ def _renamed(forward: Callable[..., object]) -> dict[str, str]:
     return names
 
 
-def shown_as(model: Any, host: nn.Module) -> Any:
-    """Return the class of an adapted model whose forward has the signature of the host's, with our keywords beside it.
-
-    Trainers ask a model's forward which columns of the data it reads, and its class which of them are labels.
-    """
-    kinds: list[Any] = [type(model), type(host), type(inner_host(host))]
-    return _shown_as(*kinds)
-
-
-@functools.cache
-def _shown_as(kind: Any, host: Any, inner: Any) -> Any:
-    method: Any = kind.forward
-
-    # A copy, not a wrapper: torch.compile and torch.export follow it as they follow the original.
-    forward: Any = FunctionType(
-        method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__
-    )
-    functools.update_wrapper(forward, method)
-    forward.__kwdefaults__ = method.__kwdefaults__
-    del forward.__wrapped__
-
-    theirs, ours = inspect.signature(host.forward), inspect.signature(method)
+def shown_signature(
+    method: Callable[..., object], memory_keywords: Sequence[str], host: nn.Module
+) -> inspect.Signature:
+    """Return the signature of a host's forward, with the parameters of a method of ours and our keywords beside it."""
+    forward, inner = type(host).forward, type(inner_host(host)).forward
+    theirs, ours = inspect.signature(forward), inspect.signature(method)
     # A kind that names what it is given by its place says the order.
     first = theirs if any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values()) else ours
     parameters = {name: one for name, one in first.parameters.items() if one.kind is not Parameter.VAR_KEYWORD}
-    for named in (_parameters(host.forward), _parameters(inner.forward), _parameters(method)):
+    for named in (_parameters(forward), _parameters(inner), _parameters(method)):
         for name, one in named.items():
-            parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
-    for name in kind.memory_keywords:
+            if name != "labels" or named is not _parameters(method):
+                parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
+    for name in memory_keywords:
         parameters.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
     parameters |= {name: one for name, one in theirs.parameters.items() if one.kind is Parameter.VAR_KEYWORD}
-    ordered = sorted(parameters.values(), key=lambda one: one.kind)
-    forward.__signature__ = theirs.replace(parameters=ordered)
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
-    return type(f"Adapted{host.__name__}", (kind,), names)
+    return theirs.replace(parameters=sorted(parameters.values(), key=lambda one: one.kind))

@@ -93,7 +93,7 @@ def _order(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> list[tuple[st
                 hooks.enter_context(layer.register_forward_hook(listen(name, number)))
         for inputs in host_inputs(host, _ROWS):
             order.clear()
-            with contextlib.suppress(Exception):  # what it is about, the probe of the layers says
+            with contextlib.suppress(Exception):  # the probe reports the cause
                 host(**inputs)
                 break
     return order

@@ -12,16 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.adapter_config import Shapes, check_tensors, parse_config
+from mmattn.adapters.files import CONFIG, TENSORS, Shapes, check_tensors, load_folder, parse_config
 from mmattn.adapters.language_models import depth_of, text_config, width_of
 from mmattn.adapters.protocols import AdapterConfig
-from mmattn.adapters.serialization import CONFIG, TENSORS, load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.attachment import outside_modes
 from mmattn.hosts.interop.hub import local_folder
-from mmattn.hosts.ownership import outside_modes
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.saving import SETTINGS, STATE, Description, host_fingerprint, host_sizes, saved_settings
 from mmattn.models.loading import read_weights
 
@@ -96,7 +95,7 @@ def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> Ada
             f"{host_class} of kind {model.kind!r}: load that host"
         )
     sites = settings.sites(model)
-    saved, here = config["host"], host_sizes(model, sites[0].position)
+    saved, here = config["host"], host_sizes(model.sites(sites[0].position))
     if any(saved[size] != here[size] for size in here):
         raise AdapterFileError(
             f"this adapter was made for a {saved['class']} with {saved['num_layers']} layers of width "
@@ -162,11 +161,11 @@ def _read_folder(model: AdaptedModel, folder: str | PathLike[str]) -> tuple[Adap
 
 def _fingerprints(model: AdaptedModel) -> Iterator[str | None]:
     """Yield the fingerprints of the host as it is, and in the dtypes that hosts are stored in."""
-    yield host_fingerprint(model)
+    yield host_fingerprint(model.host)
     dtypes = {value.dtype for value in model.host.parameters() if value.is_floating_point()}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if dtypes != {dtype}:
-            yield host_fingerprint(model, dtype)
+            yield host_fingerprint(model.host, dtype)
 
 
 @outside_modes()
@@ -243,7 +242,7 @@ def load_published(
     """
     if isinstance(host, AdaptedModel):
         host = host.host
-    from mmattn.adapters.published_gated import TextHost, read_published
+    from mmattn.adapters.gated.published import TextHost, read_published
 
     tensors, source = _read_pretrained(weights)
     config, depth = text_config(host), depth_of(host)

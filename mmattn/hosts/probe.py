@@ -16,7 +16,6 @@ from mmattn.adapters.diffusers_hooks import dtype_of
 from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Handle, LayerOutput, OpenBlocks, Positional, forward_resumed
-from mmattn.hosts.ownership import AttachedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -113,14 +112,15 @@ def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], rows: int
 
 
 def probe_adapter(
-    model: AttachedModel,
+    host: nn.Module,
+    open_blocks: OpenBlocks,
     adapter: AdapterLayers,
     inputs: Inputs,
     length: int | None = LENGTH,
     any_output: bool = False,
 ) -> int | None:
     """Check that changes of the hidden states at an adapter's layers reach the output."""
-    host, position = model.host, adapter.position
+    position = adapter.position
     numbers = [site.layer for site in adapter.sites]
     layers = [host.get_submodule(site.module) for site in adapter.sites]
     if any(hasattr(layer, "backward_pass") for layer in layers):
@@ -152,7 +152,7 @@ def probe_adapter(
 
         return install
 
-    with model.open_blocks.conditioned(None):
+    with open_blocks.conditioned(None):
         hooks = [hook(one) for one in layers]
         lost = set(unreached(host, hooks, lambda rows: output_of(host, inputs(rows), rows, any_output)))
     lost |= {site for site in range(len(layers)) if site + 1 not in axes}

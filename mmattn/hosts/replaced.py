@@ -1,6 +1,6 @@
 """Methods of torch, transformers and diffusers that are replaced on single objects, because upstream offers no hook.
 
-`replace_method` puts a method on the object, not on its class, and `restore_methods` takes it away again. Beside them,
+A method is put on the object, not on its class: on a host by `Attachment.replace`, which `unload` undoes. Beside them,
 `attention_hooks` replaces `config` of attention layers, and `recomputation` `_gradient_checkpointing_func` of layers.
 `tests/hosts/test_replaced.py` fails when upstream renames one of them or one of the arguments that are relied on.
 """
@@ -59,12 +59,6 @@ def replace_method(owner: object, name: str, method: Method) -> Method:
     original: Method = getattr(owner, name)
     vars(owner)[name] = method
     return original
-
-
-def restore_methods(owner: object, *names: str) -> None:
-    """Give an object the methods of its class again."""
-    for name in names:
-        vars(owner).pop(name, None)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmattn.adapters.language_models import call_by_name
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trace import Picture, Trace
 from mmattn.inspect.trial import evaluating, twin

@@ -11,14 +11,14 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from mmattn.adapters.files import load_folder
 from mmattn.adapters.language_models import given_cache
-from mmattn.adapters.serialization import load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int
 from mmattn.hosts import host_kinds, load
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Call, Keywords
+from mmattn.hosts.model import AdaptedModel
 from mmattn.inspect.answering import make_answer
 from mmattn.inspect.checks import CHECKS, OF_SLOTS, openings
 from mmattn.inspect.environment import version

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.errors import ConditionError, check_int
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Positional
+from mmattn.hosts.model import AdaptedModel
 
 
 class Attends(Protocol):

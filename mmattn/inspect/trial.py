@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.augmenting_model import AugmentedPrompt
-from mmattn.hosts.base import AdaptedModel
+from mmattn.adapters.composed import AugmentedPrompt
 from mmattn.hosts.context import Arguments, Keywords, Positional, is_reading_memory
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import in_eval_mode
 from mmattn.memory import Memory
 
@@ -89,7 +89,7 @@ class Trial:
     def host_output(self) -> Tensor:
         """The output of the host alone, of a copy without the hooks of its adapters."""
         bare = twin(self.model)
-        for hook in bare._hooks:
+        for hook in bare.attachment.hooks:
             hook.remove()
         with torch.random.fork_rng(cuda_devices(self.model)), bare.disable_adapter():
             return self._first_output(bare.host(**self._bare()))

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from mmattn import __version__
-from mmattn.adapters.adapter_config import Shapes, check_tensors
 from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.files import Shapes, check_tensors
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.core.kv_cache import KeyValue, pack
 from mmattn.core.quantization import quantize
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import making_sense, validated

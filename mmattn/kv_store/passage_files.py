@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn import __version__
-from mmattn.adapters.adapter_config import check_tensors
+from mmattn.adapters.files import check_tensors
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError
 from mmattn.kv_store.passage_selection import Passage, as_one

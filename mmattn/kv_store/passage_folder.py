@@ -6,19 +6,17 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError
-from mmattn.kv_store.greedy_dual import GreedyDual
 from mmattn.kv_store.passage_files import read_passages, write_passages
 from mmattn.kv_store.passage_selection import Ids, Passage
 from mmattn.storage.files import lock_folder, remove_leftovers
 
 SUFFIX = ".safetensors"
-Cost = Callable[[int], float]
 
 
 class PassageFolder:
@@ -29,19 +27,14 @@ class PassageFolder:
 
     Args:
         path: the folder; it is made.
-        max_bytes: of all files; None for no limit.
+        max_bytes: of all files; those that were used longest ago, by any process, are removed. None for no limit.
         host: names the weights and the prefix.
         adapter: for whose layers keys and values are.
         start: tokens of the prefix.
-        cost: of reading a passage of so many tokens with the host.
     """
 
-    def __init__(
-        self, path: str, max_bytes: int | None, host: str, adapter: PassageLayers, start: int, cost: Cost
-    ) -> None:
-        self.path, self._host, self._adapter, self._start, self._cost = path, host, adapter, start, cost
-        self._budget = GreedyDual[str](max_bytes) if max_bytes is not None else None
-        self._times: dict[str, int] = {}  # by file, when a process last used it
+    def __init__(self, path: str, max_bytes: int | None, host: str, adapter: PassageLayers, start: int) -> None:
+        self.path, self._max_bytes, self._host, self._adapter, self._start = path, max_bytes, host, adapter, start
         os.makedirs(path, exist_ok=True)
         for shard in self._shards():
             remove_leftovers(shard)
@@ -50,10 +43,10 @@ class PassageFolder:
         """Return whether there is a file of a passage."""
         return os.path.exists(self._file(ids))
 
-    def use(self, ids: Ids) -> None:
-        """Count a use of a passage."""
-        if self._budget is not None:
-            self._budget.use(self._file(ids))
+    def touch(self, ids: Ids) -> None:
+        """Note that a passage is used now, for every process."""
+        with contextlib.suppress(OSError):  # no file, or another user's
+            os.utime(self._file(ids))
 
     @contextlib.contextmanager
     def writing(self, passages: Iterable[Ids]) -> Iterator[None]:
@@ -69,9 +62,6 @@ class PassageFolder:
         path = self._file(ids)
         if not os.path.exists(path):
             return None
-        with contextlib.suppress(OSError):  # another user's file
-            os.utime(path)
-            self._times[path] = os.stat(path).st_mtime_ns
         try:
             _, passages = read_passages(path, self._digest(ids), self._adapter)
         except AdapterFileError:
@@ -83,35 +73,34 @@ class PassageFolder:
         return None
 
     def write(self, passage: Passage) -> None:
-        """Write a passage, if it is worth more than those that go for it; a full disk is a warning."""
+        """Write a passage, unless it is larger than all files may be; a full disk is a warning."""
         path = self._file(passage.ids)
         try:
-            if self._budget is None:
+            if self._max_bytes is None:
                 write_passages(path, [passage], self._digest(passage.ids), self._adapter)
                 return
-            with lock_folder(self.path):
-                self._look(self._budget)
-                # The header names each tensor in less than 256 bytes.
-                nbytes = passage.nbytes() + 8 * len(passage.ids) + 512 * (len(self._adapter.layers) + 4)
-                victims = self._budget.add(path, nbytes, self._cost(len(passage.ids)))
-                if victims is not None:
-                    for victim in victims:
-                        Path(victim).unlink(missing_ok=True)
+            # The header names each tensor in less than 256 bytes.
+            nbytes = passage.nbytes() + 8 * len(passage.ids) + 512 * (len(self._adapter.layers) + 4)
+            if nbytes <= self._max_bytes:
+                with lock_folder(self.path):
+                    self._evict(self._max_bytes - nbytes)
                     write_passages(path, [passage], self._digest(passage.ids), self._adapter)
         except OSError as error:
             warnings.warn(f"a passage was not written to {self.path!r}: {error}", RuntimeWarning, stacklevel=2)
 
-    def _look(self, budget: GreedyDual[str]) -> None:
-        """Bring the budget up to the files that are there; one that another process has used since is used."""
-        files: dict[str, tuple[int, float]] = {}
+    def _evict(self, max_bytes: int) -> None:
+        """Remove the files that were used longest ago, until the others have at most so many bytes."""
+        files: list[tuple[int, int, str]] = []
         for entry in (entry for shard in self._shards() for entry in os.scandir(shard)):
-            with contextlib.suppress(FileNotFoundError, ValueError):  # not a passage
-                state, tokens = entry.stat(), int(entry.name.removesuffix(SUFFIX).partition("-")[2])
-                if self._times.get(entry.path) != state.st_mtime_ns:
-                    self._times[entry.path] = state.st_mtime_ns
-                    budget.use(entry.path)
-                files[entry.path] = max(state.st_size, 1), self._cost(tokens)
-        budget.set_items(files)
+            with contextlib.suppress(FileNotFoundError):
+                if entry.name.endswith(SUFFIX):
+                    files.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= max_bytes:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
 
     def _shards(self) -> list[str]:
         return [entry.path for entry in os.scandir(self.path) if entry.is_dir()]
@@ -121,4 +110,4 @@ class PassageFolder:
 
     def _file(self, ids: Ids) -> str:
         digest = self._digest(ids)
-        return os.path.join(self.path, digest[:2], f"{digest}-{len(ids)}{SUFFIX}")
+        return os.path.join(self.path, digest[:2], f"{digest}{SUFFIX}")

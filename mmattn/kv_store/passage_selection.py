@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.adapters.joined_slots import Capture, JoinedSlots, JoinedView
+from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
 from mmattn.adapters.language_models import device_of, embeddings_of, to_device
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.errors import ConditionError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
 from mmattn.hosts.context import Call
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import in_eval_mode
 
 #: Ids of a passage, by which it is known.

@@ -1,13 +1,13 @@
-"""`PassageStore`: passages in memory within a number of bytes, then in files, loaded ahead of their use."""
+"""`PassageStore`: the passages used last in memory, within a number of bytes, the others in files."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
-from mmattn.kv_store.greedy_dual import GreedyDual
 from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage
 
@@ -19,58 +19,48 @@ class PassageStore:
     """Passages that a host has read; safe in several threads.
 
     `max_bytes` of keys and values are in memory: on the device that computed them, or out of a file in memory of the
-    CPU, which is `pinned` for a host on a CUDA device. `cost` is that of reading so many tokens with the host.
+    CPU, which is `pinned` for a host on a CUDA device.
     """
 
-    def __init__(self, max_bytes: int | None, cost: Callable[[int], float], pinned: bool = False) -> None:
+    def __init__(self, max_bytes: int | None, pinned: bool = False) -> None:
         self.folder: PassageFolder | None = None
         self.pinned = pinned
-        self._budget, self._cost = GreedyDual[Ids](max_bytes), cost
-        self._passages: dict[Ids, Passage] = {}
-        self._latest: dict[Ids, Passage] = {}  # of the batch that the host has read last, without a place
+        #: Bytes of keys and values in memory.
+        self.nbytes = 0
+        self._max_bytes = max_bytes
+        self._passages: OrderedDict[Ids, Passage] = OrderedDict()  # the one used last at the end
         self._ahead: dict[Ids, Future[Passage | None]] = {}
         self._loader: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values in memory."""
-        return self._budget.nbytes
 
     def __contains__(self, ids: Ids) -> bool:
         """Return whether a passage need not be read by the host, unless its file is damaged."""
         return ids in self._passages or (self.folder is not None and ids in self.folder)
 
-    def use(self, ids: Ids) -> None:
-        """Count a use of a passage: what is used more often stays longer."""
-        self._budget.use(ids)
-        if self.folder is not None:
-            self.folder.use(ids)
-
     def find(self, ids: Ids) -> Passage | None:
         """Return a passage from memory or its file; None if the host has to read it."""
+        if self.folder is not None:
+            self.folder.touch(ids)
         with self._lock:
             passage = self._passages.get(ids)
             if passage is not None:
+                self._passages.move_to_end(ids)
                 return passage
-            passage, loading = self._latest.get(ids), self._ahead.pop(ids, None)
+            loading = self._ahead.pop(ids, None)
+        if self.folder is None:
+            return None
+        # What the thread has not begun yet stands behind the passages of other calls.
+        passage = loading.result() if loading is not None and not loading.cancel() else self._read(self.folder, ids)
         if passage is not None:
-            self._keep(passage)
-        elif self.folder is not None:
-            # What the thread has not begun yet stands behind the passages of other calls.
-            passage = loading.result() if loading is not None and not loading.cancel() else self._read(self.folder, ids)
-            if passage is not None:
-                self._keep(passage, mapped=not self.pinned)
+            self._keep(passage, mapped=not self.pinned)
         return passage
 
     def put(self, passages: Sequence[Passage]) -> None:
-        """Write passages that the host has read, and keep those in memory that are worth it."""
+        """Write passages that the host has read, and keep them in memory."""
         for passage in passages:
             if self.folder is not None:
                 self.folder.write(passage)
             self._keep(passage)
-        with self._lock:
-            self._latest = {passage.ids: passage for passage in passages if passage.ids not in self._passages}
 
     def prefetch(self, passages: Iterable[Ids]) -> None:
         """Begin to load the files of passages, in a thread."""
@@ -80,7 +70,7 @@ class PassageStore:
             if self._loader is None:
                 self._loader = ThreadPoolExecutor(1, "mmattn-passages")
             for ids in passages:
-                if ids not in self._passages and ids not in self._latest and ids not in self._ahead:
+                if ids not in self._passages and ids not in self._ahead:
                     self._ahead[ids] = self._loader.submit(self._read, self.folder, ids)
             while len(self._ahead) > AHEAD:
                 self._ahead.pop(next(iter(self._ahead))).cancel()
@@ -95,11 +85,12 @@ class PassageStore:
         return passage.loaded(pinned=True) if passage is not None and self.pinned else passage
 
     def _keep(self, passage: Passage, mapped: bool = False) -> None:
-        """Keep a passage in memory if it is worth more than those that go for it; a mapped one is copied."""
+        """Keep a passage in memory, and evict those that were used longest ago; a mapped one is copied."""
+        nbytes = passage.nbytes()
         with self._lock:
-            victims = self._budget.add(passage.ids, passage.nbytes(), self._cost(len(passage.ids)))
-            if victims is None:
+            if passage.ids in self._passages or (self._max_bytes is not None and nbytes > self._max_bytes):
                 return
-            for victim in victims:
-                del self._passages[victim]
+            while self._max_bytes is not None and self.nbytes + nbytes > self._max_bytes:
+                self.nbytes -= self._passages.popitem(last=False)[1].nbytes()
             self._passages[passage.ids] = passage.loaded(pinned=False) if mapped else passage
+            self.nbytes += nbytes

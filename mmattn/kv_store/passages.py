@@ -13,8 +13,8 @@ from torch import Tensor
 from mmattn.adapters.language_models import check_ids, text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.host_state import HostState
+from mmattn.hosts.model import AdaptedModel
 from mmattn.kv_store.passage_files import read_passages, write_passages
 from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage, PassageSelection, capture
@@ -92,10 +92,8 @@ class PassageCache:
         self.prefix = self._tokens(prefix) if len(prefix) else ()
         self._prefix: Passage | None = None
         self._folder, self._max_file_bytes = folder, max_file_bytes
-        widths = sum(2 * site.sizes.num_heads * site.sizes.head_dim for site in self._adapter().sites)
-        self._sizes = sum(weight.numel() for weight in model.host.parameters()), widths
         on_cuda = any(site.device.type == "cuda" for site in self._adapter().sites)
-        self._store = PassageStore(max_bytes, self._cost, pinned=on_cuda)
+        self._store = PassageStore(max_bytes, pinned=on_cuda)
         self._ids: list[Ids] = []
         self._numbers: dict[Ids, int] = {}
         self._state: HostState | None = None
@@ -242,7 +240,6 @@ class PassageCache:
         passages: dict[Ids, Passage] = {}
         different = dict.fromkeys(ids for row in rows for ids in row)
         for ids in different:
-            self._store.use(ids)
             if (passage := self._store.find(ids)) is not None:
                 passages[ids] = passage
         for read in self._read([ids for ids in different if ids not in passages]):
@@ -274,12 +271,7 @@ class PassageCache:
         if self._folder is not None:
             host = f"{self._state.digest_here} {self.prefix}"
             folder, start = os.fspath(self._folder), len(self.prefix)
-            self._store.folder = PassageFolder(folder, self._max_file_bytes, host, self._adapter(), start, self._cost)
-
-    def _cost(self, tokens: int) -> float:
-        """Return the products that a passage takes (arXiv 2001.08361, section 2.1): with weights, and in attention."""
-        weights, widths = self._sizes
-        return tokens * (weights + widths * (len(self.prefix) + tokens / 2))
+            self._store.folder = PassageFolder(folder, self._max_file_bytes, host, self._adapter(), start)
 
     def _read_prefix(self) -> list[Passage]:
         """Return the prefix as a passage, read once; an empty list without one."""

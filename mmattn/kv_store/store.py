@@ -15,7 +15,7 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.prepared_memory import PreparedMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError, ShapeError
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from mmattn.kv_store.gathered_memory import GatheredMemory, check_hits, is_int, memory_of_hits
 from mmattn.kv_store.pages import (
     Tables,

@@ -14,6 +14,7 @@ from typing import Any
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.catalogue import CATALOGUE, Pretrained
 from mmattn.models.packages import check_file, package_folders
+from mmattn.models.shipped import find_asset
 from mmattn.storage.files import files_below, lock_folder, sync_folder, write_text
 from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.storage.json_files import read_json, validated
@@ -32,19 +33,21 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the folder of a short name; any other name, and a path that exists, unchanged.
+    """Return the folder of a short name, or the place of "assets/…"; a path that exists and any other name unchanged.
 
     Args:
-        name: a short name ("smollm2"), a folder, or a name on the hub.
+        name: a short name ("smollm2"), a model or data installed with mmattn ("assets/lm"), a folder, or a name on the
+            hub.
 
     Raises:
+        ConfigError: there is no such asset.
         AdapterFileError: the weights cannot be fetched, are not those that were published, or are damaged in the cache.
         MissingExtraError: a library that the conversion needs is not installed.
         OSError: the cache cannot be written.
     """
     if name in CATALOGUE and not os.path.exists(name):
         return str(fetch(str(name)))
-    return name
+    return find_asset(name) if isinstance(name, str) else name
 
 
 def fetch(name: str) -> Path:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmattn.adapters.serialization import CONFIG
+from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.interop.hub import FURTHER, local_folder, upload
 from mmattn.hosts.loading import load
+from mmattn.hosts.model import AdaptedModel
 from mmattn.models.loading import without_progress_bars
+from mmattn.models.shipped import find_asset
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
-from mmattn.recipes.assets import asset_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,7 +162,7 @@ def pipeline(
     if encoder is not None:
         raise ConfigError(f"encoder={encoder!r} goes with host=; the adapter in {folder!r} names its own: leave it out")
     name = os.fspath(folder)
-    place = Path(asset_path(name) if name.startswith("assets/") else local_folder(folder, revision))
+    place = Path(local_folder(find_asset(folder) if isinstance(folder, str) else folder, revision))
     if not place.is_dir():
         raise AdapterFileError(f"there is no adapter folder {name!r}: name the folder that save_adapter wrote")
     if not (place / CONFIG).is_file():

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmattn.adapters.serialization import CONFIG
+from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.context import Arguments
 from mmattn.models.loading import load_pretrained
+from mmattn.models.shipped import find_asset
 from mmattn.pipelines.config import ModelReference, tokenizer_fingerprint
-from mmattn.recipes.assets import asset_path, resolve_asset
 from mmattn.storage.json_files import read_json
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ def default_device() -> torch.device:
 
 def resolve(name: str, folder: Path) -> str:
     """Return a path beside the adapter's folder, a path of the installation ("assets/…"), or the name on the hub."""
-    if name.startswith("assets/"):
-        return str(asset_path(name))
     beside = folder / name
-    return str(beside) if not os.path.isabs(name) and beside.exists() else name
+    return str(beside) if not os.path.isabs(name) and beside.exists() else find_asset(name)
 
 
 def load_language_model(
@@ -50,7 +48,7 @@ def load_language_model(
         AdapterFileError: nothing to load, or weights that are incomplete or damaged.
         NonFiniteError: NaN or infinity in the weights.
     """
-    tokenizer, lm = load_pretrained("AutoModelForCausalLM", resolve_asset(name), "language model", dtype=torch.float32)
+    tokenizer, lm = load_pretrained("AutoModelForCausalLM", name, "language model", dtype=torch.float32)
     return lm.to(default_device() if device == "auto" else device).eval(), tokenizer
 
 
@@ -83,7 +81,7 @@ def load_host(
     if reference.quantization is None:
         host = host.to(device)
     if reference.lora is not None:
-        from mmattn.hosts.interop.peft import load_lora
+        from mmattn.training.lora import load_lora
 
         host = load_lora(host, Path(resolve(reference.lora, folder)))
     return host.eval(), tokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mmattn.adapters.serialization import CONFIG, replace_card
+from mmattn.adapters.files import CONFIG, replace_card
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.json_files import read_json, write_json
 

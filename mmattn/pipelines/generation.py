@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import TextError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Arguments, Keywords
+from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory, SearchedMemory
 from mmattn.pipelines.templates import template_ids
 from mmattn.tokenization import check_text, tokenize

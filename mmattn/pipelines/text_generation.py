@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmattn.adapters.language_models import call_by_name, device_of
 from mmattn.errors import AdapterFileError, TextError
-from mmattn.inspect.record_attention import record
+from mmattn.inspect.record_attention import RecordedWeights, record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.build import load_host
@@ -34,9 +34,10 @@ class TextGenerationPipeline(IndexPipeline):
         # The unadapted language model, without LoRA, reads the passages.
         reference = ModelReference(name=self.config.host.name, revision=self.config.host.revision)
         self._reader = load_host(reference, self.folder, self.device, None)[0]
+        self._chunk_size: int = vars(self.model.adapter("default").config)["chunk_size"]
 
     def __call__(self, text: str, *, index: IndexSource | None = None, **options: object) -> Answer:
-        """Return the continuation of a text, and the passages it attended to.
+        """Return the continuation of a text, and each passage's share of the attention over the whole text.
 
         Args:
             text: one text.
@@ -48,119 +49,85 @@ class TextGenerationPipeline(IndexPipeline):
             ConfigError: there is no index.
             AdapterFileError: the entries of the index have no ids of tokens.
         """
-        return _Continuation(self, text, index, options).answer()
+        out, begin, passages, recorded = self._generate(text, index, options)
+        shares: Counter[str] = Counter()
+        weights = recorded.mean()[0].mean(1).tolist()  # (c, m)
+        for texts, row in zip(passages, weights, strict=False):
+            for passage, weight in zip(texts, row, strict=False):
+                shares[passage] += weight / len(weights)
+        sources = tuple(Source(None, passage, 0.0, share) for passage, share in shares.most_common())
+        return Answer(self.tokenizer.decode(out[0, begin:], skip_special_tokens=True), sources)
 
     def stream(self, text: str, *, index: IndexSource | None = None, **options: object) -> Iterator[str]:
         """Yield the continuation of a text piece by piece, as for a call; beams raise TextError."""
-        return _Continuation(self, text, index, options).stream()
+        memory = self.model.prepare(_Retriever(self, index))
+        return stream_generate(self.model, self.tokenizer, {**self._arguments(text, options), "memory": memory})
 
     def trace(self, text: str, *, index: IndexSource | None = None) -> Trace:
-        """Return the passages that each word of the continuation attended to, of those for the chunk before."""
-        return _Continuation(self, text, index, {}).trace()
-
-
-class _Continuation:
-    """One text with the passages found for its chunks."""
-
-    def __init__(
-        self, pipe: TextGenerationPipeline, text: str, index: IndexSource | None, options: Mapping[str, object]
-    ) -> None:
-        if not isinstance(text, str) or not text.strip():
-            raise TextError(f"there is no text to go on with: give one; got {text!r:.40}")
-        self.pipe, self.model, self.tokenizer, self.text = pipe, pipe.model, pipe.tokenizer, text
-        self.index = pipe._chosen_index(index)
-        self.size: int = vars(pipe.model.adapter("default").config)["chunk_size"]
-        #: For each chunk the passage of each slot.
-        self.passages: dict[tuple[int, ...], list[str]] = {}
-        (ids,), _ = tokenize(self.tokenizer, text, add_special_tokens=True)
-        # Padded to whole chunks, so that the last one ends with the prompt and is searched at once.
-        line = call_tokenizer(self.tokenizer, "\n")["input_ids"][-1:]
-        input_ids = torch.tensor([line * (-len(ids) % self.size) + ids], device=pipe.device)
-        pad = self.tokenizer.pad_token_id
-        self.arguments = {
-            "input_ids": input_ids,
-            "attention_mask": torch.ones_like(input_ids),
-            "do_sample": False,
-            "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad,
-            **pipe.config.generation,
-            **options,
-        }
-        self.begin = input_ids.shape[1]
-
-    @torch.no_grad()
-    def answer(self) -> Answer:
-        """Return the continuation, and each passage's share of the attention over the whole text."""
-        memory = self.model.prepare(self.retrieve)
-        out = self.model.generate(**self.arguments, memory=memory)
-        with record(self.model) as recorded:
-            self.model(out, memory=memory)
-        shares: Counter[str] = Counter()
-        weights = recorded.mean()[0].mean(1)
-        for chunk, row in zip(self.chunks(out).tolist(), weights.tolist(), strict=False):
-            for passage, weight in zip(self.passages[tuple(chunk)], row, strict=False):
-                shares[passage] += weight / len(weights)
-        text = self.tokenizer.decode(out[0, self.begin :], skip_special_tokens=True)
-        return Answer(text, tuple(Source(None, passage, 0.0, share) for passage, share in shares.most_common()))
-
-    def stream(self) -> Iterator[str]:
-        """Yield the continuation piece by piece."""
-        memory = self.model.prepare(self.retrieve)
-        return stream_generate(self.model, self.tokenizer, {**self.arguments, "memory": memory})
-
-    @torch.no_grad()
-    def trace(self) -> Trace:
-        """Return the passages that each word attended to, and its probability without them."""
-        out = self.model.generate(**self.arguments, memory=self.model.prepare(self.retrieve))
-        ids, first = out[0].tolist(), self.begin // self.size - 1
-        retrieved = self.retrieve(self.chunks(out))
-        chunks, m, _ = retrieved.tokens.shape
-        slots = [self.passages[tuple(chunk)] for chunk in self.chunks(out).tolist()]
-        names = list(dict.fromkeys(name for row in slots[first:] for name in row))
-        owner = torch.full((chunks, m), -1)
-        for chunk in range(first, chunks):
-            owner[chunk, : len(slots[chunk])] = torch.tensor([names.index(name) for name in slots[chunk]])
-        visible = torch.ones(chunks, m, dtype=torch.bool) if retrieved.mask is None else retrieved.mask
-        # One row with all passages, and for each passage one row without it.
-        rows = torch.stack([visible, *(visible & (owner != number) for number in range(len(names)))]).flatten(1)
-        segments = torch.arange(chunks).repeat_interleave(m).expand(len(rows), -1)
-        memory = Memory(retrieved.tokens.flatten(0, 1).expand(len(rows), -1, -1), rows, segments)
-        with record(self.model) as recorded:
-            probability = self.probabilities(out, memory[:1])[0]
-        belongs = torch.nn.functional.one_hot(owner + 1, 1 + len(names))[..., 1:].float()
+        """Return the passages that each word of the continuation attended to: those retrieved for the chunk before."""
+        out, begin, passages, recorded = self._generate(text, index, {})
+        ids, size = out[0].tolist(), self._chunk_size
+        names = list(dict.fromkeys(name for row in passages[begin // size - 1 :] for name in row))
+        (chunks, _, _, slots), *_ = (calls[0].shape for calls in recorded.values())
+        belongs = torch.zeros(chunks, slots, len(names))
+        for chunk in range(begin // size - 1, chunks):
+            for slot, name in enumerate(passages[chunk]):
+                belongs[chunk, slot, names.index(name)] = 1
         attended = []
         for calls in recorded.values():
             by_chunk = calls[0] @ belongs[:, None]  # (c, h, s, passages)
             # The token at t was predicted at t - 1, the first position that a whole chunk informs.
-            attended.append(
-                torch.stack([by_chunk[t // self.size - 1, :, t % self.size] for t in range(self.begin, len(ids))], 1)
-            )
+            attended.append(torch.stack([by_chunk[t // size - 1, :, t % size] for t in range(begin, len(ids))], 1))
+        words = [self.tokenizer.decode([token]) for token in ids[begin:]]
         return Trace(
-            [self.tokenizer.decode([token]) for token in ids[self.begin :]],
-            names,
-            torch.stack(attended),
-            [f"layer {layer}" for _, layer in recorded],
-            " ".join(self.text.split()),
-            probability=probability,
-            without=self.probabilities(out, None)[0],
-            dropped=self.probabilities(out, memory[1:]).T if names else None,
+            words, names, torch.stack(attended), [f"layer {layer}" for _, layer in recorded], " ".join(text.split())
         )
 
-    def chunks(self, ids: Tensor) -> Tensor:
-        """Return the whole chunks (c, s) of a text (1, l)."""
-        return ids[0, : ids.shape[1] // self.size * self.size].view(-1, self.size)
+    @torch.no_grad()
+    def _generate(
+        self, text: str, index: IndexSource | None, options: Mapping[str, object]
+    ) -> tuple[Tensor, int, list[list[str]], RecordedWeights]:
+        """Return the ids (1, l), where the continuation begins, the passage of each slot by chunk, and the weights."""
+        retriever, arguments = _Retriever(self, index), self._arguments(text, options)
+        memory = self.model.prepare(retriever)
+        out = self.model.generate(**arguments, memory=memory)
+        with record(self.model) as recorded:
+            self.model(out, memory=memory)
+        chunks = out[0].split(self._chunk_size)[: out.shape[1] // self._chunk_size]
+        passages = [retriever.passages[tuple(chunk.tolist())] for chunk in chunks]
+        return out, arguments["input_ids"].shape[1], passages, recorded
 
-    def probabilities(self, ids: Tensor, memory: Memory | None) -> Tensor:
-        """Return the probability (b, t) of each generated token of a text (1, l), for each row of a memory."""
-        options = {} if memory is None else {"memory": memory}
-        rows = ids if memory is None else ids.expand(memory.batch, -1)
-        logs = call_by_name(self.model, input_ids=rows, **options).logits[:, self.begin - 1 : -1].log_softmax(-1)
-        return logs.gather(2, rows[:, self.begin :, None])[..., 0].exp()
+    def _arguments(self, text: str, options: Mapping[str, object]) -> dict[str, Any]:
+        """Return the arguments of `generate` for a text."""
+        if not isinstance(text, str) or not text.strip():
+            raise TextError(f"there is no text to continue: give one; got {text!r:.40}")
+        (ids,), _ = tokenize(self.tokenizer, text, add_special_tokens=True)
+        # Padded to whole chunks, so that the last one ends with the prompt and is searched at once.
+        line = call_tokenizer(self.tokenizer, "\n")["input_ids"][-1:]
+        input_ids = torch.tensor([line * (-len(ids) % self._chunk_size) + ids], device=self.device)
+        pad = self.tokenizer.pad_token_id
+        return {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "do_sample": False,
+            "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad,
+            **self.config.generation,
+            **options,
+        }
 
-    def retrieve(self, chunks: Tensor) -> Memory:
+
+class _Retriever:
+    """Finds the passages for the chunks of a text, and keeps the passage of each slot."""
+
+    def __init__(self, pipe: TextGenerationPipeline, index: IndexSource | None) -> None:
+        self.pipe, self.index = pipe, pipe._chosen_index(index)
+        self.passages: dict[tuple[int, ...], list[str]] = {}
+
+    def __call__(self, chunks: Tensor) -> Memory:
         """Return slots of the passages nearest to chunks (c, s), each with the text that follows it."""
         config = self.pipe.config.memory
         assert config is not None and config.host_layer is not None
-        texts = self.tokenizer.batch_decode(chunks)
+        texts = self.pipe.tokenizer.batch_decode(chunks)
         hits = self.index.search(list(map(searchable, texts)), config.top_k)
         rows = []
         assert hits.texts is not None and hits.metadata is not None

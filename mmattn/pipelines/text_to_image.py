@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mmattn.encoders.images import image_list, load_image
 from mmattn.errors import ConfigError, TextError, check_float, check_int, import_extra
-from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.guidance import Guidance
+from mmattn.hosts.diffusion.model import AdaptedDenoiser
 from mmattn.hosts.loading import load
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline

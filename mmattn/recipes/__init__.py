@@ -10,30 +10,22 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.recipes.assets import (
+    from mmattn.recipes.folders import (
         Recipe,
-        asset_path,
-        assets_folder,
         copy_recipe,
         find_recipe,
         list_recipes,
         load_recipe,
-        recipes_folder,
-        resolve_asset,
     )
     from mmattn.recipes.runner import read_settings, run_recipe, run_seeds
 
 __all__ = [
     "Recipe",
-    "asset_path",
-    "assets_folder",
     "copy_recipe",
     "find_recipe",
     "list_recipes",
     "load_recipe",
     "read_settings",
-    "recipes_folder",
-    "resolve_asset",
     "run_recipe",
     "run_seeds",
 ]

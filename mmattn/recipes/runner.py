@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from mmattn.errors import ConfigError
 from mmattn.progress import recorded_interrupts
-from mmattn.recipes.assets import did_you_mean, find_recipe, load_recipe, refuse
+from mmattn.recipes.folders import did_you_mean, find_recipe, load_recipe
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
+    from pydantic import BaseModel
 
 Settings = dict[str, object]
 
@@ -45,7 +45,7 @@ def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) ->
 
 
 def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: Sequence[int]) -> str:
-    """Run a recipe with each of some seeds, and write one table of all, each figure as mean ± half the range.
+    """Run a recipe with several seeds, and write one table of all runs, each figure as mean ± half the range.
 
     Every seed has a folder `seed-N` in that of the settings, beside `table.md`; "{seed}" in a setting stands for the
     seed.
@@ -70,7 +70,7 @@ def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: S
     module, settings = _prepared(Path(config), overrides)
     table, place = getattr(module, "table", None), settings.get("out")
     if table is None or not isinstance(place, (str, os.PathLike)):
-        refuse(
+        raise ConfigError(
             f"--seeds makes one table of several runs: {module.__file__} must have a function `table(contents)`, and "
             "its settings an `out`"
         )
@@ -88,14 +88,14 @@ def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: S
     return text
 
 
-def recipe_of(config: Path, settings: Settings) -> Path:
+def _recipe_of(config: Path, settings: Settings) -> Path:
     """Return the folder of the recipe that a settings file belongs to: its own, or that of the recipe it names."""
     folder = config.resolve().parent
     if (folder / "train.py").is_file():
         return folder
     name = settings.get("recipe")
     if not isinstance(name, str):
-        refuse(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
+        raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
     return find_recipe(name).folder
 
 
@@ -108,24 +108,14 @@ def _of_seed(value: object, seed: int) -> object:
 def _prepared(config: Path, overrides: Iterable[str]) -> tuple[ModuleType, Settings]:
     """Return a recipe's train.py, and settings that its `Config` has checked."""
     settings = read_settings(config, overrides)
-    module = load_recipe(recipe_of(config, settings), "train")
+    module = load_recipe(_recipe_of(config, settings), "train")
     model = getattr(module, "Config", None)
     if model is not None:
         if "recipe" not in model.model_fields:
             settings = {key: value for key, value in settings.items() if key != "recipe"}
-        settings = check_settings(settings, model)
+        with _settings_errors(model):
+            settings = model.model_validate(settings).model_dump()
     return module, settings
-
-
-@contextlib.contextmanager
-def _settings_errors() -> Iterator[None]:
-    """Turn errors of a running recipe about its settings into the errors of reading them."""
-    from pydantic import ValidationError
-
-    try:
-        yield
-    except ValidationError as error:
-        _raise_settings_error(error)
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -139,48 +129,38 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> Settings:
         overrides: `section.key=value` each, the value in YAML.
 
     Raises:
-        ConfigError: no such file, not text, not YAML, not a mapping, a key twice, a key that is no text, or an override
-            that is not `key=value`.
+        ConfigError: no such file, not YAML, not a mapping, a key twice, or an override that is not `key=value`.
     """
     if not path.is_file():
-        refuse(f"there is no settings file {path}; `mmattn ls` lists the recipes, each has a config.yaml")
-    settings = _yaml(_decoded(path.read_bytes(), path), str(path))
+        raise ConfigError(f"there is no settings file {path}; `mmattn ls` lists the recipes, each has a config.yaml")
+    settings = _parse_yaml(path.read_bytes(), str(path))
     if not isinstance(settings, dict):
-        refuse(f"{path} must hold `key: value` lines, got {type(settings).__name__}")
+        raise ConfigError(f"{path} must hold `key: value` lines, got {type(settings).__name__}")
     for override in overrides:
         _override(settings, override)
     return settings
 
 
-def check_settings(settings: Settings, model: type[BaseModel]) -> Settings:
-    """Return settings validated by a pydantic class, with its defaults; ConfigError names each that is wrong."""
+@contextlib.contextmanager
+def _settings_errors(model: type[BaseModel] | None = None) -> Iterator[None]:
+    """Turn a ValidationError of pydantic into a ConfigError with a line for each setting that is wrong."""
     from pydantic import ValidationError
 
     try:
-        return model.model_validate(settings).model_dump()
+        yield
     except ValidationError as error:
-        _raise_settings_error(error, model)
-
-
-def _raise_settings_error(error: ValidationError, model: type[BaseModel] | None = None) -> NoReturn:
-    """Raise a ConfigError from a ValidationError of pydantic, with one line for each setting that is wrong."""
-    from mmattn.errors import ConfigError
-
-    lines = []
-    for issue in error.errors():
-        key = ".".join(map(str, issue["loc"]))
-        if issue["type"] == "extra_forbidden":
-            names = _known(model, issue["loc"][:-1])
-            choices = f"; there are: {', '.join(sorted(names))}" if names else ""
-            lines.append(f"unknown key {key!r}{did_you_mean(str(issue['loc'][-1]), names)}{choices}")
-        elif issue["type"] == "missing":
-            lines.append(f"{key!r} is missing")
-        else:
-            message = issue["msg"].removeprefix("Value error, ")
-            message = f"{message[:1].lower()}{message[1:]}"
-            # What is said of all settings together is not followed by all of them.
-            lines.append(f"{key!r}: {message}, got {issue['input']!r}" if key else message)
-    raise ConfigError("settings refused: " + "\n  ".join(lines)) from error
+        lines = []
+        for issue in error.errors():
+            key = ".".join(map(str, issue["loc"]))
+            if issue["type"] == "extra_forbidden":
+                names = _known(model, issue["loc"][:-1])
+                choices = f"; there are: {', '.join(sorted(names))}" if names else ""
+                lines.append(f"unknown key {key!r}{did_you_mean(str(issue['loc'][-1]), names)}{choices}")
+            else:
+                message = issue["msg"].removeprefix("Value error, ")
+                # An error about all settings together is not followed by all of them.
+                lines.append(f"{key!r}: {message}, got {issue['input']!r}" if key else message)
+        raise ConfigError("settings refused: " + "\n  ".join(lines)) from error
 
 
 def _known(model: object, location: Iterable[str | int]) -> list[str]:
@@ -195,50 +175,32 @@ def _override(settings: Settings, override: str) -> None:
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        refuse(f"an override is section.key=value, got {override!r}")
+        raise ConfigError(f"an override is section.key=value, got {override!r}")
     for depth, part in enumerate(parts[:-1], start=1):
         section = settings.setdefault(part, {})
         if not isinstance(section, dict):
-            refuse(f"cannot set {key!r}: {'.'.join(parts[:depth])!r} is {section!r}, not a section")
+            raise ConfigError(f"cannot set {key!r}: {'.'.join(parts[:depth])!r} is {section!r}, not a section")
         settings = section
-    settings[parts[-1]] = _yaml(value, repr(override))
+    settings[parts[-1]] = _parse_yaml(value, repr(override))
 
 
-def _decoded(raw: bytes, path: Path) -> str:
-    """Return the text of a file in UTF-8, or in UTF-16 with a byte-order mark, as some editors write it."""
-    encoding = "utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    try:
-        text = raw.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        refuse(f"{path} is not a text file in UTF-8 ({error.reason} in line {line}); save it as UTF-8")
-    if "\0" in text:
-        refuse(f"{path} has a NUL character in line {text[: text.index(chr(0))].count(chr(10)) + 1}; take it out")
-    return text
-
-
-def _yaml(text: str, where: str) -> object:
+def _parse_yaml(text: str | bytes, where: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        """Refuses a key that is given twice, and reads 1e-3 as a number, which YAML 1.1 takes for a word."""
 
-    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                text = repr(key.value) if isinstance(key.value, str) else "a list or a mapping"
-                refuse(f"{where}: a key must be text, got {text} (line {key.start_mark.line + 1}); put it in quotes")
-            if key.value in keys:
-                refuse(f"{where}: the key {key.value!r} stands there twice (line {key.start_mark.line + 1})")
-            keys.add(key.value)
-        return loader.construct_mapping(node, deep=True)
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            known: list[object] = []
+            for key, _ in node.value:
+                if key.value in known:
+                    raise ConfigError(f"{where}: the key {key.value!r} is given twice (line {key.start_mark.line + 1})")
+                known.append(key.value)
+            return super().construct_mapping(node, deep=True)
 
-    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
-    # YAML 1.1 reads 1e-3 as a word; whoever writes a learning rate means the number.
     number = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError) as error:
-        refuse(f"{where} is not YAML: {' '.join(str(error).split())[:300]}")
+        raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())[:300]}") from error

@@ -61,7 +61,7 @@ def embed_corpus(
     >>> from mmattn.encoders import TextEncoder
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder) / "flowers.txt"
-    ...     _ = file.write_text("Bluebells flower in April.\nDaisies flower all year.\n")
+    ...     _ = file.write_text("Bluebells flower in April.\\nDaisies flower all year.\\n")
     ...     rows, _ = embed_corpus(file, Path(folder) / "out", TextEncoder())
     ...     rows["id"][1], rows["text"][1], rows.with_format("torch")[1]["memory"].shape
     ('flowers.txt:2', 'Daisies flower all year.', torch.Size([1, 384]))

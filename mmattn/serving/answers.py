@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +13,13 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import ConfigError, MmattnError
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.serving.engine import BusyError, Engine, Job, Piece, StoppedError
-from mmattn.serving.formats import Echo, Format, as_event, error_content
+from mmattn.serving.formats import Format, as_event, error_content
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.middleware import Metrics
-from mmattn.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from mmattn.tokenization import tokenize
+from mmattn.serving.requests import ChatRequest, CompletionRequest
 
 #: Pictures that are encoded at once, so that a slow one does not hold up the others.
 PICTURES = 4
@@ -45,11 +42,18 @@ class Answering:
         if answers > limits.max_requests:
             raise ConfigError(f"{answers} answers to one request are more than {limits.max_requests}: ask for fewer")
         max_tokens = self._max_tokens(body.token_limits)
-        self._enter(answers)
+        try:
+            self.engine.enter(answers)
+        except BusyError:
+            message = f"{limits.max_requests} requests run or wait already: try again"
+            raise HTTPException(429, message, {"Retry-After": "1"}) from None
         streams = False
         try:
             deadline = asyncio.get_running_loop().time() + limits.timeout
-            jobs, form = await self._in_time(self._begin(body, max_tokens, choices))
+            try:
+                jobs, form = await asyncio.wait_for(self._begin(body, max_tokens, choices), limits.timeout)
+            except asyncio.TimeoutError:
+                raise self._late() from None
             if body.stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
                 streams = True  # the end of the stream leaves
@@ -59,26 +63,13 @@ class Answering:
             if not streams:
                 self.engine.leave(answers)
 
-    def _enter(self, answers: int) -> None:
-        try:
-            self.engine.enter(answers)
-        except BusyError:
-            message = f"{self.engine.limits.max_requests} requests run or wait already: try again"
-            raise HTTPException(429, message, {"Retry-After": "1"}) from None
-
-    async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await asyncio.wait_for(work, self.engine.limits.timeout)
-        except asyncio.TimeoutError:
-            raise self._late() from None
-
     def check_model(self, name: str) -> None:
         """Raise 404 for the name of another model."""
         if name != self.name:
             message = f"there is no model {name!r} here: this server has {self.name!r}"
             raise HTTPException(404, {"message": message, "param": "model", "code": "model_not_found"})
 
-    async def encode(self, function: Callable[..., Any], *args: object) -> Any:
+    async def _encode(self, function: Callable[..., Any], *args: object) -> Any:
         """Return what an encoder or a search returns, beside the model, a few at a time."""
         await self._encoding.acquire()
         running = asyncio.ensure_future(asyncio.to_thread(function, *args))
@@ -90,27 +81,6 @@ class Answering:
 
         running.add_done_callback(end)
         return await asyncio.shield(running)
-
-    async def embed(self, body: EmbeddingRequest, encoder: TextEncoderBase) -> JSONResponse:
-        """Return the vectors of texts by the encoder of an index."""
-        self.check_model(body.model)
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        self._enter(1)
-        try:
-            memory = await self._in_time(self.encode(encoder.encode, texts))
-        finally:
-            self.engine.leave()
-        if memory.length != 1:
-            raise ConfigError("the encoder of this model turns a text into several vectors: ask another for embeddings")
-        rows: Any = memory.tokens[:, 0].float().cpu()
-        if body.encoding_format == "base64":
-            rows = [base64.b64encode(row.numpy().tobytes()).decode() for row in rows]
-        else:
-            rows = rows.tolist()
-        data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
-        tokens = sum(map(len, tokenize(self.engine.pipe.tokenizer, texts)[0]))
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 
     def _max_tokens(self, asked: Sequence[int]) -> int:
         most = self.engine.limits.max_tokens
@@ -125,30 +95,19 @@ class Answering:
         self, body: ChatRequest | CompletionRequest, max_tokens: int, choices: int
     ) -> tuple[list[Job], Format]:
         """Encode the inputs of a request; return its answers as jobs, and their format."""
-        engine, tokenizer = self.engine, self.engine.pipe.tokenizer
-        inputs = await self.encode(make_inputs, engine.pipe, body, engine.limits)
+        engine = self.engine
+        inputs = await self._encode(make_inputs, engine.pipe, body, engine.limits)
         rows = [engine.ids_of(prompt, max_tokens) for prompt, _ in inputs]
-        echoes = isinstance(body, CompletionRequest) and bool(body.echo)
         jobs = [
-            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops, echoes)
+            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops)
             for ids, (_, memory) in zip(rows, inputs, strict=True)
             for choice in range(choices)
         ]
-        form = Format(isinstance(body, ChatRequest), self.name, tokenizer, sum(map(len, rows)), body.top)
-        if echoes:
-            for number, ids in enumerate(rows):
-                echo = Echo(tokenizer.decode(ids), ids)
-                if body.top is not None:
-                    echo.logprobs = await asyncio.to_thread(engine.score, ids, inputs[number][1], body.top)
-                form.echoes |= dict.fromkeys(range(number * choices, (number + 1) * choices), echo)
+        form = Format(isinstance(body, ChatRequest), self.name, engine.pipe.tokenizer, sum(map(len, rows)), body.top)
         return jobs, form
 
     async def _pieces(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of all answers, and count their tokens."""
-        if not jobs[0].max_tokens:
-            for number in range(len(jobs)):
-                yield number, Piece("", 0, "length")
-            return
         begin, counts = time.perf_counter(), dict.fromkeys(range(len(jobs)), 0)
         async with contextlib.aclosing(self.engine.answer(jobs, deadline)) as pieces:
             async for number, piece in pieces:

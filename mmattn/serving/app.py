@@ -14,11 +14,10 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException as StarletteError
 
 from mmattn.errors import MmattnError
-from mmattn.pipelines.question_answering import IndexPipeline
 from mmattn.serving.answers import Answering
 from mmattn.serving.engine import Engine
 from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics, as_error
-from mmattn.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from mmattn.serving.requests import ChatRequest, CompletionRequest
 from mmattn.serving.schema import errors, served_schema
 
 _BEARER = HTTPBearer(auto_error=False)
@@ -83,13 +82,6 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await answering.answer(request, body)
 
-    pipe = engine.pipe
-    if isinstance(pipe, IndexPipeline) and getattr(pipe.encoder, "pooling", None) != "none":
-
-        @app.post("/v1/embeddings", responses=errors(400, 401, 404, 413, 429, 500, 504), **guarded)
-        async def embeddings(body: EmbeddingRequest) -> JSONResponse:
-            return await answering.embed(body, pipe.encoder)
-
     return app
 
 
@@ -114,7 +106,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             place = ".".join(map(str, wrong["loc"][1:]))
             message = "this server knows no such field: leave it out"
         elif wrong["type"] == "none_required" or wrong.get("ctx", {}).get("max_length") == 0:
-            message = "this server does not do it: leave it out"
+            message = "this server does not support it: leave it out"
         elif wrong["type"] == "json_invalid":
             place, message = "", f"the body is no JSON: {wrong['ctx']['error']}"
         return as_error(400, f"{place}: {message}" if place else message, param=place or None)

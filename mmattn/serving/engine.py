@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, TextError, check_float, check_int
-from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
-from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers, token_logprob
-from mmattn.tokenization import special_ids
+from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from mmattn.pipelines.base import Pipeline
 
 PAGE = 16
-#: Tokens of a prompt that say how the text of an answer goes on.
-_BEFORE = 4
 #: Of a step on the CPU, so that a long prompt does not hold up those who write.
 TOKENS = 512
 
@@ -78,7 +74,6 @@ class Job:
         max_tokens: new tokens, at most.
         sampling: how they are chosen.
         stops: texts that end it.
-        echoes: the answer stands behind its prompt, so that its first blank counts.
     """
 
     ids: list[int]
@@ -86,7 +81,6 @@ class Job:
     max_tokens: int
     sampling: SamplingSettings = SamplingSettings()
     stops: Sequence[str] = ()
-    echoes: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class Writer:
         self.job, self.tokenizer, self.ends = job, tokenizer, ends
         self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
         self._sent, self._scored = 0, 0  # characters, log-probabilities
-        self._special = set(special_ids(tokenizer).values()) if job.echoes else set()
+        self._offset = 0  # of the last token with a log-probability
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
@@ -121,26 +115,26 @@ class Writer:
                 return None
             held = _held(raw, self.job.stops)
             end = len(raw) - held if held else None
-        text = raw[:end] if self.job.echoes else raw[:end].lstrip()
+        text = raw[:end].lstrip()
         new, self._sent = text[self._sent :], max(self._sent, len(text))
         return Piece(new, len(tokens), reason, self._logprobs(tokens, end))
 
     def _text(self, tokens: Sequence[int]) -> str:
-        if self.job.echoes:  # the first blank of an answer is there behind a prompt only
-            before, new = self.job.ids[-_BEFORE:], [token for token in tokens if token not in self._special]
-            head, whole = self.tokenizer.decode(before), self.tokenizer.decode([*before, *new])
-            if whole.startswith(head):
-                return str(whole[len(head) :])
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
-        """Return those that no piece had, of the tokens that begin before the end."""
-        if self.sampler is None or self.sampler.settings.logprobs is None:
-            return []
-        begin = self._scored
-        numbers = [n for n in range(begin, len(tokens)) if end is None or len(self._text(tokens[:n])) < end]
-        self._scored += len(numbers)
-        return [self.sampler.logprobs[n] for n in numbers]
+        """Return the log-probabilities that no piece had yet, of the tokens that begin before the end of the text."""
+        new: list[TokenLogprob] = []
+        if self.sampler is not None and self.sampler.settings.logprobs is not None:
+            for number in range(self._scored, len(tokens)):
+                before = self._text(tokens[:number])
+                if end is not None and len(before) >= end:
+                    break
+                # A part of a character may be decoded as several characters that stand for nothing.
+                self._offset = max(self._offset, len(before.rstrip("\N{REPLACEMENT CHARACTER}").lstrip()))
+                new.append(replace(self.sampler.logprobs[number], offset=self._offset))
+        self._scored += len(new)
+        return new
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
@@ -157,7 +151,7 @@ class Engine:
         limits: of the server.
 
     Raises:
-        ConfigError: a pipeline of another task, or arguments of `generate` that a server has no place for.
+        ConfigError: a pipeline of another task, or arguments of `generate` that a server does not support.
         ConditionError: an adapter whose tokens attend to a part of their memory only.
     """
 
@@ -169,7 +163,7 @@ class Engine:
         greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": pipe.config.generation.get("max_new_tokens")}
         others = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
         if others:
-            raise ConfigError(f"a server has no place for {', '.join(others)} of pipeline_config.json: take it out")
+            raise ConfigError(f"`mmattn serve` does not support {', '.join(others)} in pipeline_config.json: remove it")
         self.pipe, self.limits = pipe, limits
         self.running = 0
         self._numbers = itertools.count()
@@ -234,14 +228,6 @@ class Engine:
         if len(ids) + max_tokens > room:
             raise TextError(f"{len(ids)} tokens and {max_tokens} to be written are more than the cache's {room}")
         return ids
-
-    @torch.no_grad()
-    def score(self, ids: list[int], memory: Memory | None, top: int) -> list[TokenLogprob]:
-        """Return the log-probabilities of the ids of a prompt but the first."""
-        with paused(self.pipe.model):
-            arguments = {} if memory is None else {"memory": memory}
-            logits = self.pipe.model(torch.tensor([ids], device=self.pipe.device), **arguments).logits[0]
-        return [token_logprob(row, token, top) for row, token in zip(logits, ids[1:], strict=False)]
 
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the answers to some jobs piece by piece, each with its number; leaving the loop cancels them.

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmattn.serving.engine import Piece
 from mmattn.serving.sampling import TokenLogprob
-from mmattn.serving.token_texts import Alignment, text_offsets, token_bytes
-from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Content = dict[str, Any]
-
-
-@dataclass
-class Echo:
-    """A prompt that stands before its answers, and the log-probabilities of its ids."""
-
-    text: str
-    ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob] | None = None  # of all ids but the first
 
 
 @dataclass
@@ -39,7 +30,6 @@ class Format:
         tokenizer: of the model.
         prompt_tokens: of all prompts.
         logprobs: the most likely tokens at each place; None for no log-probabilities.
-        echoes: by answer.
     """
 
     chat: bool
@@ -47,15 +37,12 @@ class Format:
     tokenizer: PreTrainedTokenizerBase
     prompt_tokens: int
     logprobs: int | None
-    echoes: dict[int, Echo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": number, "created": int(time.time()), "model": self.model}
         self._begun: set[int] = set()
-        self._bytes: dict[int, bytes] = {}
-        self._alignments: dict[int, Alignment] = {}
-        self._special = set() if self.logprobs is None else set(special_ids(self.tokenizer).values())
+        self._bytes_of = functools.cache(functools.partial(token_bytes, self.tokenizer))
 
     def response(self, choices: Sequence[Content], is_chunk: bool = False, tokens: int | None = None) -> Content:
         """Return a response, or an event of a stream; with the usage after so many new tokens."""
@@ -74,24 +61,17 @@ class Format:
         self._begun.add(number)
         choice: Content = {"index": number, "finish_reason": piece.finish_reason, "logprobs": None}
         if not self.chat:
-            echo = self.echoes.get(number) if is_first else None
-            text = piece.text if echo is None else echo.text + piece.text
             if self.logprobs is not None:
-                choice["logprobs"] = self._text_logprobs(number, text, piece.logprobs, echo)
-            return choice | {"text": text}
+                choice["logprobs"] = self._text_logprobs(piece.logprobs)
+            return choice | {"text": piece.text}
         if self.logprobs is not None:
-            content = [self._token(one.token, one.logprob) | {"top_logprobs": self._top(one)} for one in piece.logprobs]
+            content = [
+                self._token(token.token, token.logprob) | {"top_logprobs": [self._token(*other) for other in token.top]}
+                for token in piece.logprobs
+            ]
             choice["logprobs"] = {"content": content, "refusal": None}
         message = {"role": "assistant", "content": piece.text} if is_first else {"content": piece.text}
         return choice | ({"delta": message} if is_chunk else {"message": message | {"refusal": None}})
-
-    def _top(self, one: TokenLogprob) -> list[Content]:
-        return [self._token(token, logprob) for token, logprob in one.top]
-
-    def _bytes_of(self, token: int) -> bytes:
-        if token not in self._bytes:
-            self._bytes[token] = token_bytes(self.tokenizer, token)
-        return self._bytes[token]
 
     def _text_of(self, token: int) -> str:
         return self._bytes_of(token).decode(errors="replace")
@@ -99,29 +79,50 @@ class Format:
     def _token(self, token: int, logprob: float) -> Content:
         return {"token": self._text_of(token), "logprob": logprob, "bytes": list(self._bytes_of(token))}
 
-    def _text_logprobs(self, number: int, text: str, logprobs: Sequence[TokenLogprob], echo: Echo | None) -> Content:
-        prompt = [] if echo is None else list(echo.ids)
-        scored = [*(echo.logprobs or () if echo is not None else ()), *logprobs]
-        # The text of an answer has no special tokens.
-        spelled = [*map(self._bytes_of, prompt)]
-        spelled += [b"" if one.token in self._special else self._bytes_of(one.token) for one in logprobs]
-        alignment = self._alignments.setdefault(number, Alignment())
+    def _text_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Content:
         return {
-            "tokens": [self._text_of(token) for token in (*prompt, *(one.token for one in logprobs))],
-            "token_logprobs": [*([None] * bool(prompt)), *(one.logprob for one in scored)],
-            "top_logprobs": [*([None] * bool(prompt)), *map(self._top_texts, scored)],
-            "text_offset": text_offsets(alignment, text, spelled),
+            "tokens": [self._text_of(token.token) for token in logprobs],
+            "token_logprobs": [token.logprob for token in logprobs],
+            "top_logprobs": [self._top_texts(token) for token in logprobs],
+            "text_offset": [token.offset for token in logprobs],
         }
 
-    def _top_texts(self, one: TokenLogprob) -> Content:
-        """Return the most likely tokens by their texts; of parts of characters that look alike the bytes tell more."""
+    def _top_texts(self, token: TokenLogprob) -> Content:
+        """Return the most likely tokens by their texts; parts of characters that look alike are told by their bytes."""
         texts: Content = {}
-        for token, logprob in one.top:
-            text = self._text_of(token)
+        for number, logprob in token.top:
+            text = self._text_of(number)
             if text in texts:
-                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes_of(token))
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes_of(number))
             texts.setdefault(text, logprob)
         return texts
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """Return the bytes that a token stands for within a text, also if it is a part of a character."""
+    spelled = tokenizer.convert_ids_to_tokens(token)
+    if spelled is None:  # an embedding without a token
+        return b""
+    if token in tokenizer.all_special_ids:
+        return spelled.encode()
+    decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    letters = _byte_letters()
+    if "ByteLevel" in decoder and all(letter in letters for letter in spelled):
+        return bytes(letters[letter] for letter in spelled)
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelled)
+    if byte and "ByteFallback" in decoder:
+        return bytes([int(byte[1], 16)])
+    # The first token of a text may lose its blank, the second does not.
+    once, twice = (str(tokenizer.decode([token] * count)) for count in (1, 2))
+    return twice[len(once) :].encode()
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """Return the letters with which GPT-2 and later byte-level vocabularies spell bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def as_event(content: Content) -> str:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,7 +16,7 @@ from mmattn.serving.engine import Engine
 from mmattn.serving.formats import error_content
 
 log = logging.getLogger("mmattn.serving")
-PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/health", "/metrics")
+PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
 
 
 class Metrics:
@@ -61,37 +62,17 @@ class BodyLimit:
         self.app, self.max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self.max_bytes:
-            return await self._refuse(scope, receive, send)
-        length, refused = 0, False
+        length = 0
 
         async def receive_counted() -> Message:
-            nonlocal length, refused
+            nonlocal length
             message = await receive()
             length += len(message.get("body", b""))
-            if length > self.max_bytes:
-                refused = True
-                return {"type": "http.disconnect"}
+            if length > self.max_bytes:  # FastAPI answers with what middleware raises while it reads a body
+                raise HTTPException(413, f"the body is longer than {self.max_bytes} bytes", {"connection": "close"})
             return message
 
-        async def send_unless_refused(message: Message) -> None:
-            if not refused:
-                await send(message)
-
-        try:
-            await self.app(scope, receive_counted, send_unless_refused)
-        except Exception:
-            if not refused:
-                raise
-        if refused:
-            await self._refuse(scope, receive, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the body is longer than the {self.max_bytes} bytes that are allowed"
-        await as_error(413, message, {"connection": "close"})(scope, receive, send)
+        await self.app(scope, receive_counted, send)
 
 
 class AccessLog:

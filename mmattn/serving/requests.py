@@ -1,6 +1,6 @@
 """Requests in the interface of OpenAI, extended by documents and vectors.
 
-A field that OpenAI knows and this server does not do takes the values that ask for nothing, which clients send.
+A field that OpenAI knows and this server does not support accepts only its default value, which clients send.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, JsonValue, model_validat
 
 from mmattn.serving.sampling import SamplingSettings
 
-#: Values that ask for nothing.
+#: Default values of unsupported fields.
 NoList = Annotated[list[JsonValue], Field(max_length=0)] | None
 NoObject = Annotated[dict[str, JsonValue], Field(max_length=0)] | None
 #: False, and not the 0 that equals it.
@@ -53,6 +53,7 @@ class GenerationRequest(Strict):
     )
     # Or vectors (m, e) of the adapter's encoder.
     memory: Annotated[list[Vector], Field(min_length=1)] | None = None
+    max_tokens: Annotated[int | None, Field(ge=1), Whole] = None
     logit_bias: NoObject = None
 
     @model_validator(mode="after")
@@ -60,6 +61,11 @@ class GenerationRequest(Strict):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams: say stream=true, or leave it out")
         return self
+
+    @property
+    def token_limits(self) -> list[int]:
+        """New tokens of an answer, at most; none for no limit."""
+        return [] if self.max_tokens is None else [self.max_tokens]
 
     @property
     def stops(self) -> list[str]:
@@ -88,8 +94,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)] = ""
     image: str | None = None  # a data URL
-    max_tokens: Annotated[int | None, Field(ge=0), Whole] = None
-    echo: bool | None = None
+    echo: No = None
     logprobs: Annotated[int | None, Field(ge=0, le=20), Whole] = None
     best_of: Annotated[int | None, Field(ge=1, le=1), Whole] = None
     suffix: Literal[""] | None = None
@@ -98,11 +103,6 @@ class CompletionRequest(GenerationRequest):
     def top(self) -> int | None:
         """The most likely tokens at each place that are wanted; None for no log-probabilities."""
         return self.logprobs
-
-    @property
-    def token_limits(self) -> list[int]:
-        """New tokens of an answer, at most; none for no limit."""
-        return [] if self.max_tokens is None else [self.max_tokens]
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -188,7 +188,6 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[Annotated[Message | AssistantMessage, Field(discriminator="role")]] = Field(min_length=1)
-    max_tokens: Annotated[int | None, Field(ge=1), Whole] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1), Whole] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20), Whole] = None
@@ -229,13 +228,3 @@ class ChatRequest(GenerationRequest):
     def pictures(self) -> list[str]:
         """Data URLs of the pictures of all messages."""
         return [url for message in self.messages if isinstance(message, Message) for url in message.pictures]
-
-
-class EmbeddingRequest(Strict):
-    """POST /v1/embeddings."""
-
-    model: str
-    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: None = None
-    user: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -21,9 +20,11 @@ _TEXT = r"[^\s\u001c-\u001f\u0085]"
 #: The largest number that is finite in float32, rounded.
 _LARGEST = 3.4028235677973362e38
 _BEYOND = (
-    "Refused with 400 beyond what this schema can say: a prompt that leaves no room for its answer, ids of special "
-    "tokens alone as a question, texts without a token, messages that the chat template of the host refuses, pictures "
-    "that are damaged or too large, and vectors with which the model overflows."
+    "Refused with 400 beyond this schema: more answers than the limit of requests, two memories (a picture, documents, "
+    "vectors), two pictures, no picture or question where the adapter needs one, a conversation where the host has no "
+    "chat template or the adapter reads passages, stream_options without stream, top_logprobs without logprobs, a "
+    "prompt that leaves no room for its answer, texts without a token, messages that the chat template of the host "
+    "refuses, pictures that are damaged or too large, and vectors with which the model overflows."
 )
 
 
@@ -55,11 +56,6 @@ def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
         if not isinstance(engine.pipe, ImageToTextPipeline):
             kinds["Message"]["properties"]["content"]["anyOf"][1]["items"] = {"$ref": "#/components/schemas/TextPart"}
             del kinds["PicturePart"], kinds["ImageUrl"]
-        if "EmbeddingRequest" in kinds:
-            one, many = kinds["EmbeddingRequest"]["properties"]["input"]["anyOf"]
-            one["pattern"] = many["items"]["pattern"] = _TEXT
-        kinds["ChatRequest"]["allOf"] = [*_common_rules(engine), *_chat_rules(engine.pipe)]
-        kinds["CompletionRequest"]["allOf"] = [*_common_rules(engine), *_completion_rules(engine)]
         app.openapi_schema = schema
     return app.openapi_schema
 
@@ -107,62 +103,6 @@ def _document_fields(pipe: Pipeline) -> list[str]:
     if pipe.config.task == "passage-answering":
         return ["text"]
     return list((pipe.config.memory.fields if pipe.config.memory else None) or [])
-
-
-def _given(field: str, schema: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Return what is true of bodies that have a field, by default with any value but null."""
-    return {"properties": {field: schema or {"not": {"type": "null"}}}, "required": [field]}
-
-
-def _common_rules(engine: Engine) -> list[dict[str, Any]]:
-    """Return what both kinds of bodies must fulfil beyond their single fields."""
-    sources = ["memory", *(["documents"] if _document_fields(engine.pipe) else ["image"])]
-    return [
-        {"if": _given("stream_options"), "then": _given("stream", {"const": True})},
-        {"not": {"allOf": [_given(source) for source in sources]}},
-    ]
-
-
-def _chat_rules(pipe: Pipeline) -> list[dict[str, Any]]:
-    """Return what the messages of a conversation must fulfil."""
-    rules: list[dict[str, Any]] = [
-        {"if": _given("top_logprobs", {"type": "integer", "minimum": 1}), "then": _given("logprobs", {"const": True})}
-    ]
-    picture = _given("type", {"const": "image_url"})
-    shows = _given("content", {"type": "array", "contains": picture})
-    if isinstance(pipe, ImageToTextPipeline):
-        once = {"properties": {"content": {"contains": picture, "minContains": 0, "maxContains": 1}}}
-        rules.append(
-            {"properties": {"messages": {"items": once, "contains": shows, "minContains": 0, "maxContains": 1}}}
-        )
-        rules.append({"if": _given("memory"), "then": {"properties": {"messages": {"not": {"contains": shows}}}}})
-        if "{question}" not in pipe.config.prompt:
-            rules.append({"anyOf": [_given("memory"), _given("messages", {"contains": shows})]})
-    if pipe.tokenizer.chat_template is None or "{passages}" in pipe.config.prompt:
-        rules.append(_given("messages", {"maxItems": 1, "items": _given("role", {"const": "user"})}))
-    if isinstance(pipe, QuestionAnsweringPipeline):
-        user, text = _given("role", {"const": "user"}), {"type": "string", "pattern": _TEXT}
-        parts = {"type": "array", "contains": _given("text", text)}
-        asks = {"if": user, "then": _given("content", {"anyOf": [text, parts]})}
-        rules.append({"anyOf": [_given("memory"), _given("messages", {"contains": user, "items": asks})]})
-    return rules
-
-
-def _completion_rules(engine: Engine) -> list[dict[str, Any]]:
-    """Return what prompts must fulfil."""
-    pipe, most = engine.pipe, engine.limits.max_requests
-    rules: list[dict[str, Any]] = []
-    for n in sorted({most // (most // n + 1) + 1 for n in range(1, most + 1)}):
-        limit = {"anyOf": [{"type": "string"}, {"items": {"type": "integer"}}, {"maxItems": most // n}]}
-        rule = {"properties": {"prompt": limit}}
-        rules.append(rule if n == 1 else {"if": _given("n", {"type": "integer", "minimum": n}), "then": rule})
-    if isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
-        rules.append({"anyOf": [_given("memory"), _given("image")]})
-    if isinstance(pipe, QuestionAnsweringPipeline):
-        text = {"type": "string", "pattern": _TEXT}
-        asks = {"anyOf": [text, {"items": {"anyOf": [text, {"type": ["array", "integer"]}]}, "type": "array"}]}
-        rules.append({"anyOf": [_given("memory"), _given("prompt", asks)]})
-    return rules
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

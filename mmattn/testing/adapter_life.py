@@ -11,7 +11,7 @@ from unittest import SkipTest
 import torch
 from torch import Tensor
 
-from mmattn.adapters.serialization import CONFIG
+from mmattn.adapters.files import CONFIG
 from mmattn.errors import AttachError
 from mmattn.hosts.attach import attach
 from mmattn.hosts.loading import load

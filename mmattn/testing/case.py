@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from mmattn.adapters.protocols import AdapterConfig
 from mmattn.hosts.attach import attach
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory
 
 #: A function of a `Case`, a `HostCase` or a function that makes a store.

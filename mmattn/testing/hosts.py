@@ -17,8 +17,8 @@ from mmattn.adapters.protocols import POSITIONS, AdapterConfig, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import adapted_model, attach, host_kind, host_kinds
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import Call
+from mmattn.hosts.model import AdaptedModel
 from mmattn.inspect.diagnosis import doctor, random_batch
 from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
 
@@ -60,7 +60,7 @@ def check_it_is_recognised(case: HostCase) -> None:
     """Its kind is registered, matches the model, and is the one that `attach` takes; what is no model is refused."""
     model = case.fresh()
     kind = host_kinds().get(type(model).kind, AdaptedModel)
-    assert kind in type(model).__bases__, f"no {type(model).__name__} is registered as {type(model).kind!r}"
+    assert kind is type(model), f"no {type(model).__name__} is registered as {type(model).kind!r}"
     assert kind.matches(case.make_host()), f"{kind.__name__}.matches says no"
     assert host_kind(case.make_host()) is kind, "attach takes another kind"
     assert kind.positions and set(kind.positions) <= set(POSITIONS), f"positions are {kind.positions}"

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
     from mmattn.data.splits import shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
-    from mmattn.hosts.interop.peft import add_lora, load_lora, matched_lora
     from mmattn.progress import tracked
     from mmattn.training.checkpoints import last_step
     from mmattn.training.compare import (
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from mmattn.training.evaluation import mean_loss
     from mmattn.training.hidden_states import cached_hidden_states
     from mmattn.training.loop import train, train_run
+    from mmattn.training.lora import add_lora, load_lora, matched_lora
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
     from mmattn.training.metrics import DryRunEnded, MetricsLog, dry_run, memory_warning, read_metrics
     from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups

@@ -17,10 +17,10 @@ from mmattn.adapters.language_models import device_of, given_cache
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.generation import inputs_of
-from mmattn.hosts.causal_lm.lower_layers import LowerLayers, count_below, lower_layers
 from mmattn.hosts.context import Keywords, Positional, step_of
 from mmattn.storage.json_files import making_sense, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
+from mmattn.training.lower_layers import LowerLayers, count_below, lower_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

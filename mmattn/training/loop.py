@@ -30,10 +30,10 @@ from mmattn.core.device_checks import report_checks
 from mmattn.data.rows import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
+from mmattn.hosts.model import AdaptedModel
 from mmattn.progress import tracked
 from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_parameters
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps

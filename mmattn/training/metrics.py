@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import text_config
-from mmattn.hosts.causal_lm.lower_layers import count_below
 from mmattn.storage.files import write_text
+from mmattn.training.lower_layers import count_below
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

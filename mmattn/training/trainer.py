@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.files import load_folder
 from mmattn.adapters.language_models import call_by_name
-from mmattn.adapters.serialization import load_folder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.peft import inner_host
@@ -92,6 +92,10 @@ def adapter_trainer() -> type:
                 # The Trainer trains a quantised model only where this attribute says that it has adapters.
                 vars(model)["_hf_peft_config_loaded"] = True
             super().__init__(*args, **kwargs)
+            if self.args.label_names is None:
+                # Those of a host that answers questions, too, which the class of an adapted model does not name.
+                host: Any = getattr(self.model, "host", self.model)
+                self.label_names = transformers.utils.find_labels(type(inner_host(host)))
             of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
             self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False
             if of_tokens:

@@ -20,7 +20,6 @@ import mmattn
 from mmattn import inspect, training
 from mmattn.encoders import StyleEncoder, StyleNetwork
 from mmattn.pipelines import DiffusionHost, EncoderReference, ModelReference, PipelineConfig, load_diffusion_host
-from mmattn.recipes import resolve_asset
 
 from .data import Pictures, choose_attributes, describe, load_data, plain, style_words
 from .measure import Judge, style_rows
@@ -46,7 +45,7 @@ class Row:
 def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
     """Train an adapter and its control on the same rows; measure whether drawings follow the examples."""
     # Data, and an encoder of style.
-    host = load_diffusion_host(resolve_asset(config.unet), device=accelerator.device)
+    host = load_diffusion_host(config.unet, device=accelerator.device)
     data, held_out, scale = load_data(host.size, host.channels)
     encoder = train_encoder(data, config)
     encoder.save(run.path / "style.safetensors")

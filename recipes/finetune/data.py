@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 
-from mmattn import training
+from mmattn import models, training
 from mmattn.encoders import load_image_encoder, load_text_encoder
 from mmattn.errors import ConfigError
-from mmattn.recipes import resolve_asset
 
 from .settings import Config
 
@@ -46,7 +45,7 @@ class Data:
 
 def read(settings: Config, say: Callable[[str], None] = print) -> Data:
     """Read the rows of the settings, and print a summary of them."""
-    data, path = settings.data, resolve_asset(settings.data.path)
+    data, path = settings.data, models.resolve(settings.data.path)
     options: dict[str, Any] = {"columns": data.columns, "template": data.template, "streaming": data.streaming}
     rows: Any = training.read_rows(path, settings.host, split=data.split, **options)
     held_out = None
@@ -108,9 +107,9 @@ def load_encoders(settings: Config, kinds: set[str], device: torch.device | str)
         raise ConfigError(f"no row of {settings.data.path} has a picture, a passage or a memory to attend to")
     encoders: dict[str, Any] = {}
     if "pictures" in kinds:
-        encoders["pictures"] = load_image_encoder(resolve_asset(settings.encoder), device)
+        encoders["pictures"] = load_image_encoder(settings.encoder, device)
     if "passages" in kinds:
-        encoders["passages"] = load_text_encoder(resolve_asset(settings.text_encoder), settings.pooling, device)
+        encoders["passages"] = load_text_encoder(settings.text_encoder, settings.pooling, device)
     names = {"pictures": settings.encoder, "passages": settings.text_encoder}
     return {**encoders, "names": {kind: names[kind] for kind in encoders}}
 
@@ -119,7 +118,7 @@ def check_encoders(settings: Config, encoding: training.Encoding) -> None:
     """Refuse a dataset of other encoders than those of the settings, with which the adapter will be used."""
     pictures, passages = encoding.encoders.get("pictures"), encoding.encoders.get("passages")
     if pictures is not None and pictures.name != settings.encoder:
-        encoder: Any = load_image_encoder(resolve_asset(settings.encoder), pooled=pictures.pooled)
+        encoder: Any = load_image_encoder(settings.encoder, pooled=pictures.pooled)
         if encoder.fingerprint != pictures.fingerprint:
             raise ConfigError(
                 f"the pictures of {settings.data.path} were encoded by {pictures.name}, and encoder={settings.encoder} "
@@ -127,7 +126,7 @@ def check_encoders(settings: Config, encoding: training.Encoding) -> None:
             )
     reader = (settings.text_encoder, settings.pooling)
     if passages is not None and (passages.name, passages.pooling or "none") != reader:
-        encoder = load_text_encoder(resolve_asset(settings.text_encoder), settings.pooling)
+        encoder = load_text_encoder(settings.text_encoder, settings.pooling)
         if encoder.fingerprint != passages.fingerprint:
             raise ConfigError(
                 f"the passages were encoded by {passages.name} (pooling {passages.pooling}), and text_encoder="

@@ -13,7 +13,6 @@ import torch
 import mmattn
 from mmattn import inspect, models, pipelines, training
 from mmattn.errors import ConfigError, TextError
-from mmattn.recipes import resolve_asset
 
 from .data import picture_files, slot_names
 from .settings import Config
@@ -125,7 +124,7 @@ class Language:
 
 def load_lm(settings: Config, device: torch.device | str) -> tuple[Any, Any]:
     """Load the frozen language model of the settings and its tokenizer."""
-    name, dtype = resolve_asset(settings.lm), getattr(torch, settings.dtype)
+    name, dtype = settings.lm, getattr(torch, settings.dtype)
     if settings.tp_plan is None:
         reference = pipelines.ModelReference(name=name, quantization=settings.quantise)
         lm, tokenizer = pipelines.load_host(reference, Path(), device, None if settings.quantise else dtype)

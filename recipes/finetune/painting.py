@@ -11,7 +11,6 @@ import torch
 import mmattn
 from mmattn import pipelines, training
 from mmattn.errors import ConfigError
-from mmattn.recipes import resolve_asset
 
 from .settings import Config
 
@@ -23,7 +22,7 @@ class Painting:
 
     def __init__(self, settings: Config, accelerator: Any) -> None:
         self.settings, self.device = settings, accelerator.device
-        self.models = pipelines.load_diffusion_host(resolve_asset(settings.unet), device=self.device)
+        self.models = pipelines.load_diffusion_host(settings.unet, device=self.device)
         self.host = self.models.unet
         if "pooled_projection_dim" in self.host.config:
             raise ConfigError(

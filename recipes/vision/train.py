@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
-from mmattn.recipes import resolve_asset
 
 from .data import Data, encode, load_data
 from .measure import Measure, bits_saved, other_species, write_captions
@@ -44,7 +43,7 @@ def main(config: dict[str, Any]) -> Path:
 
     # Data: each picture becomes a memory of one slot per patch. Mirrored pictures follow the others.
     data = load_data(settings.data, settings.seed)
-    encoder = pipelines.load_image_encoder(resolve_asset(settings.encoder), accelerator.device)
+    encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
     encode_part = partial(encode, encoder, folder=Path(settings.data.cache), progress=settings.progress)
     mirrors = [False, True] if settings.data.flip else [False]
     memory = mmattn.Memory.stack([encode_part(data.train, mirror=mirror) for mirror in mirrors])

@@ -30,7 +30,7 @@ class Pictures:
         self.settings = vision("settings").Config.model_validate(settings)
         self.config, self.device = config, device
         self.data = vision("data").load_data(self.settings.data, config.seed)
-        encoder = pipelines.load_image_encoder(recipes.resolve_asset(self.settings.encoder), device)
+        encoder = pipelines.load_image_encoder(self.settings.encoder, device)
         encode = partial(
             vision("data").encode, encoder, folder=Path(self.settings.data.cache), progress=config.progress
         )

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from mmattn.adapters.adapter_config import adapter_settings
+from mmattn.adapters.files import adapter_settings, save_folder
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.resampler import Resampler
-from mmattn.adapters.serialization import save_folder
 
 FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 KINDS = {"gated": GatedAdapter}

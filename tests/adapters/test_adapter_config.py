@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mmattn.adapters.adapter_config import is_label, parse_config
-from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.files import is_label, load_folder, parse_config
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests.adapters.adapter_folders import ADAPTER, KINDS, config, contents, save

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.files import load_folder
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.base import adapted
+from mmattn.hosts.model import adapted
 from tests.stress.mutated_files import CONFIG, TENSORS, Folder, put_together, taken_apart
 
 JSON = st.recursive(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-import mmattn.adapters.serialization
-from mmattn.adapters.serialization import load_folder
+import mmattn.adapters.files
+from mmattn.adapters.files import load_folder
 from mmattn.errors import AdapterFileError
 from tests.adapters.adapter_folders import FILES, config, save
 
@@ -26,7 +26,7 @@ import os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
-from mmattn.adapters.serialization import load_folder, save_folder
+from mmattn.adapters.files import load_folder, save_folder
 from tests.adapters.adapter_folders import config
 folder = sys.argv[2]
 
@@ -159,7 +159,7 @@ print(loads)
 
     def test_a_load_ends_though_saves_never_stop(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Between the two files that a load reads, another save is tried each time; the second time it has to wait."""
-        plain, tries = mmattn.adapters.serialization.read_header, []
+        plain, tries = mmattn.adapters.files.read_header, []
 
         def read_header(*args: Any) -> Any:
             if not sys._getframe(1).f_code.co_name.startswith("_settle"):
@@ -172,8 +172,8 @@ print(loads)
             return plain(*args)
 
         save(tmp_path, name="v0")
-        monkeypatch.setattr(mmattn.adapters.serialization, "_WAIT", 0.05)
-        monkeypatch.setattr(mmattn.adapters.serialization, "read_header", read_header)
+        monkeypatch.setattr(mmattn.adapters.files, "_WAIT", 0.05)
+        monkeypatch.setattr(mmattn.adapters.files, "read_header", read_header)
         found, _ = load_folder(tmp_path)
         assert (found["name"], tries) == ("v1", ["done", "waited"])
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn.adapters.adapter_config import check_tensors, parse_config
-from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.files import check_tensors, load_folder, parse_config
 from mmattn.errors import AdapterFileError, NonFiniteError
 from tests.adapters.adapter_folders import ADAPTER, CARD, FILES, KINDS, config, contents, example, save
 

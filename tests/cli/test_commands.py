@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def shelf(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "_recipes").mkdir(parents=True)
     (package / "_assets").mkdir()
     toy.rename(package / "_recipes" / "toy")
-    monkeypatch.setattr("mmattn.recipes.assets._PACKAGE", package)
+    monkeypatch.setattr("mmattn.models.shipped._PACKAGE", package)
     return package
 
 
@@ -79,7 +78,7 @@ class TestWords:
     def test_help_names_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = call(capsys, "--help")
         assert code == 0
-        for name in ("demo", "train", "schema", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
+        for name in ("demo", "train", "caption", "draw", "doctor", "explore", "env", "ls", "cp"):
             assert f"\n  {name} " in out
 
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,19 +106,6 @@ class TestWords:
 
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all"}
-
-    def test_links_of_a_copy_lead_somewhere(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        """Invariant 136. Those out of its folder lead to the repository."""
-        from mmattn.recipes import list_recipes
-
-        for recipe in list_recipes():
-            assert call(capsys, "cp", recipe.name, tmp_path / recipe.name)[0] == 0
-            for page in (tmp_path / recipe.name).rglob("*.md"):
-                for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-                    if link.startswith("https://github.com/mmattn/mmattn/"):
-                        assert (ROOT / link.split("/main/")[1]).exists(), link
-                    else:
-                        assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"
 
     def test_an_index_of_a_folder_of_texts(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         """Invariant 136. Each text is cut, each chunk names its file, and nothing but the index stays."""
@@ -186,67 +172,57 @@ class TestTrain:
         assert '"double": 3000' in out and '"from": "mine"' in out
 
     @pytest.mark.parametrize(
-        ("override", "message"),
+        ("override", "named"),
         [
-            ("optim.lrr=1", "unknown key 'optim.lrr' (did you mean 'lr'?); there are: lr, steps, warm"),
-            ("sede=1", "unknown key 'sede' (did you mean 'seed'?)"),
-            ("optim.steps=many", "'optim.steps': input should be a valid integer"),
-            ("optim.lr=true=1", "'optim.lr': input should be a valid number"),
-            ("seed.deep=1", "cannot set 'seed.deep': 'seed' is 3, not a section"),
-            ("optim.lr", "an override is section.key=value, got 'optim.lr'"),
-            (".lr=1", "an override is section.key=value"),
+            ("optim.lrr=1", "'optim.lrr' (did you mean 'lr'?); there are: lr, steps, warm"),
+            ("sede=1", "'sede' (did you mean 'seed'?)"),
+            ("optim.steps=many", "'optim.steps'.*'many'"),
+            ("optim.lr=true=1", "'optim.lr'.*'true=1'"),
+            ("seed.deep=1", "'seed.deep': 'seed' is 3"),
+            ("optim.lr", "section.key=value, got 'optim.lr'"),
+            (".lr=1", "section.key=value"),
             ("seed=[1", "is not YAML"),
         ],
     )
-    def test_a_wrong_override(self, toy: Path, capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+    def test_a_wrong_override(self, toy: Path, capsys: pytest.CaptureFixture[str], override: str, named: str) -> None:
         code, out, err = call(capsys, "train", toy / "config.yaml", override)
-        assert (code, out) == (2, "")
-        assert message in err and "Traceback" not in err
+        assert (code, out) == (2, "") and "Traceback" not in err
+        assert all(part in err for part in named.split(".*")), err
 
     @pytest.mark.parametrize(
-        ("text", "message"),
+        ("text", "named"),
         [
-            ("recipe: nothere\n", "there is no recipe 'nothere'"),
-            ("recipe: ../toy\n", "there is no recipe '../toy'"),
-            ("seed: 1\n", "must say `recipe: NAME`"),
-            ("- 1\n", "must hold `key: value` lines, got list"),
-            ("", "must hold `key: value` lines, got NoneType"),
-            ("recipe: toy\nseed: 1\nseed: 2\n", "the key 'seed' stands there twice (line 3)"),
-            ("recipe: toy\noptim:\n  lr: 1\n  lr: 2\n", "the key 'lr' stands there twice (line 4)"),
-            ("recipe: !!python/object/apply:os.getcwd []\n", "is not YAML"),
-            ("a: [\n", "is not YAML"),
-            ("[" * 5000, "is not YAML"),
-            (b"seed: 1\nname: Schl\xfcssel\n", "UTF-8 (invalid start byte in line 2)"),
-            (b"seed: 1\r\n\r\nname: a\0b\n", "a NUL character in line 3"),
-            ("seed: 1\nname: a\0b".encode("utf-16"), "a NUL character in line 2"),
-            ("seed: 1".encode("utf-16")[:-1], "truncated data in line 1"),
-            (b"seed: 1\nname: a\x07b\n", "is not YAML"),
-            (b"\xef\xbb\xbfseed: 1\nseed: 2\n", "the key 'seed' stands there twice (line 2)"),
-            (b"seed: 1\non: 2\n", "a key must be text, got 'on' (line 2)"),
-            (b"seed: 1\n3: 2\n", "a key must be text, got '3' (line 2)"),
-            (b"seed: 1\n? [a, b]\n: 2\n", "a key must be text, got a list or a mapping (line 2)"),
+            (b"recipe: nothere\n", "there is no recipe 'nothere'"),
+            (b"recipe: ../toy\n", "there is no recipe '../toy'"),
+            (b"seed: 1\n", "must say `recipe: NAME`"),
+            (b"- 1\n", "got list"),
+            (b"", "got NoneType"),
+            (b"recipe: toy\nseed: 1\nseed: 2\n", "'seed' is given twice (line 3)"),
+            (b"recipe: toy\noptim:\n  lr: 1\n  lr: 2\n", "'lr' is given twice (line 4)"),
+            (b"recipe: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+            (b"a: [\n", "is not YAML"),
+            (b"[" * 5000, "is not YAML"),
+            (b"seed: 1\nname: Schl\xfcssel\n", "is not YAML"),
+            (b"seed: 1\r\n\r\nname: a\0b\n", "is not YAML"),
+            ("seed: 1".encode("utf-16")[:-1], "is not YAML"),
+            (b"recipe: toy\non: 2\n", "got True"),
+            (b"recipe: toy\n? [a, b]\n: 2\n", "is not YAML"),
         ],
+        ids=repr,
     )
     def test_a_wrong_file(
-        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | bytes, message: str
+        self, shelf: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: bytes, named: str
     ) -> None:
-        (tmp_path / "mine.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+        (tmp_path / "mine.yaml").write_bytes(text)
         code, out, err = call(capsys, "train", "mine.yaml")
-        assert (code, out) == (2, "")
-        assert message in err and "Traceback" not in err
+        assert (code, out) == (2, "") and "Traceback" not in err
+        assert named in err, err
 
     @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
-    def test_settings_as_other_editors_save_them(self, tmp_path: Path, encoding: str) -> None:
+    def test_settings_as_editors_save_them(self, tmp_path: Path, encoding: str) -> None:
         path = tmp_path / "settings.yaml"
-        path.write_bytes("name: Schlüsselblume\r\noptim:\r\n  lr: 1e-3\r\n".encode(encoding))
-        assert recipes.read_settings(path) == {"name": "Schlüsselblume", "optim": {"lr": 1e-3}}
-        path.write_bytes(f"text: {'long ' * 200_000}\nseed: 3\n".encode(encoding))
-        assert recipes.read_settings(path)["seed"] == 3
-
-    def test_numbers_are_numbers(self, tmp_path: Path) -> None:
-        path = tmp_path / "numbers.yaml"
-        path.write_text("a: 1e-3\nb: 2E5\nc: .5e-7\nd: 3\ne: 1e\nf: '1e-3'\ng: -1.5e+2\n")
-        wanted = {"a": 1e-3, "b": 2e5, "c": 0.5e-7, "d": 3, "e": "1e", "f": "1e-3", "g": -150.0}
+        path.write_bytes("name: Schlüsselblume\r\na: 1e-3\r\nb: .5e-7\r\nc: 1e\r\nd: '1e-3'\r\n".encode(encoding))
+        wanted = {"name": "Schlüsselblume", "a": 1e-3, "b": 0.5e-7, "c": "1e", "d": "1e-3"}
         assert recipes.read_settings(path) == wanted
 
 
@@ -325,6 +301,6 @@ class TestShelf:
     def test_a_package_without_its_recipes(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("mmattn.recipes.assets._PACKAGE", tmp_path / "nowhere")
+        monkeypatch.setattr("mmattn.models.shipped._PACKAGE", tmp_path / "nowhere")
         code, _, err = call(capsys, "ls")
         assert code == 2 and "carries no recipes" in err

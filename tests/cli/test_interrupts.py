@@ -16,7 +16,6 @@ from PIL import Image
 from mmattn.cli.app import main
 from mmattn.retrieval.index import Index
 from tests.cli.running import ROOT, call, interrupt_at, start
-from tests.stress.interrupts import interrupted_builds
 from tests.tiny_texts import save_encoder
 
 TRAIN = """\
@@ -98,15 +97,6 @@ def test_an_encoding_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None
     assert not (tmp_path / "store.shards").exists()
     store = load_from_disk(tmp_path / "store")
     assert len(store) == len(rows) and store[5999]["text"] == "row 5999"
-
-
-@pytest.mark.slow
-def test_at_any_moment(encoder: Path, tmp_path: Path) -> None:
-    """From the start of the process on; more moments: `tests.stress.interrupts`."""
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
-    codes = interrupted_builds(tmp_path, encoder, (0.1, 1.6))
-    # A shell shows 130 for a process that SIGINT ended before its first line, too.
-    assert set(codes) <= {130, -signal.SIGINT, 0}, codes
 
 
 class TestCopy:

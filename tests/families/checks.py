@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mmattn
 from mmattn.adapters.language_models import given_cache
 from mmattn.errors import MmattnError
-from mmattn.hosts.base import adapted
+from mmattn.hosts.model import adapted
 from mmattn.hosts.probe import host_inputs
 from tests.families.building import MEMORY_DIM, tiny_model
 from tests.tiny import checkpoint, without_checkpoints

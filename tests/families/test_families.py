@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from mmattn.adapters.projected_memory import ProjectedView
+from tests import tiny
 from tests.families.checks import WORKS
 from tests.families.matrix import GROUPS, PAGE, Group, is_wrong, row
 
@@ -15,7 +16,7 @@ from tests.families.matrix import GROUPS, PAGE, Group, is_wrong, row
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CHOSEN = {
-    "Causal language models": ("llama", "deepseek_v4", "longcat_flash", "xlm", "hrm_text"),
+    "Causal language models": (*tiny.FAMILIES, "deepseek_v4", "longcat_flash", "xlm", "hrm_text"),
     "Models that already see or hear": ("gemma3", "qwen2_5_vl", "mllama", "qwen2_audio"),
     "Encoder–decoders, adapter in the decoder": ("bart", "marian"),
     "Encoder–decoders, adapter in the encoder": ("t5", "pegasus"),

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import mmattn
-from mmattn.adapters.adapter_config import FORMAT_VERSION
-from mmattn.adapters.decoupled import DecoupledLayout
-from mmattn.adapters.joint_decoupled import TimedResampler
+from mmattn.adapters.decoupled import DecoupledLayout, TimedResampler
+from mmattn.adapters.files import FORMAT_VERSION
 
 HERE = Path(__file__).parent
 HOSTS = HERE / "hosts"

@@ -14,7 +14,6 @@ import torch
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.recipes import assets_folder
 from tests import tiny
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -111,7 +110,7 @@ def test_an_adapter_is_pushed_and_nothing_of_the_host(tmp_path: Path, monkeypatc
 
 def test_a_pipeline_is_pushed_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    folder = assets_folder() / "rag" / "adapter"
+    folder = Path("assets") / "rag" / "adapter"
     pipe: Any = mmattn.pipeline(folder)
     assert pipe.push_to_hub("org/flowers", revision="v1", token="hf_x") == f"https://hub/org/flowers/commit/{NEW}"
     assert Hub.files == {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -120,8 +119,8 @@ def test_a_pipeline_is_pushed_with_what_it_needs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_pipeline_of_models_that_nobody_else_has_is_not_pushed(tmp_path: Path) -> None:
-    shutil.copytree(assets_folder() / "diffusion" / "adapter", tmp_path / "adapter")
-    shutil.copy(assets_folder() / "diffusion" / "style.safetensors", tmp_path)
+    shutil.copytree(Path("assets") / "diffusion" / "adapter", tmp_path / "adapter")
+    shutil.copy(Path("assets") / "diffusion" / "style.safetensors", tmp_path)
     pipe: Any = mmattn.pipeline(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="'../style.safetensors', a path of this machine"):
         pipe.push_to_hub("org/flowers", token="hf_x")

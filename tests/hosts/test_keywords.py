@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     DynamicCache,
@@ -22,6 +23,7 @@ from transformers.utils import TransformersKwargs, generic
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter, PrefixAdapter
 from mmattn.errors import AttachError, ConditionError, ConfigError, MmattnError, ShapeError
+from mmattn.training import AdapterTrainer
 from tests import tiny, tiny_unets
 from tests.tiny import DISTINCT, FAMILIES
 
@@ -240,6 +242,21 @@ def test_a_trainer_gives_what_the_host_reads(reads, smoothing, tmp_path):
             rows = [row | {"memory": tokens} for row, tokens in zip(rows, tiny.memory(ROWS).tokens, strict=True)]
         losses.append(Trainer(model=model, args=settings, eval_dataset=rows).evaluate()["eval_loss"])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' Trainer
+def test_labels_of_a_host_that_answers_questions(tmp_path):
+    """Invariant 124: its columns begin and end, and no class of ours names them."""
+    host = BertForQuestionAnswering(BERT)
+    model = mmattn.attach(host, mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1))
+    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    ids, tokens = tiny.text(ROWS), tiny.memory(ROWS).tokens
+    spans = {"start_positions": torch.arange(ROWS), "end_positions": torch.arange(ROWS) + 2}
+    rows = [
+        {"input_ids": ids[row], "memory": tokens[row], **{n: s[row] for n, s in spans.items()}} for row in range(ROWS)
+    ]
+    loss = AdapterTrainer(model=model, args=settings, eval_dataset=rows).evaluate()["eval_loss"]
+    assert loss == pytest.approx(float(host.eval()(ids, **spans).loss))
 
 
 def test_packed_rows_with_a_cache_of_any_name():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.adapters import gated
-from mmattn.adapters.joined_slots import JoinedView
+from mmattn.adapters.gated import config as gated_config
+from mmattn.adapters.joined.slots import JoinedView
 from mmattn.core import key_value_projection as projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import stir
@@ -239,8 +239,8 @@ class TestSickness:
 
     def test_a_token_that_sees_the_next_image(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, given = latest()
-        rule = gated.media
-        monkeypatch.setattr(gated, "media", lambda images, *rest: rule(images + 1, *rest))
+        rule = gated_config.media
+        monkeypatch.setattr(gated_config, "media", lambda images, *rest: rule(images + 1, *rest))
         report = mmattn.doctor(model, given)
         assert "slots for later tokens" in report.failed and "padding" not in report.failed
         assert "before token 6" in answer(report, "slots for later tokens")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,21 @@ def test_what_cannot_be(model, tmp_path):
     for owner in (model, type(model)):
         with pytest.raises(ConditionError, match=r"mmattn\.load\(host, folder\)"):
             owner.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("attach", "make"), [(tiny.attach, lambda: tiny.make("llama")), (tiny_unets.attach, tiny_unets.make)]
+)
+def test_pickling_names_the_verb(attach, make):
+    """Invariant 39: of the adapted model, and of its host; unloaded, it is pickled as it was."""
+    model = attach(make())
+    for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
+        for thing in (model, model.host):
+            with pytest.raises(TypeError, match="save_adapter"):
+                save(thing)
+    host = model.unload()
+    again = pickle.loads(pickle.dumps(host))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in host.state_dict().items())
 
 
 def test_that_of_the_host_writes_the_host(model, tmp_path):

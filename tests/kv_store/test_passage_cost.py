@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.adapters.host_attention import HostAttention
+from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.passages import LayerGroup, PassageLayers
 from tests import tiny
 from tests.device import act_as_device, count
@@ -166,7 +166,7 @@ def test_selecting_changes_no_passage(monkeypatch: pytest.MonkeyPatch) -> None:
     model, passages = reader("llama")
     first = answer(model, text(), memory=passages.select([[2, 0, 1]]))
     assert distance(first, blocks(tiny.make("llama"), [2, 0, 1])) <= CLOSE
-    monkeypatch.setattr("mmattn.adapters.key_rotation.AT_ONCE", 1)
+    monkeypatch.setattr("mmattn.adapters.joined.rotation.AT_ONCE", 1)
     assert torch.equal(answer(model, text(), memory=passages.select([[2, 0, 1]])), first)
     one = answer(model, text(), memory=passages.select([[1]]))
     assert distance(one, blocks(tiny.make("llama"), [1])) <= CLOSE

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mmattn
-from mmattn.adapters import key_rotation
+from mmattn.adapters.joined import rotation
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.composed import composed_hosts as composing
@@ -55,7 +55,7 @@ def test_keys_are_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 104: keys are turned to where their passage stands: without that, the answer is another."""
     model, passages = reader(family)
     wanted = blocks(tiny.make(family), [2, 0])
-    monkeypatch.setattr(key_rotation.KeyRotation, "rotate_layers_", lambda self, keys, distance: None)
+    monkeypatch.setattr(rotation.KeyRotation, "rotate_layers_", lambda self, keys, distance: None)
     assert distance(answer(model, text(), memory=passages.select([[2, 0]])), wanted) > 100 * CLOSE
 
 

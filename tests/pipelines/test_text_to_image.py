@@ -14,10 +14,9 @@ from PIL import Image, ImageChops
 import mmattn
 from mmattn.encoders import StyleEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ImageError, TextError
-from mmattn.recipes import assets_folder
 from tests.cli.running import call
 
-SLANTED, BOLD = (str(assets_folder() / "digits" / f"{name}.png") for name in ("slanted", "bold"))
+SLANTED, BOLD = (str(Path("assets") / "digits" / f"{name}.png") for name in ("slanted", "bold"))
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +99,8 @@ def test_the_command_draws_and_refuses_other_adapters(pipe: Any, tmp_path: Path,
 
 
 def test_another_encoder_or_tokenizer_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(assets_folder() / "diffusion" / "adapter", tmp_path / "adapter")
-    shutil.copy(assets_folder() / "diffusion" / "style.safetensors", tmp_path)
+    shutil.copytree(Path("assets") / "diffusion" / "adapter", tmp_path / "adapter")
+    shutil.copy(Path("assets") / "diffusion" / "style.safetensors", tmp_path)
     assert mmattn.pipeline(tmp_path / "adapter").encoder.dim == 64
     described = tmp_path / "adapter" / "pipeline_config.json"
     config = json.loads(described.read_text())
@@ -109,7 +108,7 @@ def test_another_encoder_or_tokenizer_is_refused(tmp_path: Path) -> None:
     described.write_text(json.dumps(config))
     with pytest.raises(AdapterFileError, match="the tokenizer of 'assets/diffusion' is not the one"):
         mmattn.pipeline(tmp_path / "adapter")
-    shutil.copy(assets_folder() / "diffusion" / "adapter" / "pipeline_config.json", described)
+    shutil.copy(Path("assets") / "diffusion" / "adapter" / "pipeline_config.json", described)
     encoder = StyleEncoder.load(tmp_path / "style.safetensors")
     encoder.model.body[0].weight.data.mul_(1.5)
     encoder.save(tmp_path / "style.safetensors")

@@ -353,16 +353,6 @@ class TestSettings:
         code, _, err = call(capsys, "train", config, "lm=gpt2")
         assert (code, err) == (2, "mmattn: settings refused: lm is for another host than host: unet\n")
 
-    def test_schema(self, recipe: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-        for word in ("finetune", ROOT / "recipes" / "finetune" / "config_unet.yaml"):
-            code, out, err = call(capsys, "schema", word)
-            assert code == 0, err
-            found = json.loads(out)
-            assert set(found["properties"]) == set(recipe.settings.Config.model_fields)
-            assert found["additionalProperties"] is False
-        code, _, err = call(capsys, "schema", "benchmarks")
-        assert code == 2 and "has no settings" in err
-
     def test_data_without_any_memory(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text('{"text": "alone"}\n{"text": "alone, too"}\n')
         asked = short(tmp_path)

@@ -20,7 +20,7 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
-from mmattn.recipes import find_recipe, resolve_asset
+from mmattn.recipes import find_recipe
 from tests.recipes.comparing import check_compared
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +246,7 @@ class TestRun:
             raise AssertionError("encoded again")
 
         monkeypatch.setattr(mmattn.OpenCLIPEncoder, "forward", refuse)
-        encoder = pipelines.load_image_encoder(resolve_asset("assets/clip"), "cpu")
+        encoder = pipelines.load_image_encoder("assets/clip", "cpu")
         options: dict[str, Any] = {"mirror": False, "progress": False}
         assert recipe.data.encode(encoder, flora.train, run.parent / "cache", **options).batch == len(flora.train)
         other = load(recipe, 1, train_per_species=1, held_out_per_species=1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from mmattn import Index
 from mmattn.errors import IndexFileError
 from mmattn.storage import versioned_folder as folders
 from tests.retrieval.searching import WIDTH, same, small
-from tests.stress.kills_in_index import killed_saves
+from tests.stress.scripts import Children
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -86,10 +88,50 @@ def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
 # ---- crashes
 
 
+ENTRIES = 701
+SAVES = f"""
+import torch
+from mmattn import Index
+torch.set_num_threads(1)
+indexes = [Index.build(torch.ones({ENTRIES}, {WIDTH}), store=store) for store in ("exact", "hnsw")]
+
+def work(folder, first):
+    version = int(first)
+    index = indexes[version // 1000 % 2]
+    while True:
+        index.update(index.ids, torch.full(({ENTRIES}, {WIDTH}), float(version)), metadata=[version] * {ENTRIES})
+        index.save(folder)
+        version += 1
+"""
+
+
+def version_of(folder: Path) -> int:
+    """Which save a folder holds, whole."""
+    index = Index.load(folder)
+    (version,) = {index[name].metadata for name in index.ids}
+    assert len(index) == ENTRIES
+    assert all(torch.equal(index[name].vector, torch.full((WIDTH,), float(version))) for name in index.ids)
+    return int(version)
+
+
 @pytest.mark.slow
 def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
-    """Two hundred of them, and more: `tests.stress.kills_in_index`."""
-    assert killed_saves(tmp_path / "index", 8, seeded)
+    """A process that saves is killed 10 to 600 ms after it began, or after its first save."""
+    folder, chance = tmp_path / "index", random.Random(seeded)
+    Index.build(torch.ones(ENTRIES, WIDTH), metadata=[1] * ENTRIES).save(folder)
+    with Children(SAVES) as writers:
+        for kill in range(8):
+
+            def wait(child: int, kill: int = kill) -> None:
+                while kill % 2 and version_of(folder) <= 1000 * kill:
+                    os.kill(child, 0)
+                    time.sleep(0.001)
+                time.sleep(chance.uniform(0.01, 0.6))
+
+            assert writers.killed(f"{folder} {1000 * kill + 1}", wait)
+            version_of(folder)
+    Index.build(torch.ones(3, WIDTH)).save(folder)
+    assert len([path for path in folder.rglob("*") if path.is_file()]) == 3
 
 
 STEPS = (

@@ -16,7 +16,7 @@ import torch
 import mmattn
 from mmattn import pipelines
 from mmattn.pipelines.question_answering import build_index
-from mmattn.recipes import asset_path, find_recipe, load_recipe
+from mmattn.recipes import find_recipe, load_recipe
 from mmattn.serving import Engine, Limits, make_app
 from tests import tiny
 
@@ -91,7 +91,7 @@ def answering_pipe() -> Any:
 
 def captioning_pipe(folder: Path) -> Any:
     """An adapter that was opened instead of trained, on the small language model and CLIP that ship."""
-    encoder = mmattn.OpenCLIPEncoder(f"local-dir:{asset_path('assets/clip')}")
+    encoder = mmattn.OpenCLIPEncoder("local-dir:assets/clip")
     host, tokenizer = pipelines.load_host(pipelines.ModelReference(name="assets/lm"), folder, torch.device("cpu"), None)
     settings = mmattn.GatedAdapter(memory_dim=encoder.dim, layers=(0, 2), num_heads=2, head_dim=8)
     model = tiny.open_gates(mmattn.attach(host, settings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import mmattn
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.serving import Engine, Limits
 from tests.serving.choosing import VECTORS, WIDTH, by_definition, complete, ids_of, text_of
-from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, serving, talking_pipe
+from tests.serving.servers import Server, serving, talking_pipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -78,7 +77,7 @@ def test_without_a_memory_the_bare_host_answers(client: Any, pipe: Any) -> None:
     ).choices[0].message.content  # fmt: skip
 
 
-NO_OPS: list[dict[str, Any]] = [
+DEFAULTS: list[dict[str, Any]] = [
     *({name: None} for name in (
         "temperature", "top_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "logit_bias", "user",
         "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice",
@@ -92,12 +91,12 @@ NO_OPS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_values_that_ask_for_nothing_change_nothing(server: Server) -> None:
+def test_default_values_of_unsupported_fields_change_nothing(server: Server) -> None:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "memory": VECTORS}
     url = f"{server.url}/v1/chat/completions"
     with httpx.Client(timeout=60) as http:
         wanted = http.post(url, json=asked).json()["choices"][0]["message"]
-        for more in NO_OPS:
+        for more in DEFAULTS:
             made = http.post(url, json=asked | more)
             assert made.status_code == 200 and made.json()["choices"][0]["message"] == wanted, (more, made.text)
 
@@ -105,11 +104,11 @@ def test_values_that_ask_for_nothing_change_nothing(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "more", "param", "said"),
     [
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools", "does not do it"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, "tools", "does not support it"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort", "'none'"),
-        ("chat/completions", {"audio": {"voice": "x"}}, "audio", "does not do it"),
-        ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias", "does not do it"),
+        ("chat/completions", {"audio": {"voice": "x"}}, "audio", "does not support it"),
+        ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias", "does not support it"),
         ("chat/completions", {"min_p": 0.1}, "min_p", "knows no such field"),
         ("chat/completions", {"n": 0}, "n", "greater than or equal to 1"),
         ("chat/completions", {"temperature": "hot"}, "temperature", "valid number"),
@@ -120,6 +119,7 @@ def test_values_that_ask_for_nothing_change_nothing(server: Server) -> None:
         ("chat/completions", {"memory": [[1.0]]}, None, "width 13"),
         ("chat/completions", {"model": "gpt-4"}, "model", "there is no model 'gpt-4'"),
         ("completions", {"prompt": {"a": 1}}, "prompt", "valid string"),
+        ("completions", {"echo": True}, "echo", "False"),
         ("completions", {"best_of": 3}, "best_of", "equal to 1"),
         ("completions", {"suffix": "end"}, "suffix", "Input should be ''"),
     ],
@@ -138,7 +138,6 @@ def test_errors_of_every_route_have_the_shape_of_openai(server: Server) -> None:
         for method, path, status in (
             ("GET", "/v1/nothing", 404),
             ("GET", "/", 404),
-            ("POST", "/v1/embeddings", 404),
             ("GET", "/v1/completions", 405),
             ("DELETE", "/v1/models", 405),
             ("PUT", "/health", 405),
@@ -149,9 +148,8 @@ def test_errors_of_every_route_have_the_shape_of_openai(server: Server) -> None:
         assert http.get("/v1/models/tiny").json()["id"] == "tiny"
         missing = http.get("/v1/models/org/other").json()["error"]
         assert missing["code"] == "model_not_found" and missing["param"] == "model"
-        for body, kind in ((b"{", "application/json"), (b"[" * 100_000, "application/json"), (b"a=b", "text/plain")):
-            made = http.post("/v1/completions", content=body, headers={"content-type": kind})
-            assert made.status_code == 400 and made.json()["error"]["message"], made.text
+        made = http.post("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"})
+        assert made.status_code == 400 and made.json()["error"]["message"], made.text
 
 
 def test_keys_are_bearer_tokens(pipe: Any) -> None:
@@ -173,25 +171,6 @@ def test_keys_are_bearer_tokens(pipe: Any) -> None:
                     made.json()["error"]["code"] == "invalid_api_key" and made.headers["www-authenticate"] == "Bearer"
                 )
         assert http.get("/openapi.json").status_code == 200
-
-
-def test_embeddings_are_those_of_the_encoder_of_the_index() -> None:
-    pipe = answering_pipe()
-    texts = [QUESTIONS[0], FACTS[3]["title"]]
-    wanted = pipe.encoder.encode(texts).tokens[:, 0]
-    with serving(pipe) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        made = client.embeddings.create(model="tiny", input=texts)  # asks for base64
-        assert torch.allclose(torch.tensor([one.embedding for one in made.data]), wanted, atol=1e-6)
-        plain = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
-        assert torch.allclose(torch.tensor(plain.data[0].embedding), wanted[0], atol=1e-5)
-        assert made.usage.prompt_tokens == sum(map(len, pipe.tokenizer(texts)["input_ids"]))
-        raw = httpx.post(
-            f"{server.url}/v1/embeddings", json={"model": "tiny", "input": texts, "encoding_format": "base64"}
-        ).json()
-        assert len(base64.b64decode(raw["data"][0]["embedding"])) == 4 * wanted.shape[1]
-        with pytest.raises(openai.BadRequestError, match="is empty"):
-            client.embeddings.create(model="tiny", input=" ")
-        assert server.until(server.is_idle)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +206,9 @@ def test_a_memory_has_a_row_for_each_text(pipe: Any) -> None:
         pipe(["Who?", "Where?"], torch.zeros(3, 4, WIDTH))
 
 
-def test_generation_settings_that_a_server_has_no_place_for(pipe: Any) -> None:
+def test_generation_settings_that_a_server_does_not_support(pipe: Any) -> None:
     class Searching:
         config = pipe.config.model_copy(update={"generation": {"num_beams": 3, "max_new_tokens": 5}})
 
-    with pytest.raises(ConfigError, match="no place for num_beams"):
+    with pytest.raises(ConfigError, match="does not support num_beams"):
         Engine(Searching(), Limits())

@@ -18,7 +18,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import mmattn
-from mmattn.recipes import assets_folder
 from tests.serving.processes import serving
 from tests.tiny_texts import tiny_tokenizer
 
@@ -161,7 +160,7 @@ def test_a_folder_with_its_models_is_served_in_the_interface_of_openai() -> None
         need(name)
     import openai
 
-    folder = assets_folder() / "vqa"
+    folder = Path("assets") / "vqa"
     asked = random.Random(0).sample(mmattn.models.load_easy_vqa("test"), 16)
     texts = [row.text.capitalize() for row in asked]
     pipe = mmattn.pipeline(folder, device="cpu")

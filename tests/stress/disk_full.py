@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.files import load_folder
 from tests import tiny
 from tests.adapters.adapter_folders import contents
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mmattn.adapters.serialization import load_folder
+from mmattn.adapters.files import load_folder
 from mmattn.errors import MmattnError
 from tests import tiny
 

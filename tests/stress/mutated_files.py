@@ -29,9 +29,9 @@ import psutil
 import torch
 
 import mmattn
-from mmattn.adapters.adapter_config import adapter_settings
+from mmattn.adapters.files import adapter_settings
 from mmattn.errors import AdapterFileError
-from mmattn.hosts.base import adapted
+from mmattn.hosts.model import adapted
 from tests import tiny
 from tests.adapters.adapter_folders import contents
 

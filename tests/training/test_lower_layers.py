@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import mmattn
 from mmattn.errors import ConditionError, ConfigError
-from mmattn.hosts.causal_lm.lower_layers import lower_layers
+from mmattn.training.lower_layers import lower_layers
 from tests import tiny
 from tests.families.building import tiny_model
 

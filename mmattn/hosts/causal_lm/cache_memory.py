@@ -16,7 +16,7 @@ from mmattn.hosts.causal_lm.continuous_batching import PAGED_CACHE
 from mmattn.hosts.context import Arguments, Call, Keywords
 
 if TYPE_CHECKING:
-    from mmattn.hosts.base import AdaptedModel
+    from mmattn.hosts.model import AdaptedModel
 
 #: Attribute of a cache that was read with a memory (True), or that goes on with and without one (False).
 READ = "mmattn_read_with_memory"

@@ -24,9 +24,9 @@ from mmattn.core.device_checks import collect_checks, raise_failed
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, states_of_step
-from mmattn.hosts.context import Arguments, Call, Keywords
+from mmattn.hosts.context import Arguments, Call, Keywords, check_not_required
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.replaced import replace_method
 from mmattn.memory import Memory
 
@@ -109,7 +109,7 @@ class RequestMemories:
         if memory is None and pending is not None:
             memory = pending[id(input_ids)].pop(0)
         if memory is None:
-            self.model.check_not_required()
+            check_not_required(self.model.require_memory)
         else:
             kwargs[KEY] = memory if isinstance(memory, RequestMemory) else self._bind(memory)
         name = f"req_{self.manager._request_counter}" if request_id is None else request_id
@@ -207,7 +207,7 @@ def check_memories(model: AdaptedModel, memories: Sequence[object]) -> list[obje
     checked: dict[int, object] = {id(None): None}
     for one in {id(one): one for one in memories}.values():
         if one is None:
-            model.check_not_required()
+            check_not_required(model.require_memory)
             continue
         try:
             checked[id(one)] = prepared = prepared_by_name(model, one)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import Arrivals, GenerationInput, TextState
 from mmattn.errors import ConditionError, MaskError, ShapeError, check_int
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.context import NOTED, Arguments, Call, Keywords, Positional
 from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.replaced import replace_method
+from mmattn.hosts.model import AdaptedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -144,12 +143,6 @@ class TextNotes:
             mask = kwargs.get("attention_mask")
             NOTED.set((call, GenerationInput(input_ids, None if mask is None else mask.bool())))
         return type(self.host).prepare_inputs_for_generation(self.host, input_ids, *args, **kwargs)
-
-
-def note_texts(model: AdaptedModel, host: nn.Module) -> None:
-    """Have `generate` of this host note the text that the next forward continues."""
-    if hasattr(host, "prepare_inputs_for_generation"):
-        replace_method(host, "prepare_inputs_for_generation", TextNotes(model, host))
 
 
 def arrivals_of(arrived: Tensor, window: int | None, sources: Iterable[BoundMemory]) -> Arrivals:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.inserted import EmbeddingReader
-from mmattn.adapters.key_rotation import Rotations
+from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.language_models import (
     CACHE_NAMES,
     depth_of,
@@ -27,7 +27,6 @@ from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.device_checks import refuse_unless_finite, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
-from mmattn.hosts.base import AdaptedModel, check_unused
 from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.cache_memory import (
     READ,
@@ -46,7 +45,8 @@ from mmattn.hosts.causal_lm.continuous_batching import (
     pending,
     rows_of,
 )
-from mmattn.hosts.causal_lm.generation import ExpandsInputs, arrivals_of, generation_call, note_texts, prompt_name
+from mmattn.hosts.causal_lm.generation import ExpandsInputs, TextNotes, arrivals_of, generation_call, prompt_name
+from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.causal_lm.joined_slots import (
     embedding_reader,
     joined_sites,
@@ -55,15 +55,14 @@ from mmattn.hosts.causal_lm.joined_slots import (
     probe_rotations,
     shift_text,
 )
-from mmattn.hosts.causal_lm.output_head import HeadlessHost
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.layers import find_layers
+from mmattn.hosts.model import AdaptedModel, check_unused
 from mmattn.hosts.probe import probe_adapter, random_ids, text_inputs
 from mmattn.hosts.recomputation import refuse_reentrant
-from mmattn.hosts.replaced import replace_method, restore_methods
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
@@ -99,7 +98,6 @@ class AdaptedCausalLM(AdaptedModel):
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "images", "arrived", "window")
     predicts_tokens: ClassVar[bool] = True
-    replaced: tuple[str, ...] = ("generate", "_expand_inputs_for_generation", "init_continuous_batching")
     positions: ClassVar[tuple[str, ...]] = ("after", "before", "joined")
 
     def __init__(self, host: nn.Module, path: str | None = None, require_memory: bool = False) -> None:
@@ -141,7 +139,7 @@ class AdaptedCausalLM(AdaptedModel):
         if adapter.position == "joined":
             probe_joined(self, adapter.sites)
         else:
-            self.stream_axis = probe_adapter(self, adapter, partial(text_inputs, self.host))
+            self.stream_axis = probe_adapter(self.host, self.open_blocks, adapter, partial(text_inputs, self.host))
 
     def probe_before_text(self, sites: Sequence[Site]) -> Rotations:
         """Prove that keys and values before a text reach the output, and return what turns keys to other positions."""
@@ -275,9 +273,10 @@ class AdaptedCausalLM(AdaptedModel):
             # peft's generate calls the model inside its own.
             hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
             hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
-        restore_methods(inner, "prepare_inputs_for_generation")
-        if any(self.adapter(name).reads_whole_text for name in self.adapters):
-            note_texts(self, inner)
+        vars(inner).pop("prepare_inputs_for_generation", None)
+        reads_whole_text = any(self.adapter(name).reads_whole_text for name in self.adapters)
+        if reads_whole_text and hasattr(inner, "prepare_inputs_for_generation"):
+            self.attachment.replace(inner, "prepare_inputs_for_generation", TextNotes(self, inner))
         return hooks
 
     # Entries that many requests attend to ----------------------------------------------------------------------------
@@ -372,16 +371,12 @@ class AdaptedCausalLM(AdaptedModel):
             if arrived is not None:
                 call.arrivals = arrivals_of(arrived, window, call.sources.values())
 
-    def call_of_forward(
-        self, host: nn.Module, args: Positional, kwargs: Keywords
-    ) -> tuple[Call | None, frozenset[str]]:
+    def call_of_forward(self, args: Positional, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
         """Return the memories of a forward that begins: in continuous batching those of the requests of this step."""
         cache = kwargs.get("cache")
         if type(cache).__name__ == PAGED_CACHE and (step := call_of_step(self, cache)) is not None:
             return step, frozenset()
-        is_set, call, disabled = self.open_blocks.in_force()  # not by `current_call`: a token may cost little
-        if not is_set:
-            self.miss_memory()
+        is_set, call, disabled = self.open_blocks.of_call(self.require_memory)
         if call is None and not torch.compiler.is_compiling():
             for cache in (*args, *kwargs.values()):
                 if noted(cache):
@@ -391,7 +386,7 @@ class AdaptedCausalLM(AdaptedModel):
     def _host_generate(self, *args: object, **kwargs: object) -> Tensor | ModelOutput:
         """Replace `host.generate`: check the rows before beams multiply them."""
         host_class: type[PreTrainedModel] = type(self.host)
-        call, _ = self.current_call()
+        call = self.open_blocks.of_call(self.require_memory).call
         if call is None:
             return host_class.generate(self.host, *args, **kwargs)
         with self.open_blocks.conditioned(generation_call(self.host, call, args, kwargs)):
@@ -403,18 +398,14 @@ class AdaptedCausalLM(AdaptedModel):
     def join(self) -> None:
         """Freeze the host, and take part in its ways to generate."""
         super().join()
-        if hasattr(type(self.host), "generate"):
-            replace_method(self.host, "generate", self._host_generate)
         inner = inner_host(self.host)
-        if hasattr(type(inner), "_expand_inputs_for_generation"):
-            replace_method(inner, "_expand_inputs_for_generation", ExpandsInputs(self, inner))
-        if hasattr(type(inner), "init_continuous_batching"):
-            replace_method(inner, "init_continuous_batching", StartsBatching(self, inner))
-
-    def unload(self) -> nn.Module:
-        """Give back the very same host with no trace of the adapters."""
-        restore_methods(inner_host(self.host), "prepare_inputs_for_generation", *self.replaced)
-        return super().unload()
+        for owner, name, method in (
+            (self.host, "generate", self._host_generate),
+            (inner, "_expand_inputs_for_generation", ExpandsInputs(self, inner)),
+            (inner, "init_continuous_batching", StartsBatching(self, inner)),
+        ):
+            if hasattr(type(owner), name):
+                self.attachment.replace(owner, name, method)
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from mmattn.errors import ConditionError
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.probe import bare_forward
 
-#: What is known of hosts: by their attention and what a call says of its documents, how these are kept apart.
+#: Cache by host: (attention implementation, document arguments) → how this host separates packed documents.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
 
 

@@ -19,7 +19,7 @@ from mmattn.adapters.prefix import PrefixAdapter, PrefixLayers
 from mmattn.adapters.protocols import HeadSizes, Site
 from mmattn.errors import AdapterFileError
 from mmattn.hosts.attach import adapted_model, attach
-from mmattn.hosts.base import AdaptedModel
+from mmattn.hosts.model import AdaptedModel
 from mmattn.storage.json_files import read_json
 from mmattn.storage.safetensors import check_values
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Keywords, Positional
-from mmattn.hosts.diffusion.call import Output
 from mmattn.hosts.diffusion.example_inputs import TEXT, Layout, example_inputs, layouts
 from mmattn.hosts.diffusion.heads import SHARED, attention_names, is_attention
+from mmattn.hosts.diffusion.hooks import Output
 from mmattn.hosts.diffusion.scale import Grid
 from mmattn.hosts.probe import Handle, disturb, in_eval_mode, unreached
 

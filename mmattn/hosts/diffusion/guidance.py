@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float
-from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.heads import SHARED
+from mmattn.hosts.diffusion.model import AdaptedDenoiser
 from mmattn.hosts.diffusion.scale import AdapterScale
 
 Predict = Callable[[Tensor, Tensor | float], Tensor]

@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout
-from mmattn.adapters.joint_decoupled import JointDecoupledAdapter, TimedResampler
+from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout, JointDecoupledAdapter, TimedResampler
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
-from mmattn.hosts.base import AdaptedModel
 from mmattn.hosts.diffusion.heads import attention_names
+from mmattn.hosts.model import AdaptedModel
 from mmattn.storage.files import replacing
 from mmattn.storage.safetensors import check_values
 

@@ -14,7 +14,6 @@ from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.attention import CoreProcessor, JointAttention, TextAttention
-from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.find_attention import CROSS, JOINT, SELF, PictureAttention, check_reaches, find_attention
 from mmattn.hosts.diffusion.heads import (
     check_projections,
@@ -24,6 +23,7 @@ from mmattn.hosts.diffusion.heads import (
     takes_hidden_states,
     weight_of,
 )
+from mmattn.hosts.diffusion.model import AdaptedDenoiser
 from mmattn.hosts.diffusion.published import FluxLayout, PublishedLayout, SD3Layout
 from mmattn.hosts.diffusion.scale import Grid
 
@@ -128,7 +128,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         """Return frames, height and width in tokens of the picture of a call; None if the call does not say."""
         return self.structure.layout.grid_of(kwargs, kwargs[self.picture_name])
 
-    def text_attention(self, index: int) -> CoreProcessor:
+    def text_attention(self, index: int) -> type[CoreProcessor]:
         """Return the processor that computes the attention of a layer over its text by the core."""
         kind = self.attention(index).kind
         if kind == SELF:
@@ -136,7 +136,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
                 f"use_core: {self.layer_names[index]} of {type(self.host).__name__} reads no text of its own that the "
                 "core could mask; adapters work there"
             )
-        return (TextAttention if kind == CROSS else JointAttention)(self, index, self.layer(index))
+        return TextAttention if kind == CROSS else JointAttention
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from mmattn.errors import AttachError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.attention import CoreProcessor, TextAttention
-from mmattn.hosts.diffusion.base import AdaptedDenoiser
 from mmattn.hosts.diffusion.heads import (
     attention_names,
     head_size,
@@ -21,6 +20,7 @@ from mmattn.hosts.diffusion.heads import (
     takes_hidden_states,
     weight_of,
 )
+from mmattn.hosts.diffusion.model import AdaptedDenoiser
 from mmattn.hosts.diffusion.published import PublishedLayout
 from mmattn.hosts.diffusion.scale import Grid
 
@@ -60,9 +60,9 @@ class AdaptedUNet(AdaptedDenoiser):
         height, width = kwargs["sample"].shape[-2:]
         return 1, height, width
 
-    def text_attention(self, index: int) -> CoreProcessor:
+    def text_attention(self, index: int) -> type[CoreProcessor]:
         """Return the processor that computes the text attention of a layer by the core."""
-        return TextAttention(self, index, self.layer(index))
+        return TextAttention
 
     def published_layout(self, follows_time: bool) -> PublishedLayout:
         """Return the layout of published IP-Adapters for UNets."""

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from typing_extensions import Unpack
 
-from mmattn.adapters.serialization import CARD, CONFIG, TENSORS
+from mmattn.adapters.files import CARD, CONFIG, TENSORS
 from mmattn.errors import AdapterFileError, ConfigError
 
 #: What a folder may hold beside the adapter: what a pipeline needs to run it.

@@ -10,15 +10,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mmattn.adapters.adapter_config import Config, parse_config
+from mmattn.adapters.files import CONFIG, Config, load_folder, parse_config
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.serialization import CONFIG, load_folder
 from mmattn.adapters.settings import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.models.cache import resolve as resolve_model
+from mmattn.models.shipped import find_asset
 from mmattn.pipelines.build import resolve
 from mmattn.pipelines.config import FILE, PipelineConfig
-from mmattn.recipes.assets import resolve_asset
 
 ARCHITECTURE = "MmattnAdaptedForCausalLM"
 MAX_SLOTS = 1024  # of a memory, where no resampler says how many
@@ -35,7 +34,7 @@ def patch_engine() -> None:
 
     @functools.wraps(create)
     def create_model_config(self: EngineArgs) -> Any:
-        folder = Path(resolve_asset(self.model))
+        folder = Path(find_asset(self.model))
         if (folder / CONFIG).is_file():
             serve_adapter(self, folder.resolve())
         elif isinstance(self.hf_overrides, dict) and "mmattn_adapter" in self.hf_overrides:

@@ -18,8 +18,8 @@ from vllm.multimodal.processing import (
     PromptReplacement,
 )
 
+from mmattn.adapters.files import load_folder
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.serialization import load_folder
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import ShapeError
 from mmattn.memory import Memory

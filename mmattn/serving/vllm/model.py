@@ -23,10 +23,10 @@ from vllm.model_executor.models.utils import init_vllm_registered_model
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from mmattn.adapters.files import load_folder
 from mmattn.adapters.gated import GatedLayers
-from mmattn.adapters.gated_block import GatedBlock
+from mmattn.adapters.gated.block import GatedBlock
 from mmattn.adapters.protocols import Site
-from mmattn.adapters.serialization import load_folder
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.core.key_value_heads import norm_heads
 from mmattn.errors import AttachError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter
-from mmattn.adapters.augmenting_model import AugmentedPrompt
+from mmattn.adapters.composed import AugmentedPrompt
 from tests import tiny
 from tests.adapters.composed import composed_hosts as composing
 

@@ -10,7 +10,7 @@ import torch
 
 import mmattn
 from mmattn import training
-from mmattn.adapters.gated_block import Calibration
+from mmattn.adapters.gated.block import Calibration
 from mmattn.errors import ConditionError
 from tests import tiny
 

@@ -1,4 +1,4 @@
-"""The ways in which a call can come: pieces of text, embeddings, pipelines, streams, images inside the text."""
+"""The ways in which a call can come: embeddings, beside other hosts, images inside the text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,6 @@ def generate(model, ids, **kwargs):
     """New tokens only (b, NEW); none of them is the token of an image."""
     settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE]} | kwargs
     return model.generate(ids, **settings)[:, ids.shape[1] :]
-
-
-# Pieces, embeddings, keywords
-
-
-@families
-@torch.no_grad()
-def test_a_text_in_two_pieces_is_the_text(family, ids):
-    model, memory = tiny.attach(tiny.make(family)), tiny.memory(ROWS, lengths=[5, 0, 3])
-    full = model(ids, memory=memory).logits
-    first = model(ids[:, :4], memory=memory, use_cache=True)
-    second = model(ids[:, 4:], memory=memory, **tiny.going_on(first.past_key_values), use_cache=True)
-    assert_close(torch.cat([first.logits, second.logits], 1), full)
 
 
 @families
@@ -61,9 +48,6 @@ def test_memory_can_be_demanded(ids):
         assert torch.isfinite(model(ids).logits).all()
     with model.disable_adapter():
         assert torch.equal(model(ids).logits, tiny.make("llama")(ids).logits)
-
-
-# Other hosts
 
 
 @torch.no_grad()

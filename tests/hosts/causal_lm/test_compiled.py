@@ -13,8 +13,8 @@ from torch.export import Dim, export
 from transformers import CompileConfig, StaticCache
 
 import mmattn
-from mmattn.errors import ShapeError
-from tests import tiny
+from mmattn.errors import ConditionError, MmattnError, ShapeError
+from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
 
 ROWS, LENGTH, NEW = 3, 7, 4
@@ -25,6 +25,12 @@ READS_CONTEXT = hasattr(torch._dynamo.source, "ContextVarGetSource")
 def shallow():
     """A host that is traced quickly."""
     return tiny.make("llama", num_hidden_layers=1)
+
+
+@pytest.fixture
+def read():
+    """A shallow host with an open adapter, and a text."""
+    return tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
 
 
 class Reader(nn.Module):
@@ -64,26 +70,6 @@ def test_an_exported_host_takes_its_memory_as_an_input(settings):
     assert any("adapters" in name for name in names) and any("embed_tokens" in name for name in names)
 
 
-@torch.no_grad()
-def test_decoding_with_a_static_cache_is_one_graph(dynamo):
-    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
-    step = torch.compile(model.host, backend=dynamo, fullgraph=True)
-    seen = []
-    for memory in (tiny.memory(ROWS, lengths=[5, 0, 3]), tiny.memory(ROWS, lengths=[2, 5, 1], seed=1)):
-        text, cache = ids, StaticCache(config=model.host.config, max_cache_len=LENGTH + NEW)
-        with model.condition(memory):
-            word = model.host(ids, **tiny.going_on(cache)).logits[:, -1:].argmax(-1)
-            for place in range(LENGTH, LENGTH + NEW):
-                text = torch.cat([text, word], 1)
-                positions = torch.full((ROWS, 1), place)
-                logits = step(word, **tiny.going_on(cache), position_ids=positions).logits
-                word = logits[:, -1:].argmax(-1)
-                seen.append(dynamo.frame_count)
-            assert_close(logits[:, -1], model.host(text).logits[:, -1])
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert seen == [seen[0]] * len(seen), f"graphs after each step: {seen}"
-
-
 class Graphs:
     """A backend that keeps what it was asked to compile."""
 
@@ -120,9 +106,9 @@ GIVEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @torch.no_grad()
-def test_the_adapted_model_itself_is_one_graph(dynamo, given):
+def test_the_adapted_model_itself_is_one_graph(read, dynamo, given):
     """Invariant 143: each call has its own memory, or none, and a call outside of the graph is as before."""
-    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    model, ids = read
     compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     bare = model(ids).logits
     for seed in range(2):
@@ -137,9 +123,9 @@ def test_the_adapted_model_itself_is_one_graph(dynamo, given):
 
 
 @torch.no_grad()
-def test_other_memories_compile_nothing_again(dynamo):
+def test_other_memories_compile_nothing_again(read, dynamo):
     """Invariant 201: each an object of its own and of another length: one graph, and one for all lengths."""
-    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    model, ids = read
     compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     for slots in (5, 2, 11, 13):
         memory = tiny.memory(ROWS, slots, seed=slots)
@@ -148,9 +134,9 @@ def test_other_memories_compile_nothing_again(dynamo):
 
 
 @torch.no_grad()
-def test_other_scales_compile_once_more(dynamo):
+def test_other_scales_compile_once_more(read, dynamo):
     """Invariant 211: once for the first number, once for any number, and once without the adapter."""
-    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    (model, ids), memory = read, tiny.memory(ROWS)
     compiled = torch.compile(model, backend=dynamo, fullgraph=True)
     for scale in (1.0, 0.5, 0.3, 0.2, 0.0):
         given = {"memory": memory, "adapter_scale": scale}
@@ -158,16 +144,12 @@ def test_other_scales_compile_once_more(dynamo):
     assert dynamo.frame_count == 3
 
 
-#: How a memory reaches `generate`, beside it or in a block around it.
-GENERATED = {"keyword": True, "block": False}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("by_keyword", GENERATED.values(), ids=GENERATED)
+@pytest.mark.parametrize("by_keyword", [True, False])
 @torch.no_grad()
-def test_generate_with_a_static_cache_replays_one_graph(graphs, by_keyword):
+def test_generate_with_a_static_cache_replays_one_graph(read, graphs, by_keyword):
     """Invariant 213: for every token and memory of a length, and one more for memories of any length."""
-    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+    model, ids = read
     compiled = CompileConfig(fullgraph=True, backend=graphs, mode=None)
     compiled._compile_all_devices = True
     settings = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
@@ -186,9 +168,9 @@ def test_generate_with_a_static_cache_replays_one_graph(graphs, by_keyword):
 
 @pytest.mark.parametrize("in_block", [True, False])
 @torch.no_grad()
-def test_a_token_is_one_graph_wherever_it_stands(dynamo, in_block):
-    """Invariant 213: and for memories of all lengths, with padding."""
-    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+def test_a_token_is_one_graph_wherever_it_stands(read, dynamo, in_block):
+    """Invariants 24, 213: and for memories of all lengths, with padding."""
+    model, ids = read
     fast = torch.compile(model, backend=dynamo, fullgraph=True)
     for slots in (5, 11, 7):
         memory = model.prepare(tiny.memory(ROWS, slots, lengths=[slots, 0, 3]))
@@ -208,9 +190,9 @@ def test_a_token_is_one_graph_wherever_it_stands(dynamo, in_block):
 
 
 @torch.no_grad()
-def test_a_block_of_an_export_holds_in_its_thread_alone():
+def test_a_block_of_an_export_holds_in_its_thread_alone(read):
     """Invariant 201: exporting runs the code, while other threads call the host."""
-    model, ids, seen = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), []
+    (model, ids), seen = read, []
     bare = model(ids).logits
 
     @torch.no_grad()
@@ -231,25 +213,28 @@ def test_a_block_of_an_export_holds_in_its_thread_alone():
     assert_close(exported(ids, memory.tokens), model(ids, memory=memory).logits, 1e-6)
 
 
-def test_a_compiled_host_is_given_keys_and_values(graphs):
-    """In a block without gradients its graph projects nothing; where weights may be trained it does."""
-    model, ids = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH)
+def test_a_compiled_host_is_given_keys_and_values(read, graphs):
+    """Invariant 38: in a block without gradients its graph projects nothing; where weights are trained it does."""
+    model, ids = read
     fast, memory = torch.compile(model.host, backend=graphs, fullgraph=True), tiny.memory(ROWS, lengths=[5, 0, 3])
     with torch.no_grad(), model.condition(memory):
         got = fast(ids).logits
     assert_close(got, model(ids, memory=memory).logits)
     assert len(graphs.inputs) == 1 and not graphs.projects(0)
+    model(ids, labels=ids, memory=memory).loss.backward()
+    wanted = {name: weight.grad for name, weight in model.adapters.named_parameters()}
+    model.zero_grad()
     with model.condition(memory):
-        loss = fast(ids, labels=ids).loss
-    loss.backward()
+        fast(ids, labels=ids).loss.backward()
     assert graphs.projects(1)
-    assert all(weight.grad is not None for weight in model.adapters.parameters() if weight.requires_grad)
+    for name, weight in model.adapters.named_parameters():
+        assert_close(weight.grad, wanted[name])
 
 
 @torch.no_grad()
-def test_a_compiled_model_is_given_keys_and_values(graphs):
+def test_a_compiled_model_is_given_keys_and_values(read, graphs):
     """Invariant 213: a graph projects a tensor, which is new in each call, and no memory; edits between calls count."""
-    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+    (model, ids), memory = read, tiny.memory(ROWS)
     fast = torch.compile(model, backend=graphs, fullgraph=True)
     weight = model.adapter("default").attention(0).kv_proj.k_proj.weight
     for given in (memory, model.prepare(memory), memory):
@@ -265,12 +250,12 @@ def test_a_compiled_model_is_given_keys_and_values(graphs):
 
 
 @torch.no_grad()
-def test_a_change_that_a_graph_cannot_see_is_refused(graphs):
-    model, ids, memory = tiny.attach(shallow(), layers=(0,)), tiny.text(ROWS, LENGTH), tiny.memory(ROWS)
+def test_a_change_that_a_graph_cannot_see_is_refused(read, graphs):
+    (model, ids), memory = read, tiny.memory(ROWS)
     fast = torch.compile(model.host, backend=graphs, fullgraph=True)
     weight = model.adapter("default").attention(0).kv_proj.k_proj.weight
     for changed in (weight, memory.tokens):
-        with pytest.raises(mmattn.errors.ConditionError, match="begin a new block"), model.condition(memory):
+        with pytest.raises(ConditionError, match="begin a new block"), model.condition(memory):
             fast(ids)
             changed.mul_(2)
             fast(ids)
@@ -278,7 +263,7 @@ def test_a_change_that_a_graph_cannot_see_is_refused(graphs):
             got = fast(ids).logits
         assert_close(got, model(ids, memory=memory).logits)
     # What is computed anew for `generate` does not hide what was answered before.
-    with pytest.raises(mmattn.errors.ConditionError, match="begin a new block"), model.condition(memory):
+    with pytest.raises(ConditionError, match="begin a new block"), model.condition(memory):
         fast(ids)
         weight.mul_(2)
         fast(ids)
@@ -288,3 +273,54 @@ def test_a_change_that_a_graph_cannot_see_is_refused(graphs):
         weight.mul_(2)
         assert_close(model.host(ids).logits, model(ids, memory=memory).logits)
     assert len(graphs.inputs) == 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_host_reads_each_memory_it_is_given(read, dynamo):
+    """Invariant 38: lengths, masks and absence in turn, with a bounded number of graphs."""
+    model, ids = read
+    memories = [tiny.memory(ROWS, m=m, lengths=lengths, seed=m) for m in (5, 7, 9, 11) for lengths in (None, [m, 0, 3])]
+    fast = torch.compile(model.host, backend=dynamo, fullgraph=True)
+    for memory in (*memories, None) * 2:
+        with model.condition(memory):
+            got = fast(ids).logits
+        assert_close(got, model(ids, memory=memory).logits, 1e-6)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # One for each of: no memory, and with or without a mask, of a first length and of any.
+    assert 1 <= dynamo.frame_count <= 5, f"{dynamo.frame_count} graphs for {len(memories)} memories"
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_attaching_after_the_host_was_compiled_is_never_silent(ids, dynamo):
+    """Invariant 37."""
+    lm = shallow()
+    fast = torch.compile(lm, backend=dynamo)
+    plain = fast(ids).logits
+    assert_close(plain, shallow()(ids).logits, 1e-6)
+    try:
+        model = tiny.attach(lm, layers=(0,))
+        with model.condition(tiny.memory(ROWS)):
+            got = fast(ids).logits
+    except MmattnError as error:
+        assert "compile" in str(error)
+    else:
+        assert_close(got, model(ids, memory=tiny.memory(ROWS)).logits, 1e-6)
+        assert differs(got, plain)
+        model.unload()
+        assert_close(fast(ids).logits, plain, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "attach"),
+    [(shallow, lambda host: tiny.attach(host, layers=(0,))), (tiny_unets.make, tiny_unets.attach)],
+)
+def test_a_compiled_model_is_not_a_host(make, attach, dynamo):
+    """Invariant 37."""
+    with pytest.raises(MmattnError, match="compile"):
+        attach(torch.compile(make(), backend=dynamo))
+    host = make()
+    host.compile(backend=dynamo)
+    with pytest.raises(MmattnError, match="compile"):
+        attach(host)

@@ -1,4 +1,4 @@
-"""What a language host must survive."""
+"""What a language host must survive: memories that do not fit, other dtypes, empty batches, padding, guidance."""
 
 from __future__ import annotations
 
@@ -15,61 +15,40 @@ from tests.tiny import assert_close, differs, own
 ROWS, LENGTH = 3, 7
 
 
-def assert_without_memory(model, ids):
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, own(ids))
-
-
-# 12, and the sizes of a memory
-
-
-def test_a_nan_is_refused_before_the_host_runs(model, ids):
-    """Invariant 22."""
-    tokens = tiny.memory(ROWS).tokens
-    tokens[1, 2, 3] = float("nan")
-    with pytest.raises(NonFiniteError, match="row 1"), model.condition(mmattn.Memory(tokens)):
-        pytest.fail("the block was entered")
-    masked = torch.ones(ROWS, 5, dtype=torch.bool)
-    masked[1, 2] = False
-    with torch.no_grad():
-        assert torch.isfinite(model(ids, memory=mmattn.Memory(tokens, masked)).logits).all()
-    assert_without_memory(model, ids)
-
-
-def test_a_memory_spoilt_after_it_was_made_is_refused_too(model, ids):
-    """Invariant 22."""
+def spoilt(value, *place):
+    """A memory in which a number became this after it was made."""
     memory = tiny.memory(ROWS)
-    memory.tokens[2, 0, 0] = float("inf")
-    with pytest.raises(NonFiniteError, match="row 2"):
-        model(ids, memory=memory)
-    with pytest.raises(NonFiniteError, match="row 2"):
-        model.generate(ids, memory=memory, max_new_tokens=2)
-    assert_without_memory(model, ids)
+    memory.tokens[place] = value
+    return memory
 
 
-def test_rows_of_memory_are_rows_of_text(model, ids):
-    with pytest.raises(ShapeError, match="2 .*3|3 .*2"):
-        model(ids, memory=tiny.memory(2))
-    with pytest.raises(ShapeError, match="2 .*3|3 .*2"):
-        model.generate(ids, memory=tiny.memory(2), max_new_tokens=2)
-    with pytest.raises(ShapeError, match=r"expand\(4\)"):
-        model(tiny.text(4), memory=tiny.memory(1))
-    with pytest.raises(ShapeError, match="6"):
-        model(ids, memory=tiny.memory(6))
-    # Rows that divide the text are the beams of generate, never a plain forward.
-    with pytest.raises(ShapeError, match="2 .*4|4 .*2"):
-        model(tiny.text(4), memory=tiny.memory(2))
-    assert_without_memory(model, ids)
-
-
-def test_one_memory_does_not_spread_over_rows_in_generate(model):
-    with pytest.raises(ShapeError, match=r"expand\(4\)"):
-        model.generate(tiny.text(4), memory=tiny.memory(1), max_new_tokens=2)
-    with pytest.raises(ShapeError, match="2 .*4|4 .*2"):
-        model.generate(tiny.text(4), memory=tiny.memory(2), max_new_tokens=2, num_beams=2)
-
-
-# 15 - 19: dtypes, dropout, empty batches, gradients of the memory
+@pytest.mark.parametrize(
+    ("rows", "memory", "error", "says"),
+    [
+        (3, lambda: mmattn.Memory(spoilt(torch.nan, 1, 2, 3).tokens), NonFiniteError, "row 1"),
+        (3, lambda: spoilt(torch.inf, 2, 0, 0), NonFiniteError, "row 2"),
+        (3, lambda: tiny.memory(2), ShapeError, "2 .*3|3 .*2"),
+        (3, lambda: tiny.memory(6), ShapeError, "6"),
+        (4, lambda: tiny.memory(1), ShapeError, r"expand\(4\)"),
+        # Rows that divide the text are the beams of generate, never a plain forward.
+        (4, lambda: tiny.memory(2), ShapeError, "2 .*4|4 .*2"),
+    ],
+)
+@torch.no_grad()
+def test_memories_that_do_not_fit_are_refused_before_the_host_runs(model, rows, memory, error, says):
+    """Invariants 22, 50."""
+    ids = tiny.text(rows)
+    for call in (
+        lambda: model(ids, memory=memory()),
+        lambda: model.generate(ids, memory=memory(), max_new_tokens=2),
+        lambda: model.generate(ids, memory=memory(), max_new_tokens=2, num_beams=2),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+    if error is NonFiniteError:
+        with pytest.raises(error, match=says), model.condition(memory()):
+            pytest.fail("the block was entered")
+    assert torch.equal(model(ids).logits, own(ids))
 
 
 @pytest.mark.parametrize("memory_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -129,9 +108,6 @@ def test_an_empty_batch_has_the_hosts_shape(family, ids):
     want = tiny.make(family)(ids[:0]).logits
     assert want.shape == (0, LENGTH, tiny.VOCAB)
     assert torch.equal(model(ids[:0], memory=tiny.memory(ROWS)[:0]).logits, want)
-
-
-# 37 - 40: generating
 
 
 def test_right_padding_gets_the_hosts_own_warning(model):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import io
-import pickle
 import weakref
 
 import pytest
@@ -14,46 +13,58 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mmattn
-from mmattn.errors import AttachError, ConditionError, MmattnError
+from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.hooks import AfterLayer
+from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.tiny import assert_close, own
+from tests.tiny import assert_close, differs, own
 
-ROWS, LENGTH = 3, 7
-
-
-def test_a_second_adapter_of_the_same_name(model, ids):
-    """Invariant 29."""
-    memory = tiny.memory(ROWS)
-    with torch.no_grad():
-        want, names = model(ids, memory=memory).logits, list(model.state_dict())
-    adapter = mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=8)
-    for attempt in (lambda: model.add_adapter("default", adapter), lambda: mmattn.attach(model.host, adapter)):
-        with pytest.raises(AttachError, match="default"):
-            attempt()
-    with torch.no_grad():
-        assert torch.equal(model(ids, memory=memory).logits, want)
-    assert list(model.state_dict()) == names
+ROWS = 3
 
 
-def test_layers_that_are_not_there(ids):
+def adapter(**settings):
+    return mmattn.GatedAdapter(
+        **{"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 8} | settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("attach", "names"),
+    [
+        (lambda lm: mmattn.attach(lm, adapter(layers=(0, 3))), "3"),
+        (lambda lm: mmattn.attach(lm, adapter(layers=(-7,))), "3|-7"),
+        (lambda lm: mmattn.attach(lm, adapter(layers=None, every=5)), "3"),
+        (lambda lm: mmattn.attach(lm, adapter(layers=())), "layer"),
+        (lambda lm: mmattn.attach(lm, adapter(), path="model.nowhere"), "model.nowhere"),
+        (lambda lm: mmattn.attach(lm, "gated"), "str"),
+        (lambda lm: mmattn.attach(nn.Sequential(nn.Linear(5, 5), nn.ReLU()), adapter()), "Sequential"),
+        (lambda lm: mmattn.attach(None, adapter()), "None"),
+    ],
+)
+def test_layers_and_hosts_that_are_not_there(attach, names, ids):
     """Invariant 30."""
     lm = tiny.make("llama")
-    keys = set(lm.__dict__)
-    for settings, found in (
-        ({"layers": (0, 3)}, "3"),
-        ({"layers": (-7,)}, "3|-7"),
-        ({"layers": None, "every": 5}, "3"),
-        ({"layers": ()}, "layer"),
-    ):
-        with pytest.raises(MmattnError, match=found) as caught:
-            tiny.attach(lm, **settings)
-        assert isinstance(caught.value, ValueError)
-    with pytest.raises(AttachError, match="model.nowhere"):
-        mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=13, layers=(0,)), path="model.nowhere")
-    assert set(lm.__dict__) == keys and all(not part._forward_hooks for part in lm.modules())
-    with torch.no_grad():
-        assert torch.equal(lm(ids).logits, own(ids))
+    before = traces(lm)
+    with pytest.raises(MmattnError, match=names) as caught:
+        attach(lm)
+    assert isinstance(caught.value, (ValueError, TypeError))
+    no_trace(lm, before, "after attach was refused")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "options", "same"),
+    [
+        ("llama", {}, {"path": "model.layers"}, {}),
+        ("gpt_neo", {"layers": None, "every": 2}, {}, {"layers": (1, 3)}),
+    ],
+)
+@torch.no_grad()
+def test_ways_to_name_the_same_layers(family, settings, options, same, ids):
+    """Invariant 30: a path, and every n-th, counted from the front."""
+    model = tiny.open_gates(mmattn.attach(tiny.make(family), adapter(**settings), **options))
+    want = tiny.open_gates(mmattn.attach(tiny.make(family), adapter(**same)))
+    memory = tiny.memory(ROWS)
+    assert torch.equal(model(ids, memory=memory).logits, want(ids, memory=memory).logits)
 
 
 def test_layers_that_memory_cannot_reach(ids):
@@ -63,129 +74,13 @@ def test_layers_that_memory_cannot_reach(ids):
     lm.model.layers[1].__class__ = type(
         "Deaf", (kind,), {"__call__": lambda self, *args, **kw: self.forward(*args, **kw)}
     )
-    before = [set(part.__dict__) for part in lm.modules()]
+    before = traces(lm)
     with pytest.raises(ConditionError, match=r"\[1\]"):
         tiny.attach(lm, layers=(0, 1, 2))
-    assert [set(part.__dict__) for part in lm.modules()] == before
-    assert all(not part._forward_hooks and not part._forward_pre_hooks for part in lm.modules())
-    assert all(parameter.requires_grad for parameter in lm.parameters())
+    no_trace(lm, before, "after attach was refused")
     with torch.no_grad():
         assert torch.equal(lm(ids).logits, own(ids))
         assert torch.isfinite(tiny.attach(lm, layers=(0, 2))(ids, memory=tiny.memory(ROWS)).logits).all()
-
-
-@pytest.mark.parametrize("thing", [nn.Linear(5, 7), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), "gpt2", None])
-def test_things_that_are_no_language_model(thing):
-    """Invariant 30."""
-    with pytest.raises((AttachError, TypeError)) as caught:
-        mmattn.attach(thing, mmattn.GatedAdapter(memory_dim=13, layers=(0,)))
-    assert isinstance(caught.value, MmattnError)
-    with pytest.raises((TypeError, ValueError)) as caught:
-        mmattn.attach(tiny.make("llama"), "gated")
-    assert isinstance(caught.value, MmattnError)
-
-
-def test_an_explicit_path_finds_the_same_layers(ids):
-    """Invariant 30."""
-    adapter = mmattn.GatedAdapter(memory_dim=13, layers=(0, 2), num_heads=2, head_dim=8)
-    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), adapter, path="model.layers"))
-    with torch.no_grad():
-        want = tiny.attach(tiny.make("llama"))(ids, memory=tiny.memory(ROWS)).logits
-        assert torch.equal(model(ids, memory=tiny.memory(ROWS)).logits, want)
-
-
-def test_every_counts_from_the_front():
-    """Invariant 30."""
-    model = tiny.attach(tiny.make("gpt_neo"), layers=None, every=2)
-    spread = tiny.attach(tiny.make("gpt_neo"), layers=(1, 3))
-    ids, memory = tiny.text(2), tiny.memory(2)
-    with torch.no_grad():
-        assert torch.equal(model(ids, memory=memory).logits, spread(ids, memory=memory).logits)
-
-
-def test_layers_that_return_tuples_and_layers_that_do_not():
-    """Invariant 31: the matrix runs both kinds; here is the proof that both are in it."""
-    kinds = set()
-    for family in ("llama", "gptj", "falcon"):
-        lm = tiny.make(family)
-        tiny.decoder_layers(lm)[0].register_forward_hook(lambda _, args, out: kinds.add(type(out)))
-        lm(tiny.text(1))
-    assert kinds == {tuple, torch.Tensor}
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
-def test_the_hosts_file_is_the_hosts(family, tmp_path):
-    """Invariant 33."""
-    lm = tiny.make(family)
-    state = {name: value.clone() for name, value in lm.state_dict().items()}
-    model = tiny.attach(lm)
-    assert list(lm.state_dict()) == list(state)
-    lm.load_state_dict(state)
-    lm.save_pretrained(tmp_path / "host")
-    assert model.host is lm
-    again, report = type(lm).from_pretrained(tmp_path / "host", output_loading_info=True)
-    assert not report["unexpected_keys"] and not report["missing_keys"] and not report["mismatched_keys"]
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, state[name]), name
-    model.unload()
-    lm.save_pretrained(tmp_path / "plain")
-    for file in sorted((tmp_path / "plain").iterdir()):
-        assert file.read_bytes() == (tmp_path / "host" / file.name).read_bytes(), file.name
-
-
-def test_requires_grad_comes_back():
-    """Invariant 34."""
-    lm = tiny.make("gpt2")
-    for i, parameter in enumerate(lm.parameters()):
-        parameter.requires_grad_(i % 3 == 0)
-    before = [parameter.requires_grad for parameter in lm.parameters()]
-    model = tiny.attach(lm)
-    assert not any(parameter.requires_grad for parameter in lm.parameters())
-    trained, total = model.trainable_parameters()
-    assert trained == sum(parameter.numel() for parameter in model.adapters.parameters())
-    assert total == trained + sum(parameter.numel() for parameter in lm.parameters())
-    model.unload()
-    assert [parameter.requires_grad for parameter in lm.parameters()] == before
-
-
-class Int8Linear(nn.Module):
-    """A linear layer whose weight is stored in 8 bits, as quantised hosts have them."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
-
-
-def test_an_8_bit_host(ids):
-    """Invariant 35."""
-    lm = tiny.make("llama")
-    for part in list(lm.modules()):
-        for name, child in part.named_children():
-            if isinstance(child, nn.Linear) and child is not lm.lm_head:
-                setattr(part, name, Int8Linear(child))
-    model = tiny.attach(lm)
-    assert {parameter.dtype for parameter in model.adapters.parameters()} == {torch.float32}
-    model(ids, labels=ids, memory=tiny.memory(ROWS)).loss.backward()
-    assert all(parameter.grad.abs().max() > 0 for parameter in model.adapters.parameters())
-    assert lm.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
-
-
-def test_pickling_names_the_verb(model):
-    """Invariant 39."""
-    for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
-        with pytest.raises(TypeError, match="save_adapter"):
-            save(model)
-
-
-def test_without_memory_the_host_answers(model, ids):
-    """Invariant 45."""
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, own(ids))
 
 
 def test_nothing_is_kept_alive(model, ids):
@@ -247,31 +142,36 @@ def checkpoint_older(lm, use_reentrant: bool) -> None:
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=use_reentrant)
 
 
+def gradients_of_two(model, texts, meanwhile):
+    """Gradients of the adapters and of two memories after two forwards, and a third without one, and one backward."""
+    memories = [mmattn.Memory(tiny.memory(ROWS, m=m, seed=m).tokens.requires_grad_()) for m in (5, 11)]
+    losses = [
+        model(text, labels=text, memory=one, use_cache=False).loss for text, one in zip(texts, memories, strict=True)
+    ]
+    bare = model(texts[0], labels=texts[0], use_cache=False).loss
+    with meanwhile:
+        (losses[0] + 2 * losses[1] + bare).backward()
+    found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
+    return found | {f"memory {i}": one.tokens.grad for i, one in enumerate(memories)}
+
+
 def test_hooks_that_run_again_in_the_backward_pass_see_the_memory_they_saw_first(ids):
-    texts = [ids, ids.flip(1)]
+    """Invariant 49."""
     gradients = []
     for checkpointed in (False, True):
-        lm = older_host()
-        traces = [sorted(part.__dict__) for part in lm.modules()]
-        model = tiny.attach(lm).train()
+        lm = older_host().train()
+        before = traces(lm)
+        model = tiny.attach(lm)
         if checkpointed:
             checkpoint_older(lm, use_reentrant=False)
-        memories = [mmattn.Memory(tiny.memory(ROWS, m=m, seed=m).tokens.requires_grad_()) for m in (5, 11)]
-        losses = [
-            model(text, labels=text, memory=one, use_cache=False).loss
-            for text, one in zip(texts, memories, strict=True)
-        ]
-        bare = model(ids, labels=ids, use_cache=False).loss
         # Whatever is in force in the backward pass is none of theirs.
-        with model.condition(tiny.memory(ROWS, m=7, seed=7)):
-            (losses[0] + 2 * losses[1] + bare).backward()
-        found = {name: parameter.grad for name, parameter in model.adapters.named_parameters()}
-        gradients.append(found | {f"memory {i}": one.tokens.grad for i, one in enumerate(memories)})
+        block = model.condition(tiny.memory(ROWS, m=7, seed=7))
+        gradients.append(gradients_of_two(model, (ids, ids.flip(1)), block))
         model.unload()
         for layer in tiny.decoder_layers(lm):
             assert "mmattn" not in type(layer.__dict__.pop("_gradient_checkpointing_func", None)).__module__
             layer.__dict__.pop("gradient_checkpointing", None)
-        assert [sorted(part.__dict__) for part in lm.modules()] == traces
+        no_trace(lm, before, "after unload()")
     for name, want in gradients[0].items():
         assert want.abs().max() > 0, name
         assert_close(gradients[1][name], want)
@@ -289,3 +189,38 @@ def test_checkpointing_in_which_memory_or_gradients_would_be_lost_is_refused(ids
     with pytest.raises(ConditionError, match="upgrade transformers"):
         hook(layer.train(), (x,), x)
     assert hook(layer.eval(), (x,), x) is x
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("use_reentrant", tiny.ways_of_checkpointing())
+def test_checkpointing_gives_the_same_gradients(family, use_reentrant, ids):
+    """Invariant 49: two forwards with different memories before one backward."""
+    gradients = []
+    for checkpointed in (False, True):
+        model = tiny.attach(tiny.make(family)).train()
+        if checkpointed:
+            tiny.checkpoint(model.host, use_reentrant)
+        gradients.append(gradients_of_two(model, (ids, ids), contextlib.nullcontext()))
+    for name, want in gradients[0].items():
+        assert want.abs().max() > 0, name
+        assert_close(gradients[1][name], want)
+
+
+@pytest.mark.parametrize("family", tiny.DISTINCT)
+@pytest.mark.parametrize("used_before", [False, True])
+@torch.no_grad()
+def test_hidden_states_show_what_the_adapter_added(family, used_before, ids):
+    lm, fed = tiny.make(family), []
+    own = tiny.make(family)(ids, output_hidden_states=True).hidden_states
+    if used_before:
+        lm(ids, output_hidden_states=True)
+    model = tiny.attach(lm, layers=(1,))
+    tiny.decoder_layers(lm)[2].register_forward_pre_hook(
+        lambda _, args, kwargs: fed.append((*args, *kwargs.values())[0]), with_kwargs=True
+    )
+    got = model(ids, memory=tiny.memory(ROWS), output_hidden_states=True).hidden_states
+    assert len(got) == len(own)
+    # What layer 1 gave and layer 2 got; a family without attention leaves the embeddings out.
+    at = 1 if family in tiny.RUNNING_STATE else 2
+    assert torch.equal(got[at - 1], own[at - 1]) and torch.equal(got[at], fed[0])
+    assert differs(got[at], own[at]) and differs(got[-1], own[-1])

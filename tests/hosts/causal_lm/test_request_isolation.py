@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from tests.stress import isolation
 
 #: A number that is finite on arrival, and infinite in half precision.
 TOO_LARGE = 7e4
-kinds = pytest.mark.parametrize("kind", isolation.KINDS)
 
 
 def memories(kind: str, rows: int = 3) -> list[mmattn.Memory]:
@@ -33,50 +33,53 @@ def spoil(memory: mmattn.Memory) -> mmattn.Memory:
     return mmattn.Memory(tokens, memory.mask, memory.segments, memory.scores)
 
 
-@kinds
-def test_a_row_that_overflows_is_refused_by_its_number(kind: str) -> None:
-    """Invariant 113. In a call, prepared, in `generate`, and with gradients."""
-    model, rows = isolation.make_model(kind, torch.float16), memories(kind)
-    sound = mmattn.Memory.stack(rows)
-    spoilt = mmattn.Memory.stack([rows[0], spoil(rows[1]), rows[2]])
-    ids = tiny.text(3, 5)
-    with torch.no_grad():
-        assert model(ids, memory=sound).logits.isfinite().all()
-        with pytest.raises(NonFiniteError, match=r"row 1 .*overflows in .*scale"):
-            model(ids, memory=spoilt)
-        with pytest.raises(NonFiniteError, match="row 1 "):
-            model(ids, memory=model.prepare(spoilt))
-    with pytest.raises(NonFiniteError, match="row 1 "):
-        model.generate(ids, memory=spoilt, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    with pytest.raises(NonFiniteError, match="row 1 "):
-        model(ids, memory=spoilt).logits.sum().backward()
+def broken(memory: mmattn.Memory) -> mmattn.Memory:
+    """A memory that is not finite and need not be."""
+    return mmattn.Memory(torch.full_like(memory.tokens, torch.nan), check_finite=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_product_that_overflows_is_refused_by_row(dtype: torch.dtype) -> None:
-    """Invariant 113. Without a norm, in which a kernel may or may not overflow."""
-    model, rows = isolation.make_model("without a norm", dtype), memories("without a norm")
+def large_product(memory: mmattn.Memory) -> mmattn.Memory:
+    """A memory that overflows where it is multiplied by the keys' first weights; without a norm, so that it does."""
+    model = isolation.make_model("without a norm", torch.float32)
     weight = model.adapter("default").attention(0).kv_proj.k_proj.weight
-    large = mmattn.Memory((weight[:1].sign() * 1e38).float()[None])
-    with pytest.raises(NonFiniteError, match=r"row 1 .* overflows in (float32|bfloat16)"):
-        model(tiny.text(3, 5), memory=mmattn.Memory.stack([rows[0], large, rows[2]]))
+    return mmattn.Memory((weight[:1].sign() * 1e38).float()[None])
 
 
-def test_scores_that_overflow_are_refused_by_row() -> None:
-    """Invariant 113. A score of 70,000 is infinite in half precision."""
-    model, rows = isolation.make_model("score bias", torch.float16), memories("score bias")
-    assert rows[2].scores is not None
-    rows[2].scores[0, 0] = 7e4
-    with pytest.raises(NonFiniteError, match="row 2 "):
-        model(tiny.text(3, 5), memory=mmattn.Memory.stack(rows))
+def large_score(memory: mmattn.Memory) -> mmattn.Memory:
+    """A memory with a score that is infinite in half precision."""
+    assert memory.scores is not None
+    return mmattn.Memory(memory.tokens, memory.mask, memory.segments, memory.scores + TOO_LARGE)
 
 
-def test_what_overflows_after_keys_and_values_is_refused_by_row() -> None:
-    """Invariant 113. Without a norm, values that fit half precision become larger in the product with a weight."""
-    model, rows = isolation.make_model("without a norm", torch.float16), memories("without a norm")
-    tokens = rows[1].tokens.sign() * 2e4
-    with pytest.raises(NonFiniteError, match=r"row 1"):
-        model(tiny.text(3, 5), memory=mmattn.Memory.stack([rows[0], mmattn.Memory(tokens), rows[2]]))
+def late(memory: mmattn.Memory) -> mmattn.Memory:
+    """A memory whose keys and values are finite in half precision, and a product with them is not."""
+    return mmattn.Memory(memory.tokens.sign() * 2e4)
+
+
+OVERFLOWS: list[Any] = [
+    *((kind, torch.float16, spoil, r"row 1 .*overflows in .*scale") for kind in isolation.KINDS),
+    ("without a norm", torch.float32, large_product, "row 1 .* overflows in float32"),
+    ("without a norm", torch.bfloat16, large_product, "row 1 .* overflows in bfloat16"),
+    ("score bias", torch.float16, large_score, "row 1 "),
+    ("without a norm", torch.float16, late, "row 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "change", "says"), OVERFLOWS)
+def test_a_row_that_overflows_is_refused_by_its_number(kind: str, dtype: torch.dtype, change: Any, says: str) -> None:
+    """Invariant 113. In a call, prepared, in `generate`, and with gradients."""
+    model, rows, ids = isolation.make_model(kind, dtype), memories(kind), tiny.text(3, 5)
+    spoilt = mmattn.Memory.stack([rows[0], change(rows[1]), rows[2]])
+    with torch.no_grad():
+        assert model(ids, memory=mmattn.Memory.stack(rows)).logits.isfinite().all()
+    for call in (
+        torch.no_grad()(lambda: model(ids, memory=spoilt)),
+        torch.no_grad()(lambda: model(ids, memory=model.prepare(spoilt))),
+        lambda: model.generate(ids, memory=spoilt, max_new_tokens=2, do_sample=False, pad_token_id=0),
+        lambda: model(ids, memory=spoilt).logits.sum().backward(),
+    ):
+        with pytest.raises(NonFiniteError, match=says):
+            call()
 
 
 def test_a_memory_that_is_derived_is_as_checked_as_its_own() -> None:
@@ -96,34 +99,31 @@ def packed(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids.flatten()[None], "position_ids": torch.arange(ids.shape[1]).repeat(len(ids))[None]}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in isolation.KINDS if kind != "inserted"])
-def test_a_document_that_overflows_is_refused(kind: str) -> None:
-    """Invariant 115. Documents share attention, so that none is answered beside one that is not finite."""
-    model, rows, ids = isolation.make_model(kind, torch.float16), memories(kind), tiny.text(3, 5)
-    with torch.no_grad():
-        assert model(**packed(ids), memory=mmattn.Memory.stack(rows)).logits.isfinite().all()
-        with pytest.raises(NonFiniteError, match="row 1 "):
-            model(**packed(ids), memory=mmattn.Memory.stack([rows[0], spoil(rows[1]), rows[2]]))
-
-
-@pytest.mark.parametrize("kind", ["gated", "joined"])
-def test_a_document_that_was_not_checked_is_refused_too(kind: str) -> None:
-    """Invariant 115."""
-    model, rows, ids = isolation.make_model(kind, torch.float32), memories(kind), tiny.text(3, 5)
-    broken = mmattn.Memory(torch.full_like(rows[1].tokens, torch.nan), check_finite=False)
-    with torch.no_grad(), pytest.raises(NonFiniteError, match=r"document .*1.* not finite"):
-        model(**packed(ids), memory=mmattn.Memory.stack([rows[0], broken, rows[2]]))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "change", "says"),
+    [
+        *((kind, torch.float16, spoil, "row 1 ") for kind in isolation.KINDS if kind != "inserted"),
+        ("gated", torch.float32, broken, r"document .*1.* not finite"),
+        ("joined", torch.float32, broken, r"document .*1.* not finite"),
+    ],
+)
+@torch.no_grad()
+def test_a_document_that_is_not_finite_is_refused(kind: str, dtype: torch.dtype, change: Any, says: str) -> None:
+    """Invariant 115. Documents share attention, so that none is answered beside it."""
+    model, rows, ids = isolation.make_model(kind, dtype), memories(kind), tiny.text(3, 5)
+    assert model(**packed(ids), memory=mmattn.Memory.stack(rows)).logits.isfinite().all()
+    with pytest.raises(NonFiniteError, match=says):
+        model(**packed(ids), memory=mmattn.Memory.stack([rows[0], change(rows[1]), rows[2]]))
 
 
 def test_a_row_that_was_not_checked_changes_no_other() -> None:
     """Invariant 115. A matrix product of an odd width may take NaN from one row to the one before."""
     for dtype in isolation.DTYPES:
         model, rows, ids = isolation.make_model("null slot", dtype), memories("null slot"), tiny.text(3, 5)
-        broken = mmattn.Memory(torch.full_like(rows[1].tokens, torch.nan), check_finite=False)
         with torch.no_grad():
             want = model(ids, memory=mmattn.Memory.stack(rows)).logits
             try:
-                got = model(ids, memory=mmattn.Memory.stack([rows[0], broken, rows[2]])).logits
+                got = model(ids, memory=mmattn.Memory.stack([rows[0], broken(rows[1]), rows[2]])).logits
             except NonFiniteError as error:
                 assert "the logits of row 0, 1 are not finite" in str(error)
             else:
@@ -134,62 +134,47 @@ def test_a_row_that_was_not_checked_changes_no_other() -> None:
 def test_beams_of_a_row_that_was_not_checked() -> None:
     """Invariant 191. What is not finite in the memory of a row is that of its beams, and refuses no other row."""
     model, rows, ids = tiny.attach(tiny.make("llama")), tiny.memory(3), tiny.text(3, 5)
-    spoilt = rows.tokens.clone()
-    spoilt[1] = torch.nan
     options = {"num_beams": 2, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     wanted = model.generate(ids, memory=rows, **options)
-    found = model.generate(ids, memory=mmattn.Memory(spoilt, check_finite=False), **options)
-    assert torch.equal(found[::2], wanted[::2])
+    spoilt = mmattn.Memory(torch.stack([rows.tokens[0], broken(rows[1]).tokens[0], rows.tokens[2]]), check_finite=False)
+    assert torch.equal(model.generate(ids, memory=spoilt, **options)[::2], wanted[::2])
 
 
-def answers(model: Any, ids: Tensor, given: list[Any], **more: Any) -> list[Any]:
-    """The tokens or the error of each request."""
-    settings = isolation.settings()
-    config = settings["generation_config"].to_diff_dict() | more
-    settings["generation_config"] = GenerationConfig(**config)
-    out = model.generate_batch(ids.tolist(), memory=given, **settings).values()
-    return [one.error or one.generated_tokens for one in out]
+REQUESTS: dict[str, Any] = {
+    "overflows, joined": ("joined", torch.float16, spoil, {}, "overflows.*scale its vectors"),
+    "overflows, inserted": ("inserted", torch.float16, spoil, {}, "overflows.*scale its vectors"),
+    "a tensor": ("joined", torch.float32, lambda memory: broken(memory).tokens, {}, "finite"),
+    "a memory": ("joined", torch.float32, broken, {}, "finite"),
+    "later": ("without a norm", torch.float16, late, {}, "is not finite"),
+    "later, drawn": ("without a norm", torch.float16, late, {"do_sample": True}, "is not finite"),
+    "each of several answers": (
+        *("without a norm", torch.float16, late),
+        *({"num_return_sequences": 2, "do_sample": True}, "is not finite"),
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", ["joined", "inserted"])
-def test_a_request_that_overflows_ends_alone(kind: str) -> None:
+@pytest.mark.parametrize("case", REQUESTS.values(), ids=REQUESTS)
+def test_a_request_that_is_not_finite_ends_alone(case: Any) -> None:
     """Invariant 114. In `generate_batch` it has an error, and the others their answers."""
-    model, rows, ids = isolation.make_model(kind, torch.float16), memories(kind), tiny.text(3, 5)
-    want = answers(model, ids, rows)
-    got = answers(model, ids, [rows[0], spoil(rows[1]), rows[2]])
-    assert got[::2] == want[::2] and all(isinstance(one, list) for one in want)
-    assert "overflows" in got[1] and "scale its vectors" in got[1]
+    kind, dtype, change, more, says = case
+    model, rows, ids = isolation.make_model(kind, dtype), memories(kind), tiny.text(3, 5)
 
+    def answers(given: list[Any]) -> list[Any]:
+        settings = isolation.settings()
+        config = settings["generation_config"].to_diff_dict() | more
+        settings["generation_config"] = GenerationConfig(**config)
+        return list(model.generate_batch(ids.tolist(), memory=given, **settings).values())
 
-def test_a_request_that_is_not_finite_on_arrival_ends_alone() -> None:
-    """Invariant 114. Given as a tensor, or as a memory that need not be finite."""
-    model, rows, ids = isolation.make_model("joined", torch.float32), memories("joined"), tiny.text(3, 5)
-    broken = torch.full_like(rows[1].tokens, torch.nan)
-    want = answers(model, ids, rows)
-    ids, both = torch.cat([ids, ids[:1]]), [broken, mmattn.Memory(broken, check_finite=False)]
-    got = answers(model, ids, [rows[0], both[0], rows[2], both[1]])
-    assert got[:3:2] == want[::2] and all("finite" in one for one in got[1::2])
-
-
-def test_a_request_that_overflows_later_ends_alone() -> None:
-    """Invariant 114. Its keys and values are finite, and a product with them is not; greedy, and drawn."""
-    model, rows = isolation.make_model("without a norm", torch.float16), memories("without a norm")
-    ids = tiny.text(3, 5)
-    late = mmattn.Memory(rows[1].tokens.sign() * 2e4)
-    want = answers(model, ids, rows)
-    got = answers(model, ids, [rows[0], late, rows[2]])
-    assert got[::2] == want[::2] and "is not finite" in got[1]
-    drawn = answers(model, ids, [rows[0], late, rows[2]], do_sample=True)
-    assert all(isinstance(one, list) for one in drawn[::2]) and "is not finite" in drawn[1]
-
-
-def test_every_answer_of_a_request_that_overflows_ends() -> None:
-    """Invariant 114. Several answers are forked from one prompt."""
-    model, rows = isolation.make_model("without a norm", torch.float16), memories("without a norm")
-    ids = tiny.text(2, 5)
-    late = mmattn.Memory(rows[1].tokens.sign() * 2e4)
-    got = answers(model, ids, [late, rows[0]], num_return_sequences=2, do_sample=True)
-    assert [isinstance(one, list) for one in got] == [False, False, True, True]
+    got, each = answers([rows[0], change(rows[1]), rows[2]]), more.get("num_return_sequences", 1)
+    for number, answer in enumerate(got):
+        if number // each == 1:
+            assert re.search(says, answer.error)
+        else:
+            assert answer.error is None
+    if not more:
+        want = answers(rows)
+        assert [got[row].generated_tokens for row in (0, 2)] == [want[row].generated_tokens for row in (0, 2)]
 
 
 def test_a_memory_that_is_broken_while_its_request_runs() -> None:

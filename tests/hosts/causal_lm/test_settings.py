@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-import torch
 
 import mmattn
+from mmattn.testing import Case
+from mmattn.testing.adapter_answers import (
+    check_memory_is_heard,
+    check_rows_keep_to_themselves,
+    check_rows_that_see_nothing,
+    check_starts_as_nothing,
+)
+from mmattn.testing.adapter_life import check_gradients_reach_the_adapter
 from tests import tiny
-from tests.tiny import assert_close, differs
 
-ROWS, LENGTH = 3, 7
-
+SMALL = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2), "num_heads": 2, "head_dim": 8}
 SETTINGS = {
     "gates per head": {"gate": "head"},
     "gates per channel": {"gate": "channel"},
@@ -29,43 +36,15 @@ SETTINGS = {
     "SwiGLU": {"layout": {"activation": "swiglu"}},
 }
 
-settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 
-
-def memory(lengths=(5, 2, 3)):
-    plain = tiny.memory(ROWS, lengths=list(lengths))
-    scores = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(5))
-    return mmattn.Memory(plain.tokens, plain.mask, scores=scores)
-
-
-@settings
-@torch.no_grad()
-def test_fresh_is_nothing_and_open_is_something(setting):
-    ids = tiny.text(ROWS, LENGTH)
-    own = tiny.make("llama")(ids).logits
-    model = tiny.attach(tiny.make("llama"), opened=False, **setting)
-    assert torch.equal(model(ids, memory=memory()).logits, own)
-    tiny.open_gates(model)
-    out = model(ids, memory=memory()).logits
-    assert differs(out, own)
-    assert_close(out, torch.cat([model(ids[i : i + 1], memory=memory()[i]).logits for i in range(ROWS)]))
-    # The whole adapter is silent where a row sees nothing, whatever it learnt to say by itself.
-    mixed = model(ids, memory=memory([5, 0, 3])).logits
-    assert torch.equal(mixed[1], own[1]) and differs(mixed[[0, 2]], own[[0, 2]])
-    assert torch.equal(model(ids, memory=memory([0, 0, 0])).logits, own)
-    empty = memory()
-    empty = mmattn.Memory(empty.tokens[:, :0], scores=empty.scores[:, :0])
-    assert torch.equal(model(ids, memory=empty).logits, own)
-
-
-@settings
-def test_everything_learns(setting):
-    ids, model = tiny.text(ROWS, LENGTH), tiny.attach(tiny.make("llama"), **setting).train()
-    model.eval()
-    with torch.no_grad():
-        model(ids, memory=memory())
-    model.train()
-    model(ids, labels=ids, memory=memory()).loss.backward()
-    for name, parameter in model.adapters.named_parameters():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        assert parameter.grad.abs().max() > 0, f"{name} never learns"
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_promises(setting):
+    case = Case(mmattn.GatedAdapter(**SMALL | setting), functools.partial(tiny.make, "llama"))
+    for check in (
+        check_starts_as_nothing,
+        check_memory_is_heard,
+        check_rows_that_see_nothing,
+        check_rows_keep_to_themselves,
+        check_gradients_reach_the_adapter,
+    ):
+        check(case)

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import mmattn
 from mmattn.adapters import JointDecoupledAdapter
-from mmattn.adapters.decoupled import DecoupledLayout
-from mmattn.adapters.joint_decoupled import TimedResampler
+from mmattn.adapters.decoupled import DecoupledLayout, TimedResampler
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, NonFiniteError
 from mmattn.testing.case import stir
 from tests import tiny, tiny_transformers, tiny_unets

@@ -16,25 +16,12 @@ import mmattn
 from mmattn.errors import AttachError
 from tests import tiny, tiny_transformers, tiny_unets
 from tests.tiny import assert_close, differs
-from tests.tiny_transformers import run
+from tests.tiny_transformers import given, make, run
 
 ROWS = 3
 CPU = torch.device("cpu")
 HOSTS = ("stable", "SD3Transformer2DModel", "FluxTransformer2DModel", "PixArtTransformer2DModel")
 TEXT_LAYERS = ("stable", "PixArtTransformer2DModel")
-
-
-def make(family: str) -> Any:
-    """A tiny UNet or transformer."""
-    return (tiny_unets if family in tiny_unets.KINDS else tiny_transformers).make(family)
-
-
-def given(model: Any, family: str) -> dict[str, Any]:
-    """What it is called with."""
-    if family not in tiny_unets.KINDS:
-        return tiny_transformers.given(model, ROWS)
-    (sample, timestep, text), more = tiny_unets.given(family, ROWS)
-    return {"sample": sample, "timestep": timestep, "encoder_hidden_states": text, **more}
 
 
 def offload(host: Any, kind: str, folder: Path) -> None:
@@ -71,7 +58,7 @@ def plain(family: str, way: str, folder: Path) -> Any:
 def test_memory_is_seen_as_with_weights_in_memory(family: str, way: str, after: bool, tmp_path: Path) -> None:
     """Invariant 155."""
     reference = tiny_transformers.attach(plain(family, way, tmp_path / "reference"))
-    batch, memory = given(reference, family), tiny.memory(ROWS, lengths=[5, 0, 3])
+    batch, memory = given(reference, ROWS), tiny.memory(ROWS, lengths=[5, 0, 3])
     want = run(reference, batch, memory=memory)
     host = make(family)
     if after:
@@ -98,7 +85,7 @@ def test_the_text_goes_through_the_core(family: str, way: str, tmp_path: Path) -
         model = tiny_transformers.attach(host)
         if stored:
             store(host, way, tmp_path / "host")
-        batch, mask = given(model, family), torch.ones(ROWS, 7 if family == "stable" else 5, dtype=torch.bool)
+        batch, mask = given(model, ROWS), torch.ones(ROWS, 7 if family == "stable" else 5, dtype=torch.bool)
         mask[0, 2:], mask[1] = False, False
         model.use_core()
         answers.append(run(model, batch, memory=tiny.memory(ROWS), text_mask=mask))
@@ -152,7 +139,7 @@ def test_hosts_in_4_bits(family: str) -> None:
         if "k_proj" in name or "v_proj" in name:
             assert_close(model.adapters.state_dict()[name], value)
     model.adapters.load_state_dict(reference.adapters.state_dict())
-    batch, memory = given(model, family), tiny.memory(ROWS, lengths=[5, 0, 3])
+    batch, memory = given(model, ROWS), tiny.memory(ROWS, lengths=[5, 0, 3])
     assert differs(run(model, batch, memory=memory)[0], run(model, batch)[0])
     assert_close(run(model, batch, memory=memory), run(reference, batch, memory=memory))
     assert_close(run(model.use_core(), batch, memory=memory), run(reference.use_core(), batch, memory=memory))

@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload
 
 import mmattn
-from mmattn.adapters.joint_decoupled import JointDecoupledAdapter
+from mmattn.adapters.decoupled import JointDecoupledAdapter
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from mmattn.hosts.diffusion.scale import times_by_row

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn.recipes import assets_folder, load_recipe
+from mmattn.recipes import load_recipe
 from tests.recipes.rag.small import TOPICS
 
 
@@ -36,7 +36,7 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def make_lm() -> ModuleType:
     """The script that made the shipped language model."""
-    return load_recipe(assets_folder() / "rag", "make_lm")
+    return load_recipe(Path("assets/rag"), "make_lm")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,6 @@
+"""Composition with another language model (CALM, arXiv 2401.02412)."""
+
+from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, AugmentingModel
+from mmattn.adapters.composed.config import ComposedAdapter
+
+__all__ = ["AugmentedPrompt", "AugmentingModel", "ComposedAdapter"]

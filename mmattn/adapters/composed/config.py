@@ -1,0 +1,215 @@
+"""CALM's composition of two frozen language models (arXiv 2401.02412, section 3.1 and figure 1).
+
+An anchor (the host) and an augmenting model read the same text. For a pair of layers (i, j), with x (b, l, d) the
+output of the host's layer i and M (b, m, e) the states that the augmenting model's layer j has of the text so far,
+
+    y = x + tanh(α) · attend(norm(x), norm(M)),     token t sees the states of tokens up to t
+
+Departures from the paper: the projection of M to the width of the host is one with those to keys and values; a gate
+that starts at 0 starts it as nothing; queries and keys are rotated by the places of their tokens (`rotary=False` is the
+paper's way), so that a token can tell the states of its own place from those of others. With `own_place` it begins by
+looking at those: heads that begin anywhere learn to mix in the states of other tokens, by which the texts they were
+trained on can be told apart.
+
+The published code has no causal mask: a token in training sees the augmenting model's states of the very tokens that it
+must predict, and in generation it does not. Here it never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.composed.augmenting_model import AugmentedText, AugmentingModel, token_places
+from mmattn.adapters.gated.block import AttentionSettings, BlockAdapter, BlockLayers
+from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
+from mmattn.adapters.settings import augmenting_layers_of, register_adapter, settle_augmenting_layers
+from mmattn.adapters.text_state import TextState
+from mmattn.core.attention_inputs import combine_masks, visible_rows
+from mmattn.core.cross_attention import CrossAttention
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.masks import causal
+from mmattn.core.positions import Rotary
+from mmattn.core.tracing import may_read
+from mmattn.errors import ConfigError, ShapeError, check_bool
+from mmattn.memory import Memory
+
+
+@register_adapter
+@dataclass(frozen=True)
+class ComposedAdapter(BlockAdapter):
+    """Settings of the composition of a language model with an augmenting one, which reads the same text.
+
+    The memory of a call is `mmattn.AugmentingModel(lm)`. For several augmenting models attach an adapter for each.
+
+    Args:
+        memory_dim: e, width of the augmenting model.
+        augmenting_layers: for each of the host's layers, in the order given, the layer of the augmenting model whose
+            states it reads, counted from 0; those of the same numbers by default. The states of its last layer are
+            taken after its final norm.
+        rotary: rotary positions (arXiv 2104.09864) for queries and keys.
+        own_place: queries and keys have learned biases that begin so that a token looks at the state of its own place
+            (with head_dim 16 or more); needs rotary.
+        feed_forward: as in `GatedAdapter`; none by default, as in the paper.
+
+    The others are those of `BlockAdapter`.
+
+    >>> ComposedAdapter(memory_dim=24, layers=[3, 1], augmenting_layers=[5, 2]).augmenting_layers
+    (2, 5)
+    """
+
+    feed_forward: float = 0.0
+    augmenting_layers: tuple[int, ...] | None = None
+    rotary: bool = True
+    own_place: bool = False
+
+    kind: ClassVar[str] = "composed"
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm))"
+
+    def __post_init__(self) -> None:
+        settle_augmenting_layers(self, self.layers, self.augmenting_layers)
+        super().__post_init__()
+        check_bool("rotary", self.rotary)
+        check_bool("own_place", self.own_place)
+        if self.own_place and not self.rotary:
+            raise ConfigError("own_place needs rotary, by which a token tells its own place: leave rotary=False out")
+        if self.rotary and self.head_dim is not None and self.head_dim % 2:
+            raise ConfigError(f"rotary turns pairs of channels: head_dim must be even, got {self.head_dim}")
+
+    def attention_settings(self) -> AttentionSettings:
+        """Return rotary positions, and biases on queries, keys and values."""
+        rotary = Rotary(self.head_dim) if self.rotary and self.head_dim is not None else None
+        return {"rotary": rotary, "bias": self.own_place, "out_bias": False}
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
+        """Raise ConfigError: the memory is another model."""
+        raise ConfigError(
+            "a composed adapter reads another language model, and none can be made up: give mmattn.AugmentingModel(lm)"
+        )
+
+    def build(self, sites: Sequence[Site]) -> ComposedLayers:
+        """Return the trainable part for these sites."""
+        return ComposedLayers(self, sites)
+
+
+class ComposedLayers(BlockLayers):
+    """The trainable part of one composed adapter on one host."""
+
+    reads_whole_text = True
+    separable = False
+
+    def __init__(self, config: ComposedAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self.augmenting_layers = augmenting_layers_of(config.augmenting_layers, self.layers)
+        if config.own_place:
+            for layer in self.layers:
+                _begin_at_own_place(self.attention(layer))
+
+    def bind_memory(self, memory: object, host: nn.Module) -> AugmentedMemory:
+        """Bind an augmenting model for one call: what it has read is forgotten with the call."""
+        if not isinstance(memory, AugmentingModel):
+            raise ShapeError(
+                f"adapter {self.name!r} is of kind 'composed' and got {type(memory).__name__}: give it "
+                "mmattn.AugmentingModel(lm)"
+            )
+        memory.check(self.name, self.config.memory_dim, max(self.augmenting_layers.values()), host)
+        return AugmentedMemory(memory, self)
+
+
+class AugmentedMemory(BoundMemory):
+    """An augmenting model bound to the adapter that reads it, for one call.
+
+    The model has a key/value cache of its own, which follows the host's: begun anew with the host's, put in the order
+    of the beams, cut where a draft was rejected. The text itself tells which rows and tokens stay cached.
+    """
+
+    follows_text = True
+
+    def __init__(self, model: AugmentingModel, adapter: ComposedLayers) -> None:
+        self.model, self.adapter = model, adapter
+        self.name, self.shared = adapter.name, model
+        self._read: dict[None, AugmentedText] = {}
+
+    def step(self, text: TextState) -> AugmentedView:
+        """Return what this forward attends to: the model reads as far as the text has come."""
+        keep = not torch.is_grad_enabled() and self.model.caches
+        # Taken out: no two threads ever fill one cache.
+        before = self._read.pop(None, None)
+        if text.past == 0 or not keep:
+            before = None
+        layers = sorted(set(self.adapter.augmenting_layers.values()))
+        read = self.model.read(text, layers, before, self.name, keep)
+        if keep:
+            self._read[None] = read
+        return AugmentedView(read, self.adapter)
+
+    def as_memory(self, text: TextState) -> Memory:
+        raise ConfigError(
+            f"adapter {self.name!r} reads the states of another model, which no other memory can stand for: give a "
+            "batch with a memory for the other adapters"
+        )
+
+
+class AugmentedView(View):
+    """The states of an augmenting model as the tokens of one forward attend to them: up to each token's own."""
+
+    def __init__(self, text: AugmentedText, adapter: ComposedLayers) -> None:
+        self.text, self.adapter = text, adapter
+
+    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
+        """Return the output of a block for x (b, l, d) of the last l tokens; padding stays as it is, bit for bit."""
+        rows, length = x.shape[:2]
+        total, real = self.text.length, self.text.real.to(x.device)
+        mask = None if may_read(real) and bool(real.all()) else real
+        rule = causal(length, total, total - length, device=x.device).tensor if length > 1 else None
+        allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
+        return block(
+            x,
+            replace(self._project(layer, x.device), mask=mask, visible=None, additive=None),
+            attention_mask=rule,
+            query_positions=token_places(real)[:, total - length :],
+            seen=visible_rows(allowed, rows, total, device=x.device),
+            adapter_scale=adapter_scale,
+        )
+
+    def _project(self, layer: int, device: torch.device) -> KeyValue:
+        """Return keys and values of the states for a host layer; cached if nothing is trained."""
+        text, adapter = self.text, self.adapter
+        states = text.states[adapter.augmenting_layers[layer]]
+        cached = text.projected.get(layer)
+        past = 0 if cached is None else cached.slots
+
+        def project() -> KeyValue:
+            new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
+            positions = token_places(text.real.to(device))[:, past:]
+            tokens = adapter.read(new).tokens.to(device)
+            return adapter.attention(layer).project(tokens, memory_positions=positions)
+
+        if text.cache is None:
+            return project()
+        if cached is None or past < text.length:
+            with torch.inference_mode(False), torch.no_grad():
+                cached = text.projected[layer] = project() if cached is None else cached.append(project())
+        return cached
+
+
+def _begin_at_own_place(attention: CrossAttention) -> None:
+    """Let every head begin by attending to the state of the token's own place, e³ times as much as to the one before.
+
+    A bias that queries and keys share is turned with them: their product is highest where both stand at one place. Only
+    the fastest quarter of the pairs has it, the others hardly tell neighbours apart.
+    """
+    rotary, k = attention.kv_proj.rotary, attention.head_dim
+    assert rotary is not None
+    bias = torch.zeros(k)
+    bias[: max(1, k // 8)] = 1
+    here, there = rotary(bias.expand(1, 1, 2, k), torch.arange(2))[0, 0]
+    bias *= (3 / (attention.kv_proj.scale * (here @ here - here @ there))).sqrt()
+    with torch.no_grad():
+        attention.kv_proj.v_proj.bias.zero_()
+        for projection in (attention.q_proj, attention.kv_proj.k_proj):
+            projection.bias.copy_(bias.repeat(projection.out_features // k))

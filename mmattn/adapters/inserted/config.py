@@ -1,0 +1,230 @@
+"""A memory as tokens before the text: projected into the embedding space of a host, which reads them as it reads text.
+
+With slots M (b, m, e) and a trained projector P, the host is given [P(M); E(text)], as LLaVA gives it the patches of
+an image (arXiv 2304.08485, section 4.1; two layers with GELU between them, arXiv 2310.03744, section 3.3) and xRAG a
+passage as one token (arXiv 2405.13792, section 3.2). The host reads P(M) by itself, once for each memory, and its
+keys and values of them stand before those of the text, in the same softmax: in a causal model that is the same.
+
+A new token is seen from the first step on, so that a fresh projector changes every answer. Where `gate` is set, what
+the tokens change in the attention of each layer is weighed by a number that starts at 0,
+
+    out = own + tanh(α) · (joined − own),
+
+with `own` the attention of the text over itself and `joined` that over both, as zero-initialised attention does it
+for prompts (arXiv 2303.16199, section 3.2); the text keeps its positions, and the tokens stand at those before 0. So a
+fresh adapter is the host bit for bit, and one whose gates are open is what LLaVA has. Without the gate it is that from
+the start: the text stands after the tokens, and a fresh adapter is not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, cast, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AttachedHost
+from mmattn.adapters.gated.block import Gate
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots, JoinedView
+from mmattn.adapters.prepared_memory import PreparedMemory, check_read
+from mmattn.adapters.projected_memory import VectorMemory
+from mmattn.adapters.protocols import Site, check_one_row
+from mmattn.adapters.resampler import Resampler, settle_resampler
+from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import check_bool, check_choice
+from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import cached
+
+PROJECTIONS = ("mlp", "linear")
+
+
+@register_adapter
+@dataclass(frozen=True)
+class InsertedAdapter(VectorAdapter):
+    """Settings of a memory that is inserted as tokens before the text of a causal language model.
+
+    Args:
+        memory_dim: e, width of the memory.
+        projection: "mlp", two linear layers with GELU between them, as in LLaVA 1.5; or "linear", as in LLaVA.
+        gate: what the tokens change in the attention of each layer is weighed by tanh of a number that starts at 0, so
+            that a fresh adapter is the host. False is LLaVA's own form, in which even a fresh one changes every answer:
+            the one kind of adapter that does not start as nothing, and only where this is asked for.
+        resampler: turn the memory into few latents first.
+        memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
+            than signs.
+
+    >>> InsertedAdapter(memory_dim=24).gate
+    True
+    """
+
+    projection: str = "mlp"
+    gate: bool = True
+    resampler: Resampler | None = None
+    memory_norm: bool | None = None
+
+    kind: ClassVar[str] = "inserted"
+    positions: ClassVar[tuple[str, ...]] = ("joined",)
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("projection", self.projection, PROJECTIONS)
+        check_bool("gate", self.gate)
+        settle_resampler(self)
+        settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
+
+    def build(self, sites: Sequence[Site]) -> InsertedLayers:
+        """Return the trainable part for these sites."""
+        return InsertedLayers(self, sites)
+
+
+class EmbeddingReader(Protocol):
+    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part."""
+
+    turns_keys: bool
+
+    @property
+    def is_training(self) -> bool: ...
+
+    def embedding_size(self) -> float:
+        """Return the root of the mean square of the embeddings of the host's tokens."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights of the host."""
+
+    def unchanged(self) -> Callable[[], bool]:
+        """Return a function that tells whether the host still computes as it does now."""
+
+    def read(
+        self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
+    ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
+        """Compute keys and values by layer for embeddings (b, m, d) of adapter `name`, padded on the right."""
+
+
+@runtime_checkable
+class EmbeddingHost(Protocol):
+    """An adapted model whose host reads embeddings as tokens."""
+
+    def embedding_reader(self, sites: Sequence[Site]) -> EmbeddingReader:
+        """Prove that embeddings before a text reach the output, and return how the host reads them."""
+
+
+class InsertedLayers(BeforeTextLayers):
+    """The trainable part of one adapter that inserts tokens, on one host."""
+
+    config: InsertedAdapter
+
+    def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        e, d = config.memory_dim, self.sites[0].width
+        self._add_reader(config.memory_norm, config.resampler)
+        layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
+        self.projector = nn.Sequential(*layers)
+        self.blocks = nn.ModuleDict({str(layer): JoinSlots(Gate() if config.gate else None) for layer in self.layers})
+        self._reader: EmbeddingReader | None = None
+
+    @property
+    def reader(self) -> EmbeddingReader:
+        """The host's reader of embeddings, set by `attach_to`."""
+        assert self._reader is not None
+        return self._reader
+
+    @torch.no_grad()
+    def initialise(self, host: AttachedHost) -> None:
+        """Give projected slots the size of the host's embeddings: others it ignores, or attends to nothing else."""
+        last = cast(nn.Linear, self.projector[-1])
+        last.bias.zero_()
+        generator = torch.Generator().manual_seed(0)
+        slots = torch.randn(512, self.config.memory_dim, generator=generator, device="cpu").to(last.weight)
+        size = self.projector(slots).float().square().mean().sqrt()
+        last.weight.mul_(self.reader.embedding_size() / max(float(size), 1e-12))
+
+    def read(self, memory: Memory) -> Memory:
+        read = super().read(memory)
+        return read.replace(self.projector(read.tokens))
+
+    def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
+        return InsertedMemory(prepared, self)
+
+    def attach_to(self, host: AttachedHost) -> None:
+        """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
+        assert isinstance(host, EmbeddingHost)
+        self._reader = host.embedding_reader(self.sites)
+
+    def insert(self, memory: Memory) -> JoinedSlots:
+        """Compute keys and values of every layer by the host, of a memory as it was given; finite, if it must be."""
+        inserted = self._insert(memory)
+        check_read(self, memory, inserted.tensors(), lambda row: self._insert(row).tensors())
+        return inserted
+
+    def _insert(self, memory: Memory) -> JoinedSlots:
+        read = self.read(memory)
+        real = read.real_slots().to(read.device)
+        counts = real.sum(1, keepdim=True)
+        lengths = counts.flatten().tolist()
+        longest = max(lengths, default=0)
+        # Real slots stand one after the other, whatever lies between them.
+        order = torch.sort((~real).to(torch.uint8), dim=1, stable=True).indices[:, :longest]
+        number = torch.arange(longest, device=read.device)
+        mask = number < counts
+        gated = self.config.gate
+        # Learned positions have none before 0: there the tokens stand beside the first of the text.
+        positions = number - counts if gated and self.reader.turns_keys else number.expand_as(mask)
+        offsets = None if gated else counts[:, 0]
+        if not longest:
+            return JoinedSlots({}, {}, mask, positions, offsets, lengths)
+        embeddings = read.tokens.gather(1, order[..., None].expand(-1, -1, read.tokens.shape[2]))
+        embeddings = embeddings.masked_fill(~mask[..., None], 0)
+        return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets, lengths)
+
+
+class InsertedMemory(VectorMemory, JoinedMemory):
+    """A prepared memory bound to the adapter that inserts it before a text.
+
+    Without gradients the host computes keys and values once for each state of memory, projector and host, in evaluation
+    mode; with gradients, and in training mode, in each forward of the text.
+    """
+
+    adapter: InsertedLayers
+    follows_text = True
+
+    def step(self, text: TextState) -> JoinedView:
+        self.check_text(text)
+        return JoinedView(self._slots_for(text.cache, bool(text.past)).repeated(text.rows // max(self.rows or 1, 1)))
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of the memory, as the host computes them now."""
+        return self._slots_for(None, False)
+
+    def _slots_for(self, cache: object, continues: bool) -> JoinedSlots:
+        """Return the slots for a text in a cache of the host; one that continues keeps those that it began with."""
+        prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
+        grad = torch.is_grad_enabled()
+        # These fall with the adapter's weights, the memory and autocast; slots depend on the host, too.
+        values = prepared.cache.values(adapter)
+        by_text: WeakKeyDictionary[object, JoinedSlots] = cached(values, "by text", WeakKeyDictionary)
+        if continues and not grad and cache in by_text:
+            return by_text[cache]
+        sources = [*prepared.memory.tensors(), *adapter.reading_parameters(), *reader.tensors()]
+        if reader.is_training or (grad and any(one.requires_grad for one in sources)):
+            return adapter.insert(prepared.memory)
+        if "unchanged" not in values or not values["unchanged"]():
+            values.pop("slots", None)
+            values["unchanged"] = reader.unchanged()
+        slots = cached(values, "slots", lambda: adapter.insert(prepared.memory))
+        if cache is not None:
+            by_text[cache] = slots
+        return slots
+
+    def for_request(self) -> JoinedMemory | None:
+        """Return the slots as the host computes them now: in a step of transformers' manager its attention differs."""
+        check_one_row(self)
+        with torch.no_grad():
+            slots = self.slots
+        return JoinedMemory(slots, self.name, self.prepared) if slots.keys else None

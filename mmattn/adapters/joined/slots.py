@@ -1,0 +1,341 @@
+"""Slots as keys and values in a host's own attention: of rows of text, of packed documents, of requests.
+
+Slots may stand in the text, at positions before it, which then begins after them; or have no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.base import AdapterLayers, AttachedHost
+from mmattn.adapters.joined.host_attention import HostAttention
+from mmattn.adapters.joined.rotation import Rotations
+from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
+from mmattn.adapters.text_state import PackedText, TextState
+from mmattn.core.kv_cache import KeyValue
+from mmattn.core.tracing import may_read
+from mmattn.errors import ConditionError
+from mmattn.memory import Memory
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedSlots:
+    """Keys and values of a memory for the attention layers of a host."""
+
+    # by host layer (b, g, m, k), turned to the positions of their slots if the host turns keys
+    keys: Mapping[int, Tensor]
+    values: Mapping[int, Tensor]  # by host layer (b, g, m, v)
+    mask: Tensor  # (b, m) bool, which slots are real
+    positions: Tensor | None = None  # (b, m), of the slots in the text; None for slots without positions
+    # (b,) or for each token (b, l), what is added to the positions of the text, for rows with real slots; None for
+    # nothing
+    offsets: Tensor | None = None
+    lengths: Sequence[int] | None = None  # number of real slots of each row; None if only a device knows the mask
+    _repeated: dict[int, JoinedSlots] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.lengths is None and may_read(self.mask):
+            object.__setattr__(self, "lengths", self.mask.sum(1).tolist())
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return len(self.mask)
+
+    def tensors(self) -> list[Tensor]:
+        """Return keys and values of every layer."""
+        return [*self.keys.values(), *self.values.values()]
+
+    def nbytes(self) -> int:
+        """Return the bytes of keys and values."""
+        return sum(one.nbytes for one in self.tensors())
+
+    def repeated(self, times: int) -> JoinedSlots:
+        """Return each row several times, for the beams of a text; computed once without gradients."""
+        if times == 1:
+            return self
+        if torch.is_grad_enabled():
+            return self._repeat(times)
+        if times not in self._repeated:
+            with torch.inference_mode(False), torch.no_grad():
+                self._repeated[times] = self._repeat(times)
+        return self._repeated[times]
+
+    def _repeat(self, times: int) -> JoinedSlots:
+        keys, values = (
+            {layer: one.repeat_interleave(times, 0) for layer, one in part.items()} for part in (self.keys, self.values)
+        )
+        positions, offsets = (
+            None if one is None else one.repeat_interleave(times, 0) for one in (self.positions, self.offsets)
+        )
+        lengths = None if self.lengths is None else [one for one in self.lengths for _ in range(times)]
+        return JoinedSlots(keys, values, self.mask.repeat_interleave(times, 0), positions, offsets, lengths)
+
+
+class JoinedView(View):
+    """Slots in the attention of one forward.
+
+    Args:
+        slots: their keys and values.
+        visible: (b or 1, l, m) which of them each token attends to; None for all that are real.
+        is_packed: they are those of packed rows.
+    """
+
+    def __init__(self, slots: JoinedSlots, visible: Tensor | None = None, is_packed: bool = False) -> None:
+        self.slots, self.is_packed = slots, is_packed
+        self.stands_in_text = slots.positions is not None
+        lengths, all_slots = slots.lengths, slots.mask.shape[1]
+        self.is_empty = not all_slots or (lengths is not None and not any(lengths))
+        self.moves_text = slots.offsets is not None and not self.is_empty
+        self.visible = slots.mask[:, None] if visible is None else slots.mask[:, None].to(visible.device) & visible
+        # If all tokens attend to all slots, there is no mask to widen; if all to some, the text alone is not needed.
+        # What only a device knows is not asked, which would wait for it.
+        if visible is None and lengths is not None:
+            self.hides, all_see = any(one < all_slots for one in lengths), all(lengths)
+        elif may_read(self.visible):
+            sees = self.visible.any(-1)
+            self.is_empty = self.is_empty or not bool(sees.any())
+            self.hides, all_see = not bool(self.visible.all()), bool(sees.all())
+        else:
+            self.hides, all_see = True, False
+        self.sees = None if all_see or self.is_empty else self.visible.any(-1)
+        self.positions: Tensor | None = None
+        self._masks: dict[tuple[torch.device, int | None], Tensor | None] = {}
+
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Return positions (b or 1, l) or (n, b or 1, l) of the tokens of this forward, after the slots."""
+        offsets = self.slots.offsets
+        if offsets is not None:
+            positions = positions + offsets.to(positions.device).reshape(len(offsets), -1)
+        self.positions = positions if positions.dim() == 2 else positions[0]
+        return positions
+
+    def pack(self, text: PackedText) -> JoinedView:
+        """Return the view of packed rows, whose documents are the rows of this: tokens attend to their own slots."""
+        documents, _, m = self.visible.shape
+        keys, values = (
+            {layer: one.transpose(0, 1).flatten(1, 2)[None] for layer, one in part.items()}
+            for part in (self.slots.keys, self.slots.values)
+        )
+        numbers = text.numbers.to(self.visible.device)
+        blank = torch.zeros(*numbers.shape, m, dtype=torch.bool, device=numbers.device)
+        visible = text.pack(self.visible.expand(documents, text.longest, m), blank)
+        owned = numbers[..., None] == torch.arange(documents, device=numbers.device)
+        every = torch.ones(1, documents * m, dtype=torch.bool, device=numbers.device)
+        own = (owned[..., None] & visible[:, :, None]).flatten(2)
+        return JoinedView(JoinedSlots(keys, values, every, lengths=[documents * m]), own, is_packed=True)
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
+        """Return the attention of a layer with the slots; a token attends back as far as its layer does."""
+        if self.is_empty:
+            return x
+        where = x.key.device
+        window = x.window if self.stands_in_text else None
+        if (where, window) not in self._masks:
+            self._masks[where, window] = self._mask(where, window)
+        return block(
+            x,
+            self.slots.keys[layer].to(where),
+            self.slots.values[layer].to(where),
+            attention_mask=self._masks[where, window],
+            sees=None if self.sees is None else self.sees.to(where),
+            adapter_scale=adapter_scale,
+        )
+
+    def _mask(self, where: torch.device, window: int | None) -> Tensor | None:
+        """Return the slots that tokens attend to in layers on a device with this window, (b, 1, 1 or l, m) or None."""
+        visible = self.visible
+        if window is not None:
+            assert self.positions is not None and self.slots.positions is not None
+            distance = self.positions[:, :, None] - self.slots.positions.to(self.positions.device)[:, None]
+            visible = visible.to(distance.device) & (distance < window)
+        elif not self.hides:
+            return None
+        return visible[:, None].to(where)
+
+
+@runtime_checkable
+class TextHost(Protocol):
+    """An adapted language model, as adapters use it whose slots stand before the text."""
+
+    def probe_before_text(self, sites: Sequence[Site]) -> Rotations:
+        """Prove that keys and values before a text reach the output; return how each layer rotates keys."""
+
+    def probe_rotations(self) -> Rotations:
+        """Return how each layer rotates keys with their positions."""
+
+
+class BeforeTextLayers(AdapterLayers):
+    """Base of adapters whose slots stand before the text in the attention of every layer, and move its positions."""
+
+    orders_slots = True
+    counts_slots = True
+    moves_text = True
+    #: How each layer rotates keys to other positions; None if it cannot. Set by `attach_to`.
+    rotations: Rotations = None
+
+    def attention(self, layer: int) -> nn.Module:
+        return self.block(layer)
+
+    def attach_to(self, host: AttachedHost) -> None:
+        """Prove that slots before a text reach the output, and learn how their keys are moved."""
+        assert isinstance(host, TextHost)
+        self.rotations = host.probe_before_text(self.sites)
+
+
+class JoinedMemory(BoundMemory):
+    """Slots before the text of a call, bound to the adapter that reads them."""
+
+    # A part of a host that is called by itself does not tell the positions of its tokens.
+    follows_text = True
+
+    def __init__(self, slots: JoinedSlots, name: str, shared: object = None) -> None:
+        self._slots, self.name, self.shared = slots, name, shared
+        self.rows = slots.batch
+
+    @property
+    def slots(self) -> JoinedSlots:
+        return self._slots
+
+    def step(self, text: TextState) -> JoinedView:
+        self.check_text(text)
+        return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
+
+    def check_text(self, text: TextState) -> None:
+        """Check that slots can stand before the text of a forward."""
+        if text.packed is not None:
+            raise ConditionError(
+                f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
+                "each document a row of its own (pad instead of packing)"
+            )
+        self.check_rows(text)
+        if text.inputs is None:
+            raise ConditionError(
+                f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
+                "part of the host was called: call the object that was given to attach"
+            )
+
+    def shareable(self) -> object:
+        return self.shared
+
+    def for_request(self) -> JoinedMemory | None:
+        check_one_row(self)
+        return self
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        return JoinedRequests(requests, self.name)
+
+    def projected(self) -> list[Tensor]:
+        return self.slots.tensors()
+
+    def as_memory(self, text: TextState) -> Memory:
+        raise ConditionError(
+            f"adapter {self.name!r} puts keys and values that differ by layer before the text, which are no Memory: "
+            "compare calls with other passages or prefixes, or without"
+        )
+
+
+class JoinedVectors(ProjectedMemory):
+    """A prepared memory bound to an adapter whose slots have no position in the text."""
+
+    @property
+    def slots(self) -> JoinedSlots:
+        """A row for each row of the memory, for tokens that are written one by one."""
+        return _slots_of(self.project_all())
+
+    def see(self, text: TextState) -> JoinedView:  # type: ignore[override]
+        """Compute what this forward attends to; rows of the memory are repeated for the beams of a text."""
+        view: ProjectedView = super().see(text)
+        slots, visible = _slots_of(view.key_values()), view.attention_mask
+        repeated = slots.repeated(text.rows // max(self.prepared.batch, 1))
+        return JoinedView(repeated, None if visible is None else visible[:, 0].to(slots.mask.device))
+
+    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
+        return JoinedRequests(requests, self.name)
+
+
+class JoinedRequests(BoundMemory):
+    """The slots of the requests in one step of continuous batching, which share one packed row."""
+
+    follows_text = True
+
+    def __init__(self, requests: Sequence[BoundMemory | None], name: str) -> None:
+        self.requests = [one if isinstance(one, (JoinedMemory, JoinedVectors)) else None for one in requests]
+        self.name, self.rows = name, len(requests)
+
+    def step(self, text: TextState) -> JoinedView:
+        """Return what this forward attends to: each request its own slots."""
+        self.check_rows(text)
+        assert text.packed is not None, "transformers says where the requests of a step begin"
+        numbers = text.packed.numbers
+        slots = {number: one.slots for number, one in enumerate(self.requests) if one is not None}
+        owner = torch.cat([torch.full((one.mask.shape[1],), number) for number, one in slots.items()])
+        visible = numbers[:, :, None] == owner.to(numbers.device)
+        return JoinedView(_in_one_row(slots, numbers), visible, is_packed=True)
+
+
+class Capture(BoundMemory, View):
+    """Records the keys and values of a text at the layers of a host, given as the memory of one call.
+
+    Attributes:
+        keys: by layer (b, g, l, k), as the host's attention was given them.
+        values: by layer (b, g, l, v).
+        windows: by layer, how far back a token attends; None for the whole text.
+    """
+
+    follows_text = stands_in_text = moves_text = True
+
+    def __init__(self, view: JoinedView | None = None) -> None:
+        self.name, self.shared, self.view = "", self, view
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def step(self, text: TextState) -> Capture:
+        return self
+
+    def shift_positions(self, positions: Tensor) -> Tensor:
+        """Return the positions of the tokens of this forward."""
+        return positions if self.view is None else self.view.shift_positions(positions)
+
+    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
+        """Record keys and values of a layer, and return its attention with the slots."""
+        self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
+        return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
+
+
+def _in_one_row(slots: Mapping[int, JoinedSlots], numbers: Tensor) -> JoinedSlots:
+    """Return the slots of requests, one row each, as one row for tokens (1, l) of the requests `numbers`."""
+    parts = list(slots.values())
+    keys, values = (
+        {layer: torch.cat([getattr(one, part)[layer] for one in parts], 2) for layer in parts[0].keys}
+        for part in ("keys", "values")
+    )
+    mask = torch.cat([one.mask for one in parts], 1).to(numbers.device)
+    known = [one.lengths[0] for one in parts if one.lengths is not None]
+    lengths = [sum(known)] if len(known) == len(parts) else None
+    positions = [one.positions for one in parts if one.positions is not None]
+    if not positions:
+        return JoinedSlots(keys, values, mask, lengths=lengths)
+    offsets = torch.zeros_like(numbers)
+    for number, one in slots.items():
+        if one.offsets is not None:
+            offsets = torch.where(numbers == number, one.offsets.to(numbers.device), offsets)
+    return JoinedSlots(keys, values, mask, torch.cat(positions, 1).to(numbers.device), offsets, lengths)
+
+
+def _slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:
+    """Return projected keys and values by layer as slots without positions."""
+    first = next(iter(projected.values()))
+    mask, lengths = first.mask, None
+    if mask is None:
+        mask = torch.ones(first.batch, first.slots, dtype=torch.bool, device=first.keys.device)
+        lengths = [first.slots] * first.batch
+    keys, values = ({layer: getattr(one, part) for layer, one in projected.items()} for part in ("keys", "values"))
+    return JoinedSlots(keys, values, mask, lengths=lengths)

@@ -1,0 +1,815 @@
+"""`AdaptedModel`: a frozen host with adapters beside it, each with a name, and a memory for each call or block."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from os import PathLike
+from types import MethodType
+from typing import Any, ClassVar, NoReturn, SupportsIndex, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+from typing_extensions import Self, Unpack
+
+from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.files import check_name
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site
+from mmattn.adapters.settings import is_adapter, kinds_at
+from mmattn.adapters.text_state import TextState
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError, check_float
+from mmattn.hosts.attachment import MARK, Attachment, check_host, outside_modes
+from mmattn.hosts.calibration import calibrating, fresh_adapters
+from mmattn.hosts.context import (
+    Action,
+    Arguments,
+    Call,
+    ForwardStep,
+    Handle,
+    Keywords,
+    OpenBlocks,
+    Positional,
+    check_not_required,
+    prepared_for_graphs,
+)
+from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer, leave_uncompiled
+from mmattn.hosts.interop.hub import HubOptions, upload
+from mmattn.hosts.interop.peft import host_attribute, inner_host, watch_peft
+from mmattn.hosts.interop.quantised import size_of
+from mmattn.hosts.keywords import check_keywords, keywords_of, shown_signature
+from mmattn.hosts.saving import (
+    DEFAULT,
+    SETTINGS,
+    adapter_config,
+    describe_host,
+    is_registered,
+    keep_trained,
+    trained_names,
+    write_adapter,
+)
+from mmattn.models.loading import load_model
+
+
+class CallOptions(TypedDict, total=False):
+    """Keywords of a call that belong to its memory; some kinds of hosts take further ones.
+
+    Args:
+        adapter_scale: multiplies the outputs of the adapters, one number for all or one by adapter name; 0 is exactly
+            nothing.
+        images: (b, l) images begun at or before each token, for visible_segments="latest" and "previous".
+        arrived: (b, l) number of slots of the memory that had arrived at each token, which sees no later ones; tokens
+            after those are like the last. A `MemoryStream` is the same while it grows.
+        window: with `arrived`, how many of the latest slots each token sees; None for all.
+    """
+
+    adapter_scale: float | Mapping[str, float]
+    images: Tensor | None
+    arrived: Tensor | None
+    window: int | None
+
+
+class AdaptedModel(nn.Module):
+    """A host and its adapters; what `attach` returns. Other attributes are read, set and deleted on the host.
+
+    `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
+
+    A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
+    registered with `register_host`. By default adapters act by hooks before and after the modules that the sites name.
+
+    Args:
+        host: the frozen model.
+        require_memory: calls without a memory raise instead of giving the host's own answer.
+    """
+
+    kind: ClassVar[str] = ""
+    positions: ClassVar[tuple[str, ...]] = ("after", "before")
+    # Whether it may be attached without an adapter.
+    attaches_bare: ClassVar[bool] = False
+    # Keywords of a call that belong to the memory given beside them.
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale",)
+    # Whether its output has `logits` of the next token.
+    predicts_tokens: ClassVar[bool] = False
+    # The class of transformers that loads such a host by name.
+    auto_class: ClassVar[str] = ""
+    # The axis of residual streams in the hidden states at the sites; None where they are (b, l, d).
+    stream_axis: int | None = None
+
+    def __init__(self, host: nn.Module, require_memory: bool = False) -> None:
+        super().__init__()
+        check_host(host)
+        watch_peft(AdaptedModel)
+        self.training = host.training
+        self.host = host
+        self.adapters = nn.ModuleDict().train(host.training)
+        # nn.Module finds sub-modules by `__getattr__`, which each call would go through several times.
+        self.__dict__.update(host=host, adapters=self.adapters)
+        self.active: list[str] = []
+        self.require_memory = require_memory
+        self.open_blocks = OpenBlocks()
+        self.attachment = Attachment(host)
+        self._keywords_of_host = keywords_of(host)
+        # Trainers ask a model's forward which columns of the data it reads.
+        vars(self)["forward"] = MethodType(_forward_of(type(self), host), self)
+        self._state_prefix = ""
+        self.register_load_state_dict_post_hook(_expect_no_host)
+
+    # A kind of host ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Return True if a model is of this kind."""
+
+    @abstractmethod
+    def sites(self, position: str) -> list[Site]:
+        """Return every site of this position, in the order of the layers."""
+
+    def check_adapter(self, adapter: AdapterLayers) -> None:
+        """Check that changes at the sites of an adapter reach the output of the host."""
+
+    def set_options(self, call: Call | None) -> None:
+        """Set the options of `condition` that only some kinds of hosts take."""
+
+    def is_apart(self, layer: int) -> bool:
+        """Return whether a layer is in a part (an encoder) that is called by itself, with its own rows and tokens."""
+        return False
+
+    def asks_by_layer(self, call: Call) -> bool:
+        """Return whether the layers of a compiled host can ask a memory for themselves, as if called alone."""
+        return not any(source.follows_text for source in call.sources.values())
+
+    def call_of_forward(self, args: Positional, kwargs: Keywords) -> tuple[Call | None, frozenset[str]]:
+        """Return the memories of a forward that begins, and the adapters that do not exist for it."""
+        return self.open_blocks.of_call(self.require_memory)[1:]
+
+    def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
+        """Return the text of one forward; by default the first argument, without a cache."""
+        inputs = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return TextState(inputs.shape[0], inputs.shape[1], inputs, past=0)
+
+    def forward_step(
+        self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
+    ) -> ForwardStep:
+        """Return the actions of the adapters in one forward of the host."""
+        text = self.text_state(call, args, kwargs)
+        return ForwardStep(self, host, None, self.actions(call, disabled, text))
+
+    def lost_layers(self, step: ForwardStep) -> list[int]:
+        """Return the layers that memory was meant for in a forward and did not reach."""
+        return sorted({layer for layer, _ in step.actions} - step.visited)
+
+    def check_reached(self, layers: Sequence[int]) -> None:
+        """Refuse an output that memory did not reach because layers of the host were replaced."""
+        parts = set(self.host.modules())
+        lost = [layer for (layer, _), module in self.hooked.items() if layer in layers and module not in parts]
+        if lost:
+            raise ConditionError(
+                f"layers {sorted(set(lost))} of {type(self.host).__name__} were replaced after attach, and memory did "
+                "not reach them: unload() before you change the host, and attach again"
+            )
+
+    def check_answer(self, step: ForwardStep, output: object) -> None:
+        """Refuse an output that is not finite."""
+
+    def note_output(self, output: object) -> None:
+        """Note the output of a forward without actions, as in a compiled graph."""
+
+    def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
+        """Return a random batch of arguments of the host, without a memory; for the doctor and the shared tests."""
+        raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
+
+    @classmethod
+    def load_host(cls, name: str | PathLike[str]) -> nn.Module:
+        """Load the host of this name or in this folder, for `mmattn doctor`."""
+        if not cls.auto_class:
+            raise ConditionError(
+                f"hosts of kind {cls.kind!r} are not loaded by name: load it and use mmattn.load(host, …)"
+            )
+        return load_model(cls.auto_class, name, f"host of kind {cls.kind!r}")
+
+    def read_single_file(self, path: str | PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
+        """Return the settings and tensors of an adapter published as one file, for hosts that know such a layout."""
+        raise AdapterFileError(
+            f"cannot load an adapter from the file {str(path)!r} onto {type(self.host).__name__}: name the folder that "
+            "save_adapter wrote"
+        )
+
+    # Lifecycle: attach, move, unload ----------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Freeze the host, and follow it where it is moved."""
+        self.attachment.freeze()
+        self.attachment.replace(self.host, "_apply", self._host_apply)
+        self.attachment.replace(self.host, "train", self._host_train)
+        self.attachment.replace(self.host, MARK, self)
+
+    def unload(self) -> nn.Module:
+        """Give back the very same host with no trace of the adapters."""
+        self.attachment.leave()
+        return self.host
+
+    def check_attached(self) -> None:
+        """Refuse to act on a host from which these adapters were unloaded."""
+        if self.host.__dict__.get(MARK) is not self:
+            raise ConditionError("the adapters were unloaded from this host and reach it no longer: attach again")
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode of host and adapters."""
+        self.host.train(mode)
+        self.training = mode
+        return self
+
+    def _host_train(self, mode: bool = True) -> nn.Module:
+        type(self.host).train(self.host, mode)
+        self.adapters.train(mode)
+        self.training = mode
+        return self.host
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.host._apply(fn, recurse)
+        return self
+
+    def _host_apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        type(self.host)._apply(self.host, fn, recurse)
+        self.adapters._apply(fn, recurse)
+        return self.host
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "host":
+                raise
+            return host_attribute(self.host, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_hf_hook":
+            self._check_hook(value)
+        owner = self._owner(name)
+        if owner is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(owner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        owner = self._owner(name)
+        if owner is None:
+            super().__delattr__(name)
+        else:
+            delattr(owner, name)
+
+    def _owner(self, name: str) -> nn.Module | None:
+        """Return the module of the host at which a read of a public attribute ends; None where it ends here."""
+        host: nn.Module | None = vars(self).get("host")
+        # While this object is made, and with the marks of other libraries, what is set is set here.
+        if host is None or name.startswith("_") or vars(host).get(MARK) is not self or _holds(self, name):
+            return None
+        return next((part for part in (host, inner_host(host)) if _holds(part, name)), None)
+
+    def _check_hook(self, hook: object) -> None:
+        """Refuse to be offloaded by accelerate, which looks weights up in `state_dict()`; set before any is moved."""
+        if any(hasattr(part, "weights_map") for part in getattr(hook, "hooks", (hook,))):
+            self.__dict__.pop("_old_forward", None)
+            raise ConditionError(
+                "accelerate looks weights up in state_dict(), where an adapted model has no frozen ones: give "
+                "model.host to cpu_offload, disk_offload or dispatch_model"
+            )
+
+    def _get_name(self) -> str:
+        # By this name a Trainer of transformers knows whose labels are to be shifted.
+        return type(inner_host(self.host)).__name__
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        self.attachment.forget_lost_hooks()
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a host with adapters cannot be pickled: use save_adapter(path) for the adapter, save_pretrained for the "
+            "host, and mmattn.load(host, path)"
+        )
+
+    # Adapters by name -----------------------------------------------------------------------------------------------
+
+    def adapter(self, name: str) -> AdapterLayers:
+        """Return the trainable part of the adapter of this name."""
+        layers: AdapterLayers | None = self.adapters._modules.get(name)  # type: ignore[assignment]
+        if layers is None:
+            raise AttachError(f"no adapter {name!r} is attached; there are: {', '.join(self.adapters) or 'none'}")
+        return layers
+
+    def set_adapter(self, names: str | Sequence[str]) -> None:
+        """Make these adapters, in this order, the active ones; an empty list is none.
+
+        Raises:
+            AttachError: a name that is not attached.
+            ConditionError: inside a block that gives a memory.
+        """
+        selected = [names] if isinstance(names, str) else list(names)
+        for name in selected:
+            self.adapter(name)
+        self._check_no_block("set_adapter")
+        self.active = selected
+
+    @outside_modes()
+    def add_adapter(self, name: str, adapter: AdapterConfig | None = None) -> None:
+        """Put another adapter on the host, active beside those that are.
+
+        Args:
+            name: to switch, combine and save it by.
+            adapter: its settings.
+
+        Raises:
+            AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
+            ConditionError: memory cannot reach its layers, the adapters were unloaded, or weights are made on the meta
+                device here.
+        """
+        if not isinstance(name, str):
+            raise AttachError(
+                f"add_adapter(name, settings) got {type(name).__name__} as the name; a LoRA is put on by "
+                "model.host.add_adapter or peft"
+            )
+        if self.adapters:
+            self.check_attached()
+        check_name(name)
+        if name in self.adapters:
+            raise AttachError(
+                f"an adapter {name!r} is already attached: choose another name or delete_adapter({name!r})"
+            )
+        if adapter is None or not (is_adapter(adapter) and set(adapter.positions) & set(self.positions)):
+            raise AttachError(
+                f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
+                f"{type(adapter).__name__}"
+            )
+        built = adapter.build(adapter.sites(self))
+        if not isinstance(built, AdapterLayers):
+            raise AttachError(
+                f"{type(adapter).__name__}.build must return an AdapterLayers, got {type(built).__name__}: subclass "
+                "mmattn.adapters.base.AdapterLayers"
+            )
+        if any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
+            raise ConditionError(
+                f"the weights of the adapter {name!r} were made on the meta device, without values: attach and load "
+                "outside of init_empty_weights()"
+            )
+        if torch.get_default_dtype().itemsize < 4:
+            built.float()
+        built.name = name
+        built.attach_to(self)
+        built.initialise(self)
+        # A block lives where the states that it changes are: with a device map, on several devices.
+        built.to_sites()
+        built.train(self.host.training)
+        self.adapters[name] = built
+        self.active.append(name)
+        self.refresh_hooks()
+
+    def delete_adapter(self, name: str) -> None:
+        """Remove an adapter and its weights; the last one goes with `unload`.
+
+        Raises:
+            AttachError: it is not attached, or the only one.
+            ConditionError: inside a block that gives a memory.
+        """
+        self.adapter(name)
+        self._check_no_block("delete_adapter")
+        if len(self.adapters) == 1:
+            raise AttachError(f"{name!r} is the only adapter: use unload()")
+        del self.adapters[name]
+        self.active = [active for active in self.active if active != name]
+        self.refresh_hooks()
+
+    def _check_no_block(self, verb: str) -> None:
+        """Refuse to change the adapters whose memory a block of this context holds."""
+        if self.open_blocks.in_force().call is not None:
+            raise ConditionError(
+                f"{verb} inside a condition block, whose memory is for the adapters that were active where it began: "
+                "leave the block first, or use disable_adapter()"
+            )
+
+    def trainable_parameters(self) -> tuple[int, int]:
+        """Numbers of trained parameters and of all, host included."""
+        counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
+        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+    def print_trainable_parameters(self) -> None:
+        """Print the numbers in the words of peft."""
+        trained, total = self.trainable_parameters()
+        print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the adapters with their settings, and trained parameters of the host (a LoRA), no frozen ones.
+
+        So the checkpoints of every trainer stay small, and `mmattn.load` reads what `transformers.Trainer` writes.
+        `load_state_dict` does not miss the frozen host, and takes it where it is there. The whole host is in
+        `host.state_dict()`.
+
+        Args:
+            destination: as in `torch.nn.Module`.
+            prefix: as in `torch.nn.Module`.
+            keep_vars: as in `torch.nn.Module`; True, as `torch.export` asks, gives all of the host and no settings.
+        """
+        state: dict[str, Tensor] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if not keep_vars:
+            names = [name for name in self.adapters if is_registered(self.adapter(name).config)]
+            configs = {name: self._adapter_config(name, with_fingerprint=False) for name in names}
+            keep_trained(state, prefix, self.host, configs)
+        return state
+
+    def _adapter_config(self, name: str, encoder: str | None = None, *, with_fingerprint: bool = True) -> Arguments:
+        adapter = self.adapter(name)
+        host = describe_host(self.host, self.kind, self.sites(adapter.position), with_fingerprint)
+        return adapter_config(adapter, host, encoder)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        self._state_prefix = prefix
+        for name in self.adapters:
+            state_dict.pop(f"{prefix}adapters.{name}.{SETTINGS}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def save_adapter(self, path: str | PathLike[str], name: str = DEFAULT, *, encoder: str | None = None) -> None:
+        """Write one adapter as a folder: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+
+        Args:
+            path: the folder.
+            name: of the adapter.
+            encoder: fingerprint of the encoder whose memories it was trained on, written to the file.
+
+        Raises:
+            AttachError: there is no such adapter.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        write_adapter(path, self.adapter(name), self._adapter_config(name, encoder))
+
+    def push_to_hub(
+        self, repository: str, name: str = DEFAULT, *, encoder: str | None = None, **options: Unpack[HubOptions]
+    ) -> str:
+        """Upload one adapter, and nothing of the host, to the Hugging Face hub.
+
+        Args:
+            repository: "org/name"; made where it is missing.
+            name: of the adapter.
+            encoder: as in `save_adapter`.
+            options: `private`, `revision`, `token` and `commit_message`, as in
+                `transformers.PreTrainedModel.push_to_hub`; a missing branch is made.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            AdapterFileError: the hub refused it, or cannot be reached.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_adapter(folder, name, encoder=encoder)
+            options.setdefault("commit_message", f"Adapter {name}")
+            return upload(folder, repository, **options)
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike[str],
+        *,
+        selected_adapters: Sequence[str] | None = None,
+        encoder: str | None = None,
+        is_main_process: bool = True,
+    ) -> None:
+        """Write the adapters and nothing of the host, laid out as peft does; `host.save_pretrained` writes the host.
+
+        The adapter "default" is written into the folder itself, every other one into a folder of its name in it, each
+        as `save_adapter` does. `mmattn.load(host, save_directory)` reads the first, and with a name the others.
+
+        Args:
+            save_directory: the folder.
+            selected_adapters: names of the adapters; all by default.
+            encoder: as in `save_adapter`.
+            is_main_process: False writes nothing: the other processes of a run.
+
+        Raises:
+            AttachError: a name that is not attached, or no adapter at all.
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        names = list(self.adapters) if selected_adapters is None else list(selected_adapters)
+        unknown = [name for name in names if name not in self.adapters]
+        if unknown or not names:
+            raise AttachError(
+                f"there are no adapters {unknown or names} to save; attached: {', '.join(self.adapters) or 'none'}. "
+                "The host is written by model.host.save_pretrained(folder)"
+            )
+        if is_main_process:
+            for name in names:
+                folder = save_directory if name == DEFAULT else os.path.join(save_directory, name)
+                self.save_adapter(folder, name, encoder=encoder)
+
+    @classmethod
+    def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
+        """Refused: an adapted model is made of a host and an adapter's folder, by `mmattn.load(host, folder)`.
+
+        Raises:
+            ConditionError: always.
+        """
+        raise ConditionError(
+            f"{cls.__name__} has no from_pretrained: load the host by its own from_pretrained, then the adapter with "
+            "model = mmattn.load(host, folder)"
+        )
+
+    # Memory --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, memory: object) -> Any:
+        """Check a memory and cache what the adapters compute of it, for many calls; give the result as `memory`.
+
+        Args:
+            memory: one for all active adapters, or one by adapter name.
+
+        Raises:
+            ShapeError: a memory that does not fit.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ConditionError: no adapter is active, or the memory belongs to one call.
+        """
+        prepared = {name: bound.shareable() for name, bound in self.bind(memory).items()}
+        if not prepared:
+            raise ConditionError("no adapter is active to prepare a memory for: set_adapter(name) first")
+        return prepared if isinstance(memory, Mapping) else next(iter(prepared.values()))
+
+    def bind(self, memory: object) -> dict[str, BoundMemory]:
+        """Validate a memory and bind it to each adapter that is given it; called once for each call of the host."""
+        if not isinstance(memory, Mapping):
+            memory = dict.fromkeys(self.active, memory)
+        bound: dict[str, BoundMemory] = {}
+        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
+        for name, given in memory.items():
+            adapter, shared = adapters.get(name) or self.adapter(name), given
+            for earlier, source in bound.items():  # no ids: a compiler would take each for a constant
+                if memory[earlier] is given:
+                    shared = source.shared
+            bound[name] = adapter.bind(shared, self.host)
+        return bound
+
+    def make_call(
+        self, memory: object, adapter_scale: float | Mapping[str, float] = 1.0, **options: Any
+    ) -> Call | None:
+        """Return the call of a memory, or None without one."""
+        self.check_attached()
+        if memory is None:
+            scale_by_adapter(adapter_scale, ())
+            check_not_required(self.require_memory)
+            return None
+        sources = self.bind(memory)
+        scales = scale_by_adapter(adapter_scale, sources)
+        for name, scale in scales.items():
+            if not scale:
+                del sources[name]
+        call = Call(sources, scales) if sources or not scales else None
+        if options:
+            self.set_options(call, **options)
+        return call
+
+    def check_keywords(self, kwargs: Keywords) -> None:
+        """Refuse near misses of the keywords that belong to a memory."""
+        unnamed = [name for name in kwargs if name not in self._keywords_of_host]
+        if unnamed:
+            check_keywords(self.host, self.memory_keywords, unnamed)
+
+    def options_of(self, kwargs: Arguments) -> Arguments:
+        """Take the keywords that belong to a memory out of those of a call; refuse near misses of them."""
+        self.check_keywords(kwargs)
+        return {name: kwargs.pop(name) for name in self.memory_keywords if name in kwargs}
+
+    @contextlib.contextmanager
+    def condition(self, memory: object, **options: Unpack[CallOptions]) -> Iterator[Self]:
+        """Give every call of the host inside the block this memory; None for no memory.
+
+        Args:
+            memory: (b, m, e), one for all active adapters, or one by adapter name.
+            options: `CallOptions`: `adapter_scale`; of language models also `images`, `arrived` and `window`.
+
+        Raises:
+            ShapeError: a memory that does not fit.
+            ConfigError: an adapter_scale of an adapter that reads no memory.
+            NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ConditionError: a generator opens the block.
+        """
+        keywords: Arguments = {**options}
+        call = self.make_call(memory, **keywords)
+        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
+            yield self
+
+    def forward(self, *args: Any, memory: object = None, labels: object = None, **kwargs: Any) -> Any:
+        """Call the host with a memory; returns what the host returns.
+
+        Args:
+            args: the host's own.
+            memory: (b, m, e), one row for each row of the batch; one for all adapters or one by adapter name. None: the
+                memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
+                function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
+            labels: the host's own; named here because Trainers ask the class of a model for its labels.
+            kwargs: the host's own, and the options of `condition`.
+
+        Raises:
+            ConfigError: a keyword that is a near miss of ours.
+        """
+        options = self.options_of(kwargs) if kwargs else {}
+        if labels is not None:
+            kwargs["labels"] = labels
+        if memory is None:
+            check_unused(**options)
+            return self.host(*args, **kwargs)
+        with self.open_blocks.conditioned(self.make_call(memory, **options)):
+            return self.host(*args, **kwargs)
+
+    def calibrate(self, *args: Any, memory: object, **kwargs: Any) -> None:
+        """Calibrate fresh gated adapters by a batch of the training data: mean and spread of what each block reads.
+
+        Only tokens that attend to the memory count. The adapter is still exactly nothing. `training.train` and the
+        `AdapterTrainer` do this by their first batch; call it yourself before a loop of your own.
+
+        Args:
+            args: those of the host.
+            memory: as in `forward`.
+            kwargs: those of `forward`.
+
+        Raises:
+            ConditionError: no adapter is fresh and has gated blocks, or fewer than two tokens attend to the memory.
+
+        >>> import mmattn
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...                                   num_attention_heads=4)).eval()
+        >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, layers=[1]))
+        >>> model.calibrate(torch.tensor([[5, 6, 7]]), memory=torch.randn(1, 11, 24))
+        >>> model.adapter("default").block(1).calibration.spread.shape
+        torch.Size([32])
+        """
+        fresh = fresh_adapters(self)
+        if not fresh:
+            raise ConditionError(
+                "calibrate measures a fresh adapter of gated blocks, and none with gates at 0 is attached"
+            )
+        with calibrating(self):
+            self(*args, memory=memory, **kwargs)
+        if missed := [one.name for one in fresh if not one.config.layout.calibrated]:
+            raise ConditionError(f"adapters {missed} were not calibrated: fewer than two tokens attended to a memory")
+
+    @contextlib.contextmanager
+    def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Self]:
+        """Inside the block these adapters do not exist, whatever memory a call gives.
+
+        Args:
+            names: of the adapters; all by default.
+
+        Raises:
+            AttachError: a name that is not attached.
+            ConditionError: a generator opens the block.
+        """
+        off = set(self.adapters) if names is None else {names} if isinstance(names, str) else set(names)
+        for name in off:
+            self.adapter(name)
+        with self.open_blocks.without(off, everything=off == set(self.adapters)):
+            yield self
+
+    # One forward ------------------------------------------------------------------------------------------------------
+
+    def actions(
+        self, call: Call, disabled: frozenset[str], text: TextState, site: tuple[int, str] | None = None
+    ) -> dict[tuple[int, str], list[Action]]:
+        """Return the actions of the active adapters at each site, or at one."""
+        actions: dict[tuple[int, str], list[Action]] = {}
+        adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
+        for name, source in call.sources.items():
+            adapter = adapters[name]
+            if name not in self.active or name in disabled or (site is not None and site not in adapter.places):
+                continue
+            if source.follows_text:
+                # This very host may be called for it, without a memory.
+                with self.open_blocks.conditioned(None):
+                    view = source.step(text)
+            else:
+                view = source.step(text)
+            if text.packed is not None and not view.is_packed:
+                view = view.pack(text.packed)
+            blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
+            for place in adapter.places if site is None else [site]:
+                actions.setdefault(place, []).append((view, blocks[str(place[0])], scale))
+        return actions
+
+    def actions_of_part(self, x: Tensor, site: tuple[int, str]) -> Sequence[Action]:
+        """Return the actions on hidden states x (b, l, d) if only a part of the host was called."""
+        call, disabled = self.open_blocks.of_call(self.require_memory)[1:]
+        if call is None:
+            return ()
+        text = TextState(
+            x.shape[0],
+            x.shape[1],
+            images=call.images,
+            arrivals=call.arrivals,
+            expansions=call.expansions,
+            layer=site[0],
+        )
+        return self.actions(call, disabled, text, site).get(site, ())
+
+    def refresh_hooks(self) -> None:
+        """Hook exactly the sites of the present adapters."""
+        self.attachment.remove_hooks()
+        self.attachment.hooks = self.install_hooks() + leave_uncompiled(self)
+
+    def install_hooks(self) -> list[Handle]:
+        """Hook the adapters to the host and its layers, and return the handles."""
+        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        hooks: list[Handle] = [
+            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
+            self.host.register_forward_hook(AfterHost(self), always_call=True),
+        ]
+        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
+
+    def used_sites(self) -> dict[tuple[int, str], str]:
+        """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
+        sites = {
+            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
+        }
+        return dict(sorted(sites.items()))
+
+    # For `mmattn.inspect` -------------------------------------------------------------------------------------------
+
+    def attentions(self) -> dict[tuple[str, int], nn.Module]:
+        """Return the modules that attend to a memory, by adapter and layer of the host."""
+        named = ((name, self.adapter(name)) for name in self.adapters)
+        attentions = {(name, layer): adapter.attention(layer) for name, adapter in named for layer in adapter.layers}
+        return {site: attention for site, attention in attentions.items() if attention is not None}
+
+    def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
+        """Return the module whose output an adapter changes at a layer, and the index among several outputs."""
+        return self.layer(index), 0
+
+    def layer(self, index: int) -> nn.Module:
+        """Return the host's layer of this number."""
+        position = self.positions[0]
+        return self.host.get_submodule(self.sites(position)[index].module)
+
+
+def adapted(host: nn.Module) -> AdaptedModel | None:
+    """Return the adapted model of a host that has adapters, or None."""
+    model = host.__dict__.get(MARK)
+    return model if isinstance(model, AdaptedModel) else None
+
+
+def check_unused(adapter_scale: object = 1.0, **options: object) -> None:
+    """Refuse options of a call that only have a meaning together with a memory."""
+    if not (isinstance(adapter_scale, (int, float)) and adapter_scale == 1):
+        options["adapter_scale"] = adapter_scale
+    for name, value in options.items():
+        if value is not None:
+            raise ConditionError(
+                f"{name}= was given without memory=, which it belongs to: give both to this call, or both to "
+                "condition()"
+            )
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    """Return whether a module or its class has an attribute, and not only `__getattr__` of it."""
+    fields = vars(module)
+    registered = (fields[kind] for kind in ("_parameters", "_buffers", "_modules"))
+    return name in fields or hasattr(type(module), name) or any(name in one for one in registered)
+
+
+def _forward_of(kind: type[AdaptedModel], host: nn.Module) -> Callable[..., object]:
+    """Return the forward of a kind of adapted models, with the signature of the host's and our keywords beside it."""
+    method = kind.forward
+
+    def forward(self: AdaptedModel, *args: object, **kwargs: object) -> object:
+        return method(self, *args, **kwargs)
+
+    forward.__signature__ = shown_signature(method, kind.memory_keywords, host)  # type: ignore[attr-defined]
+    return forward
+
+
+def _expect_no_host(model: nn.Module, keys: _IncompatibleKeys) -> None:
+    """Let a state dict go without the frozen host."""
+    assert isinstance(model, AdaptedModel)
+    start = f"{model._state_prefix}host."
+    trained = {start + name for name in trained_names(model.host)}
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(start) or key in trained]
+
+
+def scale_by_adapter(adapter_scale: float | Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+    """Return the factor of the result of each adapter of a call."""
+    if type(adapter_scale) is float and adapter_scale == 1.0:
+        return dict.fromkeys(names, 1.0)
+    if not isinstance(adapter_scale, Mapping):
+        return dict.fromkeys(names, check_float("adapter_scale", adapter_scale))
+    if set(adapter_scale) != set(names):
+        raise ConfigError(
+            f"adapter_scale by name must name the adapters that are given a memory, {sorted(names)}, and names "
+            f"{list(adapter_scale)}"
+        )
+    return {name: check_float(f"adapter_scale[{name!r}]", scale) for name, scale in adapter_scale.items()}

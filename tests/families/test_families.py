@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mmattn.adapters.projected_memory import ProjectedView
+from mmattn.adapters.projection import ProjectedView
 from tests import tiny
 from tests.families.checks import WORKS
 from tests.families.matrix import GROUPS, PAGE, Group, is_wrong, row

@@ -44,7 +44,7 @@ help:
 	@echo "make test-vllm  run the tests of the vLLM plug-in, in an environment of its own"
 	@echo "make test-lowest  run some of them with the lowest versions of everything that pyproject.toml allows"
 	@echo "make families  try every family of transformers as a host and write docs/families.md: a quarter of an hour"
-	@echo "make lint   check style and types"
+	@echo "make lint   check style, types, imports, docstrings and the budget of each room"
 	@echo "make bench  time the core and the decoding against other implementations"
 	@echo "make gpu    run the tests that need a card, time it at real sizes and write docs/benchmarks.md's section of it"
 	@echo "make docs   build the documentation into build/site; a dead link is an error"
@@ -74,10 +74,10 @@ models: $(STAMP)
 
 # One thread per worker: two workers with two threads each fight over two cores.
 test: $(STAMP)
-	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal -m "not slow"
+	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal -m "not slow" --ignore tests/style
 
 test-slow: $(STAMP)
-	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal -m slow
+	@$(COMPILED) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal -m slow --ignore tests/style
 
 # As a user has it: the wheel with its extras in a clean environment, in a folder that does not see the checkout.
 test-wheel: $(STAMP)
@@ -118,6 +118,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/style
 
 bench: $(STAMP)
 	@$(BIN)/python -m recipes.benchmarks

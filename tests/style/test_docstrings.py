@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docstrings import faults, sections
+from tests.style.docstrings import faults, sections
 
-PACKAGE = Path(__file__).resolve().parent.parent / "mmattn"
+PACKAGE = Path(__file__).resolve().parents[2] / "mmattn"
 
 GOOD = '''
 from dataclasses import dataclass

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import mmattn
-from tests import architecture
+from tests.style import architecture
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mmattn"
 GOOD = {
     "__init__.py": "from mmattn.memory import Memory\n",
@@ -59,7 +59,11 @@ class TestTheHouse:
         assert architecture.branches_on_kinds(PACKAGE) == []
 
     def test_the_front_door_is_narrow(self) -> None:
-        assert len(mmattn.__all__) <= 32
+        assert len(mmattn.__all__) <= 30
+
+    def test_rooms_keep_to_their_budgets(self) -> None:
+        assert architecture.over_budget(PACKAGE, architecture.BUDGETS, architecture.FILES) == []
+        assert sum(architecture.BUDGETS.values()) <= architecture.LINES
 
     def test_heavy_dependencies_live_in_one_place(self) -> None:
         assert architecture.heavy_imports(PACKAGE) == []
@@ -102,6 +106,17 @@ class TestTheseChecksCanFail:
     def test_a_wrong_arrow_is_seen(self, tmp_path: Path, place: str, line: str, match: str) -> None:
         (complaint,) = architecture.wrong_arrows(house(tmp_path, **{place: line}))
         assert match in complaint and complaint.startswith(f"{place.replace('__', '.')}:")
+
+    def test_a_room_over_its_budget_is_seen(self, tmp_path: Path) -> None:
+        package = house(tmp_path)
+        roomy = dict.fromkeys((".", *(name.split("/")[0] for name in GOOD if "/" in name)), 9)
+        assert architecture.over_budget(package, roomy, 99) == []
+        (complaint,) = architecture.over_budget(package, roomy | {"core": 3}, 99)
+        assert complaint.startswith("core has 5 lines and a budget of 3")
+        del roomy["hosts"]
+        (complaint,) = architecture.over_budget(package, roomy, 99)
+        assert complaint.startswith("hosts has 3 lines and a budget of 0")
+        assert "files are more than 3" in architecture.over_budget(package, roomy, 3)[-1]
 
     @pytest.mark.parametrize(
         ("place", "line", "circle"),

@@ -67,7 +67,6 @@ HOMES = {
     "qdrant_client": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
-    "fsspec": ("storage.files",),
     "pyarrow": ("retrieval",),
     "ray": ("serving.replicas", "serving.session_router"),
     "sentence_transformers": ("encoders.sentence_folder",),

@@ -62,7 +62,7 @@ HOMES = {
     "soundfile": ("encoders.audio_input",),
     "soxr": ("encoders.audio_input",),
     "av": ("encoders.video",),
-    "PIL": ("encoders.images", "inspect.trace", "inspect.evidence"),
+    "PIL": ("encoders.images", "inspect.trace", "inspect.doctor"),
     "faiss": ("retrieval.stores",),
     "qdrant_client": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),

@@ -38,7 +38,7 @@ ALTERATIONS: dict[str, tuple[Change, str]] = {
 
 
 class Item(NamedTuple):
-    """A question about the evidence of a row, with its answer; and the evidence of another row with what follows from it.
+    """A question about the evidence of a row, its answer, and the evidence of another row with what follows from it.
 
     `other_answer` is None if the other row asks a different question; else its evidence is a counterfactual. `kind` is
     the kind of the question, if the metadata of its row have one.

@@ -69,7 +69,7 @@ HOMES = {
     "lancedb": ("retrieval.stores",),
     "fsspec": ("storage.files",),
     "pyarrow": ("data", "retrieval"),
-    "ray": ("data", "serving.replicas", "serving.session_router"),
+    "ray": ("data", "serving.replicas"),
     "sentence_transformers": ("encoders.sentence_folder",),
     "gguf": (),
     "matplotlib": ("inspect.plots",),

@@ -144,7 +144,7 @@ class Answering:
             form.choice(number, replace(answers[number], text=answers[number].text.rstrip()))
             for number in sorted(answers)
         ]
-        return JSONResponse(form.response(choices, tokens=sum(one.tokens for one in answers.values())))
+        return JSONResponse(form.response(choices, tokens=sum(answer.tokens for answer in answers.values())))
 
     async def _events(
         self, jobs: Sequence[Job], form: Format, deadline: float, with_usage: bool

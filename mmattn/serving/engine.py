@@ -161,9 +161,11 @@ class Engine:
         if pipe.config.task == "text-to-image":
             raise ConfigError("the adapter is for text-to-image, and a server writes texts: use mmattn.pipeline")
         greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": pipe.config.generation.get("max_new_tokens")}
-        others = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
-        if others:
-            raise ConfigError(f"`mmattn serve` does not support {', '.join(others)} in pipeline_config.json: remove it")
+        unsupported = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
+        if unsupported:
+            raise ConfigError(
+                f"`mmattn serve` does not support {', '.join(unsupported)} in pipeline_config.json: remove it"
+            )
         self.pipe, self.limits = pipe, limits
         self.running = 0
         self._numbers = itertools.count()
@@ -230,7 +232,7 @@ class Engine:
         return ids
 
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the answers to some jobs piece by piece, each with its number; leaving the loop cancels them.
+        """Yield the answers to jobs piece by piece, each with its number; leaving the loop cancels them.
 
         Args:
             jobs: to be answered.

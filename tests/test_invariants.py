@@ -17,10 +17,10 @@ def promises(page: str) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for line in page.splitlines():
         if begun := re.match(r"(\d+)\. ", line):
-            assert int(begun[1]) == len(found) + 1, f"promise {begun[1]} follows promise {len(found)}"
+            assert int(begun[1]) > max(found, default=0), f"promise {begun[1]} follows promise {max(found)}"
             found[int(begun[1])] = []
         elif named := re.fullmatch(r" +- `(\S+)`", line):
-            found[len(found)].append(named[1])
+            found[max(found)].append(named[1])
     return found
 
 

@@ -137,12 +137,13 @@ class Memory:
         """
         if self.finite_checked and not torch.compiler.is_compiling():
             self._begin_check()
-            watch_checks(self._checks)
+            if self._checks:
+                watch_checks(self._checks)
             self._checks = ()  # they hold this memory, which would not be freed with its last use
 
     def _begin_check(self) -> None:
         """Check values on the CPU, and begin to check those on a device, unless that was done for these values."""
-        values = [value for value in (self.tokens, self.scores) if value is not None]
+        values = [self.tokens] if self.scores is None else [self.tokens, self.scores]
         if torch.compiler.is_compiling() or (self._checked is not None and self._checked.holds(values)):
             return
         _, self._checks = collect_checks(partial(refuse_unless_finite, values, self.check_finite))
@@ -251,9 +252,15 @@ class Memory:
         Raises:
             ShapeError: another number of rows or slots.
         """
+        _check_tokens(tokens)
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
-        return self._map(lambda value: value.to(tokens.device), tokens)
+        memory = Memory.__new__(Memory)  # of slots that were checked
+        memory.tokens, memory._checked, memory._checks = _countable(tokens), None, ()
+        slots = (self.mask, self.segments, self.scores)
+        memory.mask, memory.segments, memory.scores = [None if x is None else x.to(tokens.device) for x in slots]
+        memory.sources, memory.finite_checked = self.sources, self.finite_checked
+        return memory
 
     def real_slots(self) -> Tensor:
         """Return the slots that may be attended to, (b, m) bool: the mask, or all True where there is none."""
@@ -314,11 +321,12 @@ class Memory:
         return self.batch
 
     def __getstate__(self) -> dict[str, object]:
-        # Checks that are under way belong to this process.
+        # Checks that are under way belong to this process, and to these tokens.
         return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        for name, value in {**state, "_checked": None, "_checks": ()}.items():
+        self._checked, self._checks = None, ()
+        for name, value in state.items():
             setattr(self, name, value)
 
     def __repr__(self) -> str:

@@ -68,7 +68,7 @@ HOMES = {
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
     "pyarrow": ("retrieval",),
-    "ray": ("serving.replicas", "serving.session_router"),
+    "ray": ("serving.replicas",),
     "sentence_transformers": ("encoders.sentence_folder",),
     "gguf": (),
     "matplotlib": ("inspect.plots",),

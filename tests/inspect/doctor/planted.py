@@ -14,7 +14,7 @@ import torch
 
 from mmattn.encoders import load_image
 from mmattn.inspect.doctor.questions import COLOURS
-from tests.inspect import servers, tiny_readers
+from tests.inspect.doctor import servers, tiny_readers
 from tests.inspect.doctor.tiny_readers import (
     NAMES,
     chain,

@@ -14,7 +14,7 @@ from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.inspect.doctor.questions import plain_pictures
 from mmattn.inspect.doctor.significance import binomial_tail, interval
-from tests.inspect import servers, tiny_readers
+from tests.inspect.doctor import servers, tiny_readers
 from tests.inspect.doctor.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
 
 ROWS = {
@@ -131,7 +131,7 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
     with pytest.raises(ConfigError, match="address"):
         mmattn.doctor("localhost:8000", rows)
     code, _, err = run(capsys, "--url", "http://127.0.0.1:1/v1", "--model", "assets/vqa")
-    assert code == 2 and "one thing" in err
+    assert code == 2 and "--model or --url" in err
     code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
     assert code == 2 and "not for a folder" in err
     code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")

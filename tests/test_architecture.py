@@ -94,7 +94,7 @@ class TestTheseChecksCanFail:
             ("adapters__gated", "from ..hosts.model import find", "adapters stands below"),
             ("encoders__openclip", "from mmattn.core.attention import attend", "encoders must not know core"),
             ("hosts__model", "def late():\n    from mmattn.inspect import record", "hosts stands below"),
-            ("training__loop", "from mmattn.inspect import doctor", "training stands below or beside"),
+            ("inspect__doctor", "from mmattn.training import lora", "inspect stands below"),
             ("hosts__model", "from mmattn import Memory", "front door is for users"),
             ("novel", "from mmattn.errors import ShapeError", "novel has no room"),
         ],

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.data.collators import MemoryCollator, RowCollator
-    from mmattn.data.encode import encode_rows
-    from mmattn.data.encoded_dataset import EncodedDataset
-    from mmattn.data.folders import read_folder, read_lines
-    from mmattn.data.readers import DatasetRows, StreamRows, read_rows
-    from mmattn.data.row import Row, make_row, memory_kinds
-    from mmattn.data.row_memories import MemorySource, RowMemories, augment_memory
-    from mmattn.data.sampling import EncodedBatches, LengthGroupedSampler, PairSampler, RowBatches, derive_seed
-    from mmattn.data.splits import held_out_split, shuffle_memories, split_rows
+    from mmattn.data.collators import MemoryCollator, RowCollator, augment_memory
+    from mmattn.data.encoded import EncoderInfo, Encoding, drop_errors, encode_dataset, encoding_of
+    from mmattn.data.readers import memory_kinds, read_rows
+    from mmattn.data.rows import Row, make_row, stack_memories
+    from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+    from mmattn.data.splits import shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.progress import tracked
     from mmattn.training.checkpoints import last_step
@@ -48,14 +45,12 @@ __all__ = [
     "AdapterTrainer",
     "Collate",
     "CostForecast",
-    "DatasetRows",
     "DryRunEnded",
-    "EncodedBatches",
-    "EncodedDataset",
+    "EncoderInfo",
+    "Encoding",
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
-    "MemorySource",
     "MetricsLog",
     "OptimSettings",
     "PairSampler",
@@ -63,13 +58,11 @@ __all__ = [
     "Row",
     "RowBatches",
     "RowCollator",
-    "RowMemories",
     "RunFolder",
     "RunLog",
     "RunSettings",
     "SavedRun",
     "Settings",
-    "StreamRows",
     "TextBatch",
     "TrainingConfig",
     "TrainingResult",
@@ -83,12 +76,13 @@ __all__ = [
     "compare_runs",
     "curves_of",
     "derive_seed",
+    "drop_errors",
     "dry_run",
-    "encode_rows",
+    "encode_dataset",
     "encode_texts",
+    "encoding_of",
     "end_training",
     "gradient_checkpointing",
-    "held_out_split",
     "last_step",
     "learning_rate_factor",
     "load_lora",
@@ -104,8 +98,6 @@ __all__ = [
     "pack",
     "parameter_groups",
     "perplexity",
-    "read_folder",
-    "read_lines",
     "read_metrics",
     "read_rows",
     "read_run",
@@ -114,6 +106,7 @@ __all__ = [
     "shuffle_memories",
     "split_rows",
     "spread_table",
+    "stack_memories",
     "sum_nats",
     "text_nats",
     "token_nats",

@@ -38,8 +38,7 @@ def answer_spoken(
     speech, optim, texts = settings.speech, settings.optim, len(data.texts)
     device = optim.arguments(settings).device
     sounds = {
-        split: encode_speech(speech, data.texts, split, Path(settings.cache), settings.progress).to(device)
-        for split in ("train", "test")
+        split: encode_speech(speech, data.texts, split, Path(settings.cache)).to(device) for split in ("train", "test")
     }
     text = prompt_template(tokenizer).replace("{question}", speech.instruction)
     prompt = [tokenizer(text, add_special_tokens=False)["input_ids"]]

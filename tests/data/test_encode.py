@@ -247,6 +247,7 @@ def test_what_cannot_be(reader: TextEncoder, tmp_path: Path) -> None:
         (pictures, {**both, "rows_per_shard": 0}, ConfigError, "rows_per_shard"),
         (pictures, {**both, "host": "gan"}, ConfigError, "host"),
         (Dataset.from_dict({"text": ["a"]}), {}, ConfigError, "dim="),
+        (pictures.select([]), both, ConfigError, "no rows"),
         (saved("wide.safetensors"), {"dim": 5}, ConfigError, "row 0: .*dim=9"),
         (saved("high.safetensors"), {}, ConfigError, r"row 0: .*1e\+05.*float16"),
         (saved("two.safetensors"), {}, ShapeError, "2"),

@@ -272,7 +272,7 @@ class AdaptedCausalLM(AdaptedModel):
             hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
             hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
         vars(inner).pop("prepare_inputs_for_generation", None)
-        reads_whole_text = any(self.adapter(name).reads_whole_text for name in self.adapters)
+        reads_whole_text = any(self.adapter(name).traits.reads_whole_text for name in self.adapters)
         if reads_whole_text and hasattr(inner, "prepare_inputs_for_generation"):
             self.attachment.replace(inner, "prepare_inputs_for_generation", TextNotes(self, inner))
         return hooks

@@ -70,7 +70,7 @@ HOMES = {
     "lancedb": ("retrieval.stores",),
     "fsspec": ("storage.files",),
     "pyarrow": ("retrieval",),
-    "ray": ("serving.replicas", "serving.session_router"),
+    "ray": ("serving.replicas",),
     "sentence_transformers": ("encoders.sentence_folder",),
     "gguf": (),
     "matplotlib": ("inspect.plots",),

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mmattn
-from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
+from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 

@@ -36,11 +36,11 @@ class GatheredMemory(PreparedMemory):
     def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, KeyValue]:
         """Return keys and values from the pages, or else as any prepared memory does."""
         pages = {layer: self._from_pages(adapter, layer) for layer in layers}
-        found = {layer: page for layer, page in pages.items() if page is not None}
-        if missing := [layer for layer in layers if layer not in found]:
+        projected = {layer: page for layer, page in pages.items() if page is not None}
+        if missing := [layer for layer in layers if layer not in projected]:
             # An entry may have been written after `read` had read the pages of the first layer.
-            found |= super().project(adapter, missing, memory if memory.dim else super().read(adapter), queries)
-        return found
+            projected |= super().project(adapter, missing, memory if memory.dim else super().read(adapter), queries)
+        return projected
 
     def _from_pages(self, adapter: Reader, layer: int) -> KeyValue | None:
         if self.is_uncached(adapter) or not isinstance(adapter, AdapterLayers):

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
     from transformers.utils import ModelOutput
 
-    from mmattn.kv_store.store import Bank
+    from mmattn.kv_store.bank import Bank
 
 
 @register_host
@@ -286,7 +286,7 @@ class AdaptedCausalLM(AdaptedModel):
             memory: a row for each entry.
             dtype: of the cached keys and values; that of the weights by default, `torch.int8` for codes with scales.
         """
-        from mmattn.kv_store.store import Bank
+        from mmattn.kv_store.bank import Bank
 
         return Bank.from_memory(self, memory, dtype)
 
@@ -296,7 +296,7 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
         """
-        from mmattn.kv_store.store import Bank
+        from mmattn.kv_store.bank import Bank
 
         return Bank.load(self, path, mapped)
 

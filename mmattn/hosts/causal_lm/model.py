@@ -240,7 +240,9 @@ class AdaptedCausalLM(AdaptedModel):
             return
         if text is None or text.cache is None:
             note_cache(output)
-        if text is None or (text.past and not call.unchecked):
+        # Memories whose values need not be finite.
+        unchecked = [memory for source in call.sources.values() if (memory := source.unchecked) is not None]
+        if text is None or (text.past and not unchecked):
             return
         logits = getattr(output, "logits", None)
         if isinstance(output, tuple):
@@ -250,7 +252,7 @@ class AdaptedCausalLM(AdaptedModel):
             return
         if text.packed is not None and text.cache is not None:
             return
-        largest, unchecked = logits.detach().amax(-1), call.unchecked  # a host may hide tokens by -inf
+        largest = logits.detach().amax(-1)  # a host may hide tokens by -inf
 
         def explain() -> None:
             if rows := text.rows_of(~torch.isfinite(largest)):

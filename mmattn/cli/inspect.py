@@ -63,8 +63,8 @@ def doctor(
     from mmattn.inspect.report import LookingReport, Report
     from mmattn.storage.files import write_text
 
-    if sum(one is not None for one in (folder, model, url)) != 1:
-        raise ConfigError("doctor examines one thing: an adapter's folder, --model or --url")
+    if (folder, model, url).count(None) != 2:
+        raise ConfigError("doctor examines an adapter's folder, --model or --url: give exactly one")
     if folder is not None and any((data, questions, batch_size, out)):
         raise ConfigError("--data, --questions, --batch-size and --out are for --model and --url, not for a folder")
     if folder is None and host is not None:
@@ -85,12 +85,14 @@ def doctor(
 
 def _subject(name: str) -> tuple[object, object]:
     """Load the pipeline of an adapter's folder, or a model with its processor."""
-    from mmattn.models.loading import load_with_processor
+    from mmattn.models.loading import load_model, load_part
     from mmattn.pipelines import default_device, pipeline
 
     if name.startswith("assets/") or (Path(name) / "pipeline_config.json").is_file():
         return pipeline(name), None
-    processor, model = load_with_processor(name)
+    what = "model of pictures and texts"
+    processor = load_part("AutoProcessor", name, what)
+    model = load_model("AutoModelForImageTextToText", name, what, dtype="float32")
     return model.to(default_device()), processor
 
 

@@ -145,10 +145,6 @@ class QuestionAnsweringPipeline(IndexPipeline):
         words = [self.tokenizer.decode([token]) for token in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(prompt_ids), title=f"{prompt} {text}")
 
-    def make_index(self, rows: Sequence[Mapping[str, object]]) -> Index:
-        """Build an index of JSON objects with the fields that the adapter reads, as `build_index` does."""
-        return build_index(rows, self.config, self.encoder)
-
     def inputs(self, question: str, index: IndexSource | None = None) -> tuple[Prompt, Any]:
         """Return the prompt of a question, and the memory (one row) of its hits."""
         (question,) = _check_questions(question)
@@ -185,9 +181,9 @@ class QuestionAnsweringPipeline(IndexPipeline):
         ]
         return tuple(sorted(sources, key=lambda source: -source.weight))
 
-    def make_prompt(self, question: str) -> Prompt:
+    def make_prompt(self, text: str = "") -> Prompt:
         """Return the prompt of a question."""
-        return self.config.prompt.replace("{question}", question.strip())
+        return self.config.prompt.replace("{question}", text.strip())
 
     def make_memory(self, questions: list[str], index: IndexSource | None = None) -> Any:
         """Return the memory of the hits of questions."""

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from mmattn.errors import ConfigError, MmattnError
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
-from mmattn.serving.engine import BusyError, Engine, Job, Piece, StoppedError
+from mmattn.serving.engine import Engine, Job, Piece
 from mmattn.serving.formats import Format, as_event, error_content
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.middleware import Metrics
@@ -23,7 +23,6 @@ from mmattn.serving.requests import ChatRequest, CompletionRequest
 
 #: Pictures that are encoded at once, so that a slow one does not hold up the others.
 PICTURES = 4
-_STOPPED = "the model of this server has stopped: try again"
 
 
 class Answering:
@@ -42,18 +41,14 @@ class Answering:
         if answers > limits.max_requests:
             raise ConfigError(f"{answers} answers to one request are more than {limits.max_requests}: ask for fewer")
         max_tokens = self._max_tokens(body.token_limits)
-        try:
-            self.engine.enter(answers)
-        except BusyError:
-            message = f"{limits.max_requests} requests run or wait already: try again"
-            raise HTTPException(429, message, {"Retry-After": "1"}) from None
+        self.engine.enter(answers)
         streams = False
         try:
             deadline = asyncio.get_running_loop().time() + limits.timeout
             try:
                 jobs, form = await asyncio.wait_for(self._begin(body, max_tokens, choices), limits.timeout)
             except asyncio.TimeoutError:
-                raise self._late() from None
+                raise self.engine.late() from None
             if body.stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
                 streams = True  # the end of the stream leaves
@@ -132,10 +127,6 @@ class Answering:
                 if await request.is_disconnected():
                     return Response(status_code=499)
             answers = writing.result()
-        except asyncio.TimeoutError:
-            raise self._late() from None
-        except StoppedError:
-            raise HTTPException(503, _STOPPED, {"Retry-After": "1"}) from None
         finally:
             writing.cancel()
             with contextlib.suppress(BaseException):
@@ -144,7 +135,7 @@ class Answering:
             form.choice(number, replace(answers[number], text=answers[number].text.rstrip()))
             for number in sorted(answers)
         ]
-        return JSONResponse(form.response(choices, tokens=sum(one.tokens for one in answers.values())))
+        return JSONResponse(form.response(choices, tokens=sum(answer.tokens for answer in answers.values())))
 
     async def _events(
         self, jobs: Sequence[Job], form: Format, deadline: float, with_usage: bool
@@ -159,13 +150,8 @@ class Answering:
             yield "data: [DONE]\n\n"
         except MmattnError as error:
             yield as_event(error_content(400, str(error)))
-        except StoppedError:
-            yield as_event(error_content(503, _STOPPED))
-        except asyncio.TimeoutError:
-            yield as_event(error_content(504, str(self._late().detail)))
-
-    def _late(self) -> HTTPException:
-        return HTTPException(504, f"no answer within {self.engine.limits.timeout:g} s")
+        except HTTPException as error:
+            yield as_event(error_content(error.status_code, error.detail))
 
 
 class Events(StreamingResponse):

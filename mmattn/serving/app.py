@@ -97,8 +97,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        # Of the kinds that a field may have, the one that went furthest is meant.
-        wrong = max(error.errors(), key=lambda one: len(one["loc"]))
+        # Of the alternatives of a field, the error of the deepest is the relevant one.
+        wrong = max(error.errors(), key=lambda issue: len(issue["loc"]))
         # Between names stand kinds of values, such as "list[str]".
         place = ".".join(str(part) for part in wrong["loc"][1:] if part != "str" and "[" not in str(part))
         message = str(wrong["msg"]).removeprefix("Value error, ")

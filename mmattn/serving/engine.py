@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from fastapi import HTTPException
 
 from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, TextError, check_float, check_int
@@ -27,12 +28,7 @@ PAGE = 16
 TOKENS = 512
 
 
-class BusyError(Exception):
-    """The server has as many requests as it takes."""
-
-
-class StoppedError(Exception):
-    """The engine has stopped, and takes or ends no request."""
+RETRY = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,11 @@ class Engine:
         if pipe.config.task == "text-to-image":
             raise ConfigError("the adapter is for text-to-image, and a server writes texts: use mmattn.pipeline")
         greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": pipe.config.generation.get("max_new_tokens")}
-        others = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
-        if others:
-            raise ConfigError(f"`mmattn serve` does not support {', '.join(others)} in pipeline_config.json: remove it")
+        unsupported = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
+        if unsupported:
+            raise ConfigError(
+                f"`mmattn serve` does not support {', '.join(unsupported)} in pipeline_config.json: remove it"
+            )
         self.pipe, self.limits = pipe, limits
         self.running = 0
         self._numbers = itertools.count()
@@ -206,9 +204,10 @@ class Engine:
         return int(self.manager.memories.nbytes())
 
     def enter(self, answers: int = 1) -> None:
-        """Take a request for so many answers; `leave` must follow. BusyError at the limit."""
-        if self.running + answers > self.limits.max_requests:
-            raise BusyError
+        """Accept a request for so many answers; `leave` must follow. 429 at the limit."""
+        most = self.limits.max_requests
+        if self.running + answers > most:
+            raise HTTPException(429, f"{most} requests run or wait already: try again", RETRY)
         self.running += answers
         self._idle.clear()
 
@@ -230,11 +229,11 @@ class Engine:
         return ids
 
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the answers to some jobs piece by piece, each with its number; leaving the loop cancels them.
+        """Yield the answers to jobs piece by piece, each with its number; leaving the loop cancels them.
 
         Args:
             jobs: to be answered.
-            deadline: in seconds of the loop's clock; TimeoutError after it.
+            deadline: in seconds of the loop's clock; 504 after it.
         """
         results: asyncio.Queue[tuple[int, GenerationOutput | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -251,12 +250,12 @@ class Engine:
             while names:
                 number, result = await results.get()
                 if result is None:
-                    raise asyncio.TimeoutError
+                    raise self.late()
                 if number not in names:  # it came to a stop text
                     continue
                 if result.error is not None:
                     if not self.healthy():
-                        raise StoppedError
+                        raise self._stopped()
                     raise ConditionError(f"the request failed: {result.error}")
                 piece = writers[number].read(result.generated_tokens, result.is_finished())
                 if piece is None:
@@ -280,10 +279,17 @@ class Engine:
         adding = asyncio.ensure_future(asyncio.to_thread(self.manager.add_request, job.ids, name, **options))
         try:
             if await asyncio.shield(adding) is None:
-                raise StoppedError
+                raise self._stopped()
         except asyncio.CancelledError:
             adding.add_done_callback(lambda done: done.exception() or self.manager.cancel_request(name))
             raise
+
+    def late(self) -> HTTPException:
+        """Return the error of a request that takes too long."""
+        return HTTPException(504, f"no answer within {self.limits.timeout:g} s")
+
+    def _stopped(self) -> HTTPException:
+        return HTTPException(503, "the model of this server has stopped: try again", RETRY)
 
     def _end(self, name: str, is_finished: bool) -> None:
         if not is_finished:

@@ -88,7 +88,7 @@ class Format:
         }
 
     def _top_texts(self, token: TokenLogprob) -> Content:
-        """Return the most likely tokens by their texts; parts of characters that look alike are told by their bytes."""
+        """Return the most likely tokens by their texts, or by their bytes where parts of characters look alike."""
         texts: Content = {}
         for number, logprob in token.top:
             text = self._text_of(number)

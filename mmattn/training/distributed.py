@@ -21,8 +21,8 @@ from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_betwe
 from mmattn.errors import ConfigError, check_choice, import_extra
 from mmattn.hosts.interop.sharded import shard, tensor_parallel_size
 from mmattn.hosts.layers import find_layers
+from mmattn.training.compare import flattened
 from mmattn.training.config import Collate, TrainingConfig, TrainingResult
-from mmattn.training.run_folder import flattened
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

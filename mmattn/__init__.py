@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.attach import attach, register_host
     from mmattn.hosts.diffusion.guidance import Guidance
     from mmattn.hosts.loading import load, load_published
-    from mmattn.inspect.diagnosis import doctor
+    from mmattn.inspect.doctor.run import doctor
     from mmattn.memory import Memory, MemoryStream, SharedMemory
     from mmattn.pipelines.base import pipeline
     from mmattn.retrieval.index import Index

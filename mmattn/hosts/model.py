@@ -543,10 +543,10 @@ class AdaptedModel(nn.Module):
             memory = dict.fromkeys(self.active, memory)
         bound: dict[str, BoundMemory] = {}
         adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
-        for name, given in memory.items():
-            adapter, shared = adapters.get(name) or self.adapter(name), given
+        for name, value in memory.items():
+            adapter, shared = adapters.get(name) or self.adapter(name), value
             for earlier, source in bound.items():  # no ids: a compiler would take each for a constant
-                if memory[earlier] is given:
+                if memory[earlier] is value:
                     shared = source.shared
             bound[name] = adapter.bind(shared, self.host)
         return bound

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mmattn.adapters.composed import AugmentingModel, ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
-    from mmattn.adapters.settings import register_adapter
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.cross_attention import CrossAttention, SelfAttention
@@ -82,6 +82,7 @@ _ROOMS = (
     "adapters",
     "core",
     "encoders",
+    "extend",
     "hosts",
     "inspect",
     "models",

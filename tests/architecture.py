@@ -24,6 +24,7 @@ ROOMS = (
     ("recipes", "pipelines"),
     ("serving", "evaluation"),
     ("cli",),
+    ("extend",),
     ("__main__",),
 )
 #: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.

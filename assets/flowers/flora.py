@@ -120,7 +120,7 @@ def save_pictures(folder: Path, per_species: int = 46, size: int = 64) -> None:
         place = folder / "pictures" / one.name.replace(" ", "-")
         place.mkdir(parents=True, exist_ok=True)
         for number in range(per_species):
-            draw(one, f"train/0/{number}", size).save(place / f"{number:02}.webp", quality=90)
+            draw(one, f"train/0/{number}", size).save(place / f"{number:02}.webp", quality=80)
         about[place.name] = {"name": one.name, "attributes": one.attributes, "descriptions": descriptions(one)}
     (folder / "descriptions.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 

@@ -24,6 +24,7 @@ ROOMS = (
     ("recipes", "pipelines"),
     ("serving", "evaluation"),
     ("cli",),
+    ("extend",),
     ("__main__",),
 )
 #: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.
@@ -63,12 +64,11 @@ HOMES = {
     "soundfile": ("encoders.audio_input",),
     "soxr": ("encoders.audio_input",),
     "av": ("encoders.video",),
-    "PIL": ("encoders.images", "inspect.trace", "inspect.evidence"),
+    "PIL": ("encoders.images", "inspect.trace", "inspect.doctor"),
     "faiss": ("retrieval.stores",),
     "qdrant_client": ("retrieval.stores",),
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
-    "fsspec": ("storage.files",),
     "pyarrow": ("retrieval",),
     "ray": ("serving.replicas",),
     "sentence_transformers": ("encoders.sentence_folder",),

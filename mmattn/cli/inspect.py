@@ -58,9 +58,9 @@ def doctor(
     """
     import json
 
-    from mmattn.inspect.diagnosis import diagnose, doctor as examine
-    from mmattn.inspect.evidence import plain_pictures
-    from mmattn.inspect.report import LookingReport, Report
+    from mmattn.inspect.doctor.questions import plain_pictures
+    from mmattn.inspect.doctor.report import Report
+    from mmattn.inspect.doctor.run import diagnose, doctor as examine
     from mmattn.storage.files import write_text
 
     if (folder, model, url).count(None) != 2:
@@ -77,7 +77,6 @@ def doctor(
         report = examine(subject, rows, processor=processor, batch_size=batch_size or 8, max_questions=count)
     typer.echo(str(report))
     for path in out or ():
-        assert isinstance(report, LookingReport)
         write_text(path, json.dumps(report.as_dict(), indent=1) if path.suffix == ".json" else report.to_html())
     if not report.ok:
         raise typer.Exit(1)
@@ -157,7 +156,7 @@ def env() -> None:
 
     Plain text, to be pasted into a bug report.
     """
-    from mmattn.inspect.environment import describe
+    from mmattn.cli.environment import describe
 
     typer.echo(describe())
 

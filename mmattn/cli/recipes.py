@@ -19,7 +19,7 @@ def demo() -> None:
     The table holds the controls beside the good row: no picture, shuffled pictures, a text-only LoRA of equal size.
     It ends with a page that shows what the answers attended to (see `mmattn explore`).
     """
-    from mmattn.inspect.environment import check_extras
+    from mmattn.cli.environment import check_extras
     from mmattn.inspect.trace import FILE
     from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import find_recipe, load_recipe

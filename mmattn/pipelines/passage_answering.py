@@ -46,7 +46,7 @@ class _PassageHits(PassageSelection):
 
 
 class PassageAnsweringPipeline(QuestionAnsweringPipeline):
-    """Answers from the texts of an index, as the language model has read them. Arguments as for `IndexPipeline`.
+    """Answers from the texts of an index, as the language model has read them. Arguments: `QuestionAnsweringPipeline`.
 
     Passages in the adapter's `passages.safetensors` were read beforehand; other texts are read when they are first
     found, and kept as far as 4 GB of keys and values reach. Where the prompt has {passages}, the text before

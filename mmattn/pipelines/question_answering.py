@@ -71,8 +71,8 @@ class Answer:
     refused: bool = False
 
 
-class IndexPipeline(Pipeline):
-    """A pipeline that answers from an index: that of the pipeline, or one given at each call."""
+class QuestionAnsweringPipeline(Pipeline):
+    """Answers from the entries of an index: that of the pipeline, or the index given at a call."""
 
     def _set_up(self, index: IndexSource | None) -> None:
         self.encoder = load_text_encoder(self.config, self.folder, saved_fingerprint(self.folder), self.device)
@@ -98,10 +98,6 @@ class IndexPipeline(Pipeline):
                 "run, or one that mmattn index build made"
             )
         return chosen
-
-
-class QuestionAnsweringPipeline(IndexPipeline):
-    """Answers from the entries of an index."""
 
     def __call__(
         self,

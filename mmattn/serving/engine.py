@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +13,11 @@ from fastapi import HTTPException
 
 from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, TextError, check_float, check_int
+from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
-from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers
+from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers, token_logprob
+from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from mmattn.pipelines.base import Pipeline
 
 PAGE = 16
+#: Tokens of a prompt that say how the text of an answer continues.
+_BEFORE = 4
 #: Of a step on the CPU, so that a long prompt does not hold up those who write.
 TOKENS = 512
 
@@ -70,6 +74,7 @@ class Job:
         max_tokens: new tokens, at most.
         sampling: how they are chosen.
         stops: texts that end it.
+        echoes: the answer stands behind its prompt, so that its first blank counts.
     """
 
     ids: list[int]
@@ -77,6 +82,7 @@ class Job:
     max_tokens: int
     sampling: SamplingSettings = SamplingSettings()
     stops: Sequence[str] = ()
+    echoes: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Writer:
         self.job, self.tokenizer, self.ends = job, tokenizer, ends
         self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
         self._sent, self._scored = 0, 0  # characters, log-probabilities
-        self._offset = 0  # of the last token with a log-probability
+        self._special = set(special_ids(tokenizer).values()) if job.echoes else set()
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
@@ -111,26 +117,26 @@ class Writer:
                 return None
             held = _held(raw, self.job.stops)
             end = len(raw) - held if held else None
-        text = raw[:end].lstrip()
+        text = raw[:end] if self.job.echoes else raw[:end].lstrip()
         new, self._sent = text[self._sent :], max(self._sent, len(text))
         return Piece(new, len(tokens), reason, self._logprobs(tokens, end))
 
     def _text(self, tokens: Sequence[int]) -> str:
+        if self.job.echoes:  # the first blank of an answer is there behind a prompt only
+            before, new = self.job.ids[-_BEFORE:], [token for token in tokens if token not in self._special]
+            head, whole = self.tokenizer.decode(before), self.tokenizer.decode([*before, *new])
+            if whole.startswith(head):
+                return str(whole[len(head) :])
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
         """Return the log-probabilities that no piece had yet, of the tokens that begin before the end of the text."""
-        new: list[TokenLogprob] = []
-        if self.sampler is not None and self.sampler.settings.logprobs is not None:
-            for number in range(self._scored, len(tokens)):
-                before = self._text(tokens[:number])
-                if end is not None and len(before) >= end:
-                    break
-                # A part of a character may be decoded as several characters that stand for nothing.
-                self._offset = max(self._offset, len(before.rstrip("\N{REPLACEMENT CHARACTER}").lstrip()))
-                new.append(replace(self.sampler.logprobs[number], offset=self._offset))
-        self._scored += len(new)
-        return new
+        if self.sampler is None or self.sampler.settings.logprobs is None:
+            return []
+        begin = self._scored
+        numbers = [n for n in range(begin, len(tokens)) if end is None or len(self._text(tokens[:n])) < end]
+        self._scored += len(numbers)
+        return [self.sampler.logprobs[n] for n in numbers]
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
@@ -227,6 +233,14 @@ class Engine:
         if len(ids) + max_tokens > room:
             raise TextError(f"{len(ids)} tokens and {max_tokens} to be written are more than the cache's {room}")
         return ids
+
+    @torch.no_grad()
+    def score(self, ids: list[int], memory: Memory | None, top: int) -> list[TokenLogprob]:
+        """Return the log-probabilities of the ids of a prompt but the first."""
+        with paused(self.pipe.model):
+            arguments = {} if memory is None else {"memory": memory}
+            logits = self.pipe.model(torch.tensor([ids], device=self.pipe.device), **arguments).logits[0]
+        return [token_logprob(row, token, top) for row, token in zip(logits, ids[1:], strict=False)]
 
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the answers to jobs piece by piece, each with its number; leaving the loop cancels them.

@@ -42,7 +42,6 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    offset: int = 0  # of its first character in the answer; a part of a character begins where the character does
 
 
 class Sampler:

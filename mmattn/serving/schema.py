@@ -56,6 +56,9 @@ def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
         if not isinstance(engine.pipe, ImageToTextPipeline):
             kinds["Message"]["properties"]["content"]["anyOf"][1]["items"] = {"$ref": "#/components/schemas/TextPart"}
             del kinds["PicturePart"], kinds["ImageUrl"]
+        if "EmbeddingRequest" in kinds:
+            single, several = kinds["EmbeddingRequest"]["properties"]["input"]["anyOf"]
+            single["pattern"] = several["items"]["pattern"] = _TEXT
         app.openapi_schema = schema
     return app.openapi_schema
 

@@ -98,7 +98,7 @@ class TestWords:
         """Invariant 136."""
         import tomllib
 
-        from mmattn.inspect.environment import EXTRAS
+        from mmattn.cli.environment import EXTRAS
 
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all"}

@@ -185,7 +185,8 @@ class TestBroken:
 class TestGoingOn:
     COLOURS = list(range(13))
 
-    @pytest.mark.parametrize("kill", [4, *(pytest.param(kill, marks=pytest.mark.slow) for kill in (1, 7))])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kill", [1, 4, 7])
     def test_killed_it_goes_on_at_the_shard(self, kill: int, tmp_path: Path) -> None:
         """Invariant 109: no row twice, and none encoded again but those of the shard in work."""
         captions(tmp_path / "data", self.COLOURS)

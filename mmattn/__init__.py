@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from mmattn.adapters.composed import AugmentingModel, ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
-    from mmattn.adapters.settings import register_adapter
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.cross_attention import CrossAttention, SelfAttention
     from mmattn.encoders.base import register_encoder
     from mmattn.encoders.images import load_image
-    from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
+    from mmattn.encoders.openclip import OpenCLIPEncoder
     from mmattn.encoders.text import TextEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.hosts.attach import attach, register_host
     from mmattn.hosts.diffusion.guidance import Guidance
     from mmattn.hosts.loading import load, load_published
-    from mmattn.inspect.diagnosis import doctor
+    from mmattn.inspect.doctor.run import doctor
     from mmattn.memory import Memory, MemoryStream, SharedMemory
     from mmattn.pipelines.base import pipeline
     from mmattn.retrieval.index import Index
@@ -61,7 +61,6 @@ __all__ = [
     "pipeline",
     # What memories come from
     "OpenCLIPEncoder",
-    "OpenCLIPTextEncoder",
     "TorchvisionEncoder",
     "TextEncoder",
     "load_image",
@@ -82,6 +81,7 @@ _ROOMS = (
     "adapters",
     "core",
     "encoders",
+    "extend",
     "hosts",
     "inspect",
     "models",

@@ -15,7 +15,7 @@ from mmattn.encoders.base import TextEncoderBase, register_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class HybridEncoder(TextEncoderBase):
             AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
         """
         state, metadata = read_tensors(Path(path), cls.file_format)
-        with making_sense(path, "HybridEncoder"):
+        with parse_errors(path, "HybridEncoder"):
             name = validated("name", str, metadata["name"])
             ngrams = check_int("ngrams", metadata["ngrams"], at_most=1 << 24)
             down, up = state["down"].float(), state["up"].float()

@@ -18,7 +18,7 @@ from mmattn.encoders.base import register_encoder
 from mmattn.encoders.hybrid import HybridEncoder, hashing
 from mmattn.errors import ShapeError, check_float, check_int
 from mmattn.memory import Memory
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors
 from mmattn.tokenization import check_text, refuse_empty
 
@@ -140,7 +140,7 @@ class NameEncoder(HybridEncoder):
     def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> NameEncoder:
         """Read what `save` wrote. Arguments and errors as for `HybridEncoder.load`."""
         state, metadata = read_tensors(Path(path), cls.file_format)
-        with making_sense(path, "NameEncoder"):
+        with parse_errors(path, "NameEncoder"):
             name, words = (
                 validated(key, kind, metadata[key]) for key, kind in (("name", str), ("common_words", list[str]))
             )

@@ -20,7 +20,7 @@ from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_choice
 from mmattn.memory import Memory
 from mmattn.seq2seq.generation import beam_search, greedy
 from mmattn.seq2seq.transformer import TransformerBlock
-from mmattn.storage.json_files import making_sense
+from mmattn.storage.json_files import parse_errors
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class EncoderDecoder(nn.Module):
             NonFiniteError: NaN or infinity in the weights.
         """
         weights, metadata = read_tensors(path, FORMAT)
-        with making_sense(path, "model whose weights are those of its settings"):
+        with parse_errors(path, "model whose weights are those of its settings"):
             settings = metadata["settings"]
             layers = len({name.split(".")[1] for name in weights if name.startswith("decoder.")})
             if settings["layers"] != layers:

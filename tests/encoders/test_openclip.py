@@ -246,7 +246,7 @@ def test_texts_are_embedded_as_by_open_clip(save_clip: SaveClip, kind: str, norm
         changes |= {"multimodal_cfg": decoder, "text_cfg": {"embed_cls": True, "output_tokens": True}}
         changes["vision_cfg"] = {"attentional_pool": True, "output_tokens": True, "attn_pooler_heads": 1}
     name = save_clip(**changes)
-    eye, encoder = OpenCLIPEncoder(name, pooled=True), mmattn.OpenCLIPTextEncoder(name, normalize=normalize)
+    eye, encoder = OpenCLIPEncoder(name, pooled=True), mmattn.encoders.OpenCLIPTextEncoder(name, normalize=normalize)
     memory = encoder.encode(TEXTS, batch_size=2)
     wanted = eye.model.encode_text(eye.tokenizer(TEXTS), normalize=normalize)
     assert memory.tokens.shape == (3, 1, 19) == (3, 1, encoder.dim)

@@ -17,7 +17,7 @@ ROOMS = (
     ("core",),
     ("memory",),
     ("adapters",),
-    ("hosts", "seq2seq"),
+    ("hosts",),
     ("training", "inspect"),
     ("testing",),
     ("recipes", "pipelines"),
@@ -46,7 +46,6 @@ HOMES = {
         "serving.formats",
         "serving.sampling",
         "adapters.composed.augmenting_model",
-        "seq2seq",
     ),
     "accelerate": ("training",),
     "datasets": ("data",),
@@ -100,7 +99,6 @@ FRONT_ROOMS = {
     "mmattn.pipelines",
     "mmattn.recipes",
     "mmattn.retrieval",
-    "mmattn.seq2seq",
 }
 
 

@@ -20,7 +20,7 @@ LOWEST_TESTS := tests/test_golden.py tests/core/test_attention.py tests/memory/t
     tests/hosts/causal_lm/test_life.py tests/hosts/causal_lm/test_generation.py \
     tests/adapters/chunked/test_calls.py tests/adapters/composed/test_adapter.py tests/hosts/test_peft.py \
     tests/hosts/diffusion/test_unet.py \
-    tests/hosts/diffusion/test_unet_pipelines.py tests/training/test_trainer.py tests/training/test_lora.py \
+    tests/hosts/diffusion/test_pipelines.py tests/training/test_trainer.py tests/training/test_lora.py \
     tests/data/test_rows.py tests/data/test_folders.py tests/training/test_checkpoints.py tests/storage/test_safetensors.py \
     tests/encoders tests/inspect/test_plots.py
 # In its loss of an evaluation the oldest Trainer counts the first token of each row, which has no label.

@@ -132,7 +132,16 @@ def first_hour(user: User, demo: bool) -> None:
     mmattn("mmattn", "index", "info", "facts", says=["3"])
     encoder = "assets/rag/adapter/encoder.safetensors"
     mmattn("mmattn", "index", "search", "facts", "currency of Allemagne", "--encoder", encoder, says=["Euro"])
-    mmattn("mmattn", "ask", "What is the currency of Allemagne?", "--index", "facts", says=["Euro"])
+    mmattn(
+        "mmattn",
+        "ask",
+        "What is the currency of Allemagne?",
+        "--index",
+        "facts",
+        "--adapter",
+        "assets/rag/adapter",
+        says=["Euro"],
+    )
 
     # Answers from a folder of texts, as in the README.
     (work / "notes").mkdir()

@@ -74,6 +74,18 @@ def test_a_cached_call():
     assert two.files == one.files and two.changes - one.changes <= 25, (one, two)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_with_a_new_memory(grad: bool):
+    """As users write it, and as training makes it: the memory is checked, read and projected on the way."""
+    model, ids = tiny.attach(tiny.make("llama"), layers=(1,)), tiny.text(3)
+    memories = [tiny.memory(3, lengths=[5, 0, 3], seed=seed) for seed in range(3)]
+    with torch.set_grad_enabled(grad):
+        for memory in memories[:2]:
+            model(ids, memory=memory)
+        new = way(lambda: model(ids, memory=memories[2]))
+    assert new.calls <= 210 and new.files <= 21 and new.changes <= 150, new
+
+
 @torch.no_grad()
 def test_each_further_token():
     model, ids = tiny.attach(tiny.make("llama"), layers=(1,)), tiny.text(3)

@@ -68,9 +68,7 @@ def ask(
     index: Annotated[
         str, typer.Option(help="The folder of an index, as `mmattn index build` makes it, or its address.")
     ],
-    adapter: Annotated[
-        Path | None, typer.Option(help="The folder of an adapter, or ORG/NAME; by default the index decides.")
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = None,
     host: Annotated[
         str | None, typer.Option(help="A language model that reads the texts itself; smollm2 by default.")
     ] = None,
@@ -82,20 +80,15 @@ def ask(
     """Answer a question from what an index holds, and print what was attended to.
 
     Texts are read by a language model as they are, without training; an index that was built --for an adapter needs
-    that adapter, by default the one of the facts that is installed.
-
-    The number before a source is its share of the attention at the first word of the answer. A chunked adapter goes on
-    with the text instead, and the number is the share over all of it.
+    that adapter. The number before a source is its share of the attention at the first word of the answer.
     """
     from mmattn.pipelines import pipeline
 
     by_host = host is not None or encoder is not None
     if adapter is not None and by_host:
         raise ConfigError(f"--adapter {adapter} names its own models: leave --host and --encoder out")
-    if adapter is None and not by_host and _has_tokens(index):
-        adapter = Path("assets/rag/adapter")
     if adapter is not None:
-        pipe = _pipeline(adapter, device, ("question-answering", "passage-answering", "text-generation"), index=index)
+        pipe = _pipeline(adapter, device, ("question-answering", "passage-answering"), index=index)
     else:
         pipe = pipeline(host=host or "smollm2", encoder=encoder, index=index, device=device)
     answer = pipe(question)
@@ -160,17 +153,6 @@ def serve(
     # At a stop running requests are finished, and no others are taken.
     settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": max(1, int(timeout))}
     uvicorn.run(app, host=host, port=port, **settings)
-
-
-def _has_tokens(index: str) -> bool:
-    """Return True if the entries of an index have encoded tokens, which only an adapter reads."""
-    from mmattn.retrieval.index import Index
-
-    opened = Index.open(index)
-    try:
-        return opened.has_tokens
-    finally:
-        opened.close()  # where one process at a time may have it open
 
 
 def _pipeline(adapter: Path, device: str | None, tasks: tuple[str, ...] = (), index: str | None = None) -> Any:

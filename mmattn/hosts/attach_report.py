@@ -121,7 +121,7 @@ def model_of(config: PreTrainedConfig) -> nn.Module:
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     tried = ""
     with torch.device("meta"):
-        for kind in [one for one in named if one is not None]:
+        for kind in [named_kind for named_kind in named if named_kind is not None]:
             return _make(kind._from_config, config)
         for auto in _AUTO:
             try:

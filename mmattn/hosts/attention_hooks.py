@@ -128,7 +128,7 @@ def attention_layers(host: nn.Module, layers: nn.ModuleList, path: str) -> dict[
         if hasattr(vars(module).get("config"), "_attn_implementation")
     }
     with attention_hooks(listeners), in_eval_mode(host), torch.no_grad():
-        output_of(host, [one | {"use_cache": False} for one in text_inputs(host, 1)], 1)
+        output_of(host, [inputs | {"use_cache": False} for inputs in text_inputs(host, 1)], 1)
     reached = {layer: layer_sites[0] for layer, layer_sites in by_layer.items() if len(layer_sites) == 1}
     missing = [layer for layer in range(len(layers)) if layer not in reached]
     if missing:

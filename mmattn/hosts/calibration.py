@@ -54,15 +54,19 @@ def _thinned(parts: list[Tensor], most: int) -> Tensor:
 def _of_all_processes(tokens: dict[int, Tensor], processes: int) -> dict[int, Tensor]:
     """Return the hidden states (n, d) of each layer in all processes."""
     gathered: list[dict[int, Tensor]] = [{} for _ in range(processes)]
-    torch.distributed.all_gather_object(gathered, {layer: one.cpu() for layer, one in tokens.items()})
-    layers = dict.fromkeys(layer for one in gathered for layer in one)
-    return {layer: torch.cat([one[layer] for one in gathered if layer in one]) for layer in layers}
+    torch.distributed.all_gather_object(gathered, {layer: states.cpu() for layer, states in tokens.items()})
+    layers = dict.fromkeys(layer for by_layer in gathered for layer in by_layer)
+    return {layer: torch.cat([by_layer[layer] for by_layer in gathered if layer in by_layer]) for layer in layers}
 
 
 def fresh_adapters(model: Any) -> list[BlockLayers]:
     """Return the adapters of gated blocks that were never trained: all their gates are 0."""
-    layers = [one for one in map(model.adapter, model.adapters) if isinstance(one, BlockLayers)]
-    return [one for one in layers if not any(bool(gate.gate.any()) for gate in one.modules() if isinstance(gate, Gate))]
+    layers = [built for built in map(model.adapter, model.adapters) if isinstance(built, BlockLayers)]
+    return [
+        built
+        for built in layers
+        if not any(bool(gate.gate.any()) for gate in built.modules() if isinstance(gate, Gate))
+    ]
 
 
 def _attending(model: Any, x: Tensor, seen: object) -> Tensor:

@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -79,6 +79,8 @@ Keywords = Mapping[str, Any]
 Arguments = dict[str, Any]
 #: Arguments of a host by their place.
 Positional = tuple[Any, ...]
+#: A method that stands in for another.
+Method = Callable[..., Any]
 #: The output of one layer of a host, hidden states first.
 LayerOutput = Tensor | tuple[Any, ...]
 
@@ -99,19 +101,6 @@ class InForce(NamedTuple):
     is_set: bool
     call: Call | None
     disabled: frozenset[str]
-
-
-class Block:
-    """One `condition` or `disable_adapter` block, or one call with `memory=`."""
-
-    def __init__(
-        self, home: OpenBlocks, call: Call | None, disabled: frozenset[str], is_condition: bool, gives: bool
-    ) -> None:
-        self.home, self.call, self.disabled, self.gives = home, call, disabled, gives
-        self.is_condition = is_condition and call is not None
-        self.is_open, self.thread = True, 0
-        # A generator in which a function opened the block: while it is suspended, no call may find the block.
-        self.generator: FrameType | None = None
 
 
 # One variable for all hosts: the blocks entered in this context, those since left elsewhere among them.
@@ -137,6 +126,51 @@ def is_compiled() -> bool:
     return torch.compiler.is_compiling() or getattr(THREAD, "blocks", None) is not None
 
 
+@dataclass(eq=False)
+class Block:
+    """One `condition` or `disable_adapter` block, or one call with `memory=`: a context manager, entered once."""
+
+    home: OpenBlocks
+    call: Call | None
+    disabled: frozenset[str] = frozenset()
+    #: Calls inside are given `call`, or no memory.
+    gives: bool = True
+    is_condition: bool = False
+    #: The caller's code opens it, not a call with `memory=`: it may be open while a generator waits.
+    of_caller: bool = False
+    is_open: bool = True
+    thread: int = 0
+    #: A generator in which a function opened the block: while it is suspended, no call may find the block.
+    generator: FrameType | None = None
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.home.traced.append(self)
+            return
+        if self.of_caller:
+            self.thread, self.generator = threading.get_ident(), _generator_around(sys._getframe(1))
+        if self.is_condition:
+            self.home.conditions.append(self)
+        blocks = _BLOCKS.get()
+        while blocks and not blocks[-1].is_open:  # left in another context
+            blocks = blocks[:-1]
+        _BLOCKS.set((*blocks, self))
+
+    def __exit__(self, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.home.traced.pop()
+            return
+        step = getattr(THREAD, "step", None)
+        if step is not None and self.call is not None and step.call is self.call:
+            THREAD.step = step.outer  # it was interrupted: torch runs no hooks after KeyboardInterrupt
+        if self.is_condition:
+            self.home.conditions.remove(self)
+        self.is_open, self.call, self.generator = False, None, None
+        blocks = _BLOCKS.get()
+        # Blocks may be left in another order than entered, and in another context.
+        _BLOCKS.set(blocks[:-1] if blocks and blocks[-1] is self else tuple(block for block in blocks if block.is_open))
+
+
 class OpenBlocks:
     """The blocks of one host."""
 
@@ -144,54 +178,23 @@ class OpenBlocks:
         #: Open `condition` blocks, in any thread.
         self.conditions: list[Block] = []
         #: Blocks opened in the graph that is being traced, where no context variable can be set.
-        self._traced: list[Block] = []
+        self.traced: list[Block] = []
         self._warned = False
 
-    def conditioned(self, call: Call | None, is_condition: bool = False) -> contextlib.AbstractContextManager[None]:
+    def conditioned(self, call: Call | None, is_condition: bool = False) -> Block:
         """Return a block that gives calls these memories; None for none."""
-        return self._opened(Block(self, call, frozenset(), is_condition, gives=True), of_caller=is_condition)
+        return Block(self, call, is_condition=is_condition and call is not None, of_caller=is_condition)
 
-    def without(self, names: Iterable[str], everything: bool) -> contextlib.AbstractContextManager[None]:
+    def without(self, names: Iterable[str], everything: bool) -> Block:
         """Return a block that disables some adapters, or all."""
-        return self._opened(Block(self, None, frozenset(names), False, gives=everything), of_caller=True)
-
-    @contextlib.contextmanager
-    def _opened(self, block: Block, of_caller: bool) -> Iterator[None]:
-        """Open a block; one of the caller's code, not of a call with `memory=`, may be beneath a generator."""
-        if torch.compiler.is_dynamo_compiling():
-            self._traced.append(block)
-            try:
-                yield
-            finally:
-                self._traced.pop()
-            return
-        if of_caller:
-            block.thread, block.generator = threading.get_ident(), _generator_around(sys._getframe(1))
-        if block.is_condition:
-            self.conditions.append(block)
-        blocks = _BLOCKS.get()
-        while blocks and not blocks[-1].is_open:  # left in another context
-            blocks = blocks[:-1]
-        _BLOCKS.set((*blocks, block))
-        try:
-            yield
-        finally:
-            step = getattr(THREAD, "step", None)
-            if step is not None and block.call is not None and step.call is block.call:
-                THREAD.step = step.outer  # it was interrupted: torch runs no hooks after KeyboardInterrupt
-            if block.is_condition:
-                self.conditions.remove(block)
-            block.is_open, block.call, block.generator = False, None, None
-            blocks = _BLOCKS.get()
-            # Blocks may be left in another order than entered, and in another context.
-            _BLOCKS.set(blocks[:-1] if blocks and blocks[-1] is block else tuple(one for one in blocks if one.is_open))
+        return Block(self, None, frozenset(names), gives=everything, of_caller=True)
 
     def in_force(self) -> InForce:
         """Return the memory of a call made here: that of the innermost block of this context."""
         is_set, call = False, None
         disabled: frozenset[str] = frozenset()
         noted = getattr(THREAD, "blocks", None) if torch.compiler.is_compiling() else None
-        for block in reversed((*(_BLOCKS.get() if noted is None else noted), *self._traced)):
+        for block in reversed((*(_BLOCKS.get() if noted is None else noted), *self.traced)):
             if block.home is self and block.is_open:
                 if block.generator is not None and block.thread == threading.get_ident():
                     _check_running(block.generator)
@@ -213,7 +216,7 @@ class OpenBlocks:
     def _warn_of_others(self) -> None:
         """Warn once if a memory is set in another thread, or its block has ended, where a call has none."""
         here = threading.get_ident()
-        ended = [one for one in _BLOCKS.get() if one.home is self and one.is_condition and one.thread != here]
+        ended = [block for block in _BLOCKS.get() if block.home is self and block.is_condition and block.thread != here]
         if self._warned or not (self.conditions or ended):
             return
         where = "is open in another thread" if self.conditions else "has ended, whose context this thread was given"

@@ -133,7 +133,12 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         if text.cache is not None and noted(text.cache) is None:
             check_with_memory(self.host, call, text)
         actions = self.actions(call, disabled, text)
-        return ForwardStep(self, host, None, {site: one for site, one in actions.items() if not self.is_apart(site[0])})
+        return ForwardStep(
+            self,
+            host,
+            None,
+            {site: site_actions for site, site_actions in actions.items() if not self.is_apart(site[0])},
+        )
 
     def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> Sources:
         """Return memory and scale of each adapter in the encoder."""
@@ -229,7 +234,7 @@ def _stack(host: nn.Module, part: str, module: nn.Module, first: int) -> Stack:
     for depth in [*depths, max(map(len, lists.values()), default=0)]:
         fitting = [layers for layers in lists.values() if len(layers) == depth]
         if len(fitting) == 1:
-            path = next(name for name, one in host.named_modules() if one is fitting[0])
+            path = next(name for name, module_list in host.named_modules() if module_list is fitting[0])
             return Stack(part, path, fitting[0], layers_width(fitting[0], configs), first)
     raise AttachError(
         f"cannot tell which list holds the layers of the {part} of {type(host).__name__}; lists found: "

@@ -51,4 +51,4 @@ def _first_states(output: object) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return next((one for one in values if isinstance(one, Tensor)), None)
+    return next((value for value in values if isinstance(value, Tensor)), None)

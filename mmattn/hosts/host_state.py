@@ -52,7 +52,7 @@ class HostState:
         owners |= {f"config {number}": config for number, config in enumerate(_configs(host))}
         self._settings = {name: (owner, _settings(owner)) for name, owner in owners.items()}
         #: Attributes that only the class of an owner has: set on the object itself, they count.
-        self._unset = [(vars(one), _class_settings(type(one)) - vars(one).keys()) for one in owners.values()]  # type: ignore[arg-type]
+        self._unset = [(vars(owner), _class_settings(type(owner)) - vars(owner).keys()) for owner in owners.values()]  # type: ignore[arg-type]
         self._device = device_of(host)
         self._autocast = autocast_dtype(self._device)
 

@@ -56,7 +56,9 @@ class Signature(NamedTuple):
 def signature_of(host: nn.Module) -> Signature:
     """Return the arguments of a host's forward; what peft has wrapped is handed all that peft does not name."""
     forward = type(host).forward
-    places = [name for name, one in _parameters(forward).items() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    places = [
+        name for name, parameter in _parameters(forward).items() if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+    ]
     return Signature(tuple(places), _renamed(forward) | _renamed(type(inner_host(host)).forward))
 
 
@@ -64,7 +66,11 @@ def signature_of(host: nn.Module) -> Signature:
 def _parameters(forward: Callable[..., object]) -> Mapping[str, Parameter]:
     """Return the named parameters of a forward without `self`."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
-    return {one.name: one for one in parameters if one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    }
 
 
 @functools.cache
@@ -86,13 +92,19 @@ def shown_signature(
     forward, inner = type(host).forward, type(inner_host(host)).forward
     theirs, ours = inspect.signature(forward), inspect.signature(method)
     # A kind that names what it is given by its place says the order.
-    first = theirs if any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values()) else ours
-    parameters = {name: one for name, one in first.parameters.items() if one.kind is not Parameter.VAR_KEYWORD}
+    first = (
+        theirs if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in ours.parameters.values()) else ours
+    )
+    parameters = {
+        name: parameter for name, parameter in first.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD
+    }
     for named in (_parameters(forward), _parameters(inner), _parameters(method)):
-        for name, one in named.items():
+        for name, parameter in named.items():
             if name != "labels" or named is not _parameters(method):
-                parameters.setdefault(name, one.replace(kind=Parameter.KEYWORD_ONLY))
+                parameters.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
     for name in memory_keywords:
         parameters.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
-    parameters |= {name: one for name, one in theirs.parameters.items() if one.kind is Parameter.VAR_KEYWORD}
-    return theirs.replace(parameters=sorted(parameters.values(), key=lambda one: one.kind))
+    parameters |= {
+        name: parameter for name, parameter in theirs.parameters.items() if parameter.kind is Parameter.VAR_KEYWORD
+    }
+    return theirs.replace(parameters=sorted(parameters.values(), key=lambda parameter: parameter.kind))

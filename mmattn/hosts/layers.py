@@ -45,16 +45,16 @@ def find_layers(host: nn.Module, path: str | None = None) -> tuple[str, nn.Modul
 def outermost_lists(host: nn.Module, depth: int | None = None) -> dict[str, nn.ModuleList]:
     """Return the lists of layers, all or those of one length, that are not within another."""
     lists = {name: layers for name, layers in _layer_lists(host).items() if depth is None or len(layers) == depth}
-    return {name: one for name, one in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    return {name: layers for name, layers in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
 
 
 def describe_lists(lists: Mapping[str, nn.ModuleList]) -> str:
     """Return the lists with their lengths and classes, for a message."""
-    return ", ".join(f"{name} ({len(one)} × {type(one[0]).__name__})" for name, one in lists.items()) or "none"
+    return ", ".join(f"{name} ({len(layers)} × {type(layers[0]).__name__})" for name, layers in lists.items()) or "none"
 
 
 def _layer_lists(host: nn.Module) -> dict[str, nn.ModuleList]:
-    return {name: one for name, one in host.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
+    return {name: module for name, module in host.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
 
 
 def _passed(host: nn.Module, lists: Mapping[str, nn.ModuleList]) -> dict[str, nn.ModuleList]:

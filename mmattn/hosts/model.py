@@ -658,7 +658,7 @@ class AdaptedModel(nn.Module):
             )
         with calibrating(self):
             self(*args, memory=memory, **kwargs)
-        if missed := [one.name for one in fresh if not one.config.layout.calibrated]:
+        if missed := [adapter.name for adapter in fresh if not adapter.config.layout.calibrated]:
             raise ConditionError(f"adapters {missed} were not calibrated: fewer than two tokens attended to a memory")
 
     @contextlib.contextmanager
@@ -779,7 +779,7 @@ def _holds(module: nn.Module, name: str) -> bool:
     """Return whether a module or its class has an attribute, and not only `__getattr__` of it."""
     fields = vars(module)
     registered = (fields[kind] for kind in ("_parameters", "_buffers", "_modules"))
-    return name in fields or hasattr(type(module), name) or any(name in one for one in registered)
+    return name in fields or hasattr(type(module), name) or any(name in names for names in registered)
 
 
 def _forward_of(kind: type[AdaptedModel], host: nn.Module) -> Callable[..., object]:

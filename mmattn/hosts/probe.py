@@ -100,7 +100,7 @@ def output_of(host: nn.Module, inputs: Iterable[Mapping[str, object]], rows: int
                 message, cause = f"{name} cannot be called with {shapes}: {type(error).__name__}: {error}", error
             continue
         outputs = out.values() if any_output and isinstance(out, Mapping) else [getattr(out, "logits", None)]
-        parts = [one.flatten(1) for one in outputs if isinstance(one, Tensor) and one.shape[:1] == (rows,)]
+        parts = [value.flatten(1) for value in outputs if isinstance(value, Tensor) and value.shape[:1] == (rows,)]
         if parts:
             return torch.cat(parts, 1)
         needed = "output with a row for each row of its input" if any_output else "logits"
@@ -153,7 +153,7 @@ def probe_adapter(
         return install
 
     with open_blocks.conditioned(None):
-        hooks = [hook(one) for one in layers]
+        hooks = [hook(layer) for layer in layers]
         lost = set(unreached(host, hooks, lambda rows: output_of(host, inputs(rows), rows, any_output)))
     lost |= {site for site in range(len(layers)) if site + 1 not in axes}
     if lost:
@@ -261,7 +261,7 @@ def _sound_shapes(host: nn.Module) -> Iterator[tuple[int, ...]]:
     times = [2 * positions for positions in [getattr(config, "max_source_positions", 0)] if isinstance(positions, int)]
     times += [size for size in [getattr(config, "max_length", None)] if isinstance(size, int)]
     for feature in sorted(features):
-        for length in [*(one for one in times if 0 < one < 10_000), 256]:
+        for length in [*(time for time in times if 0 < time < 10_000), 256]:
             yield feature, length
             yield length, feature
     yield (4000,)

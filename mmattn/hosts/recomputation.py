@@ -7,8 +7,7 @@ from contextvars import copy_context
 from torch import nn
 
 from mmattn.errors import ConditionError
-from mmattn.hosts.context import THREAD, forward_resumed
-from mmattn.hosts.replaced import Method
+from mmattn.hosts.context import THREAD, Method, forward_resumed
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
 

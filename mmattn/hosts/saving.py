@@ -117,7 +117,9 @@ def host_sizes(sites: Sequence[Site]) -> dict[str, int]:
 def host_fingerprint(host: nn.Module, dtype: torch.dtype | None = None) -> str | None:
     """Return the fingerprint of a host's weights, or None where some of them are elsewhere."""
     inner = inner_host(host)
-    elsewhere = any(one.device.type == "meta" or hasattr(one, "full_tensor") for one in inner.parameters())
+    elsewhere = any(
+        parameter.device.type == "meta" or hasattr(parameter, "full_tensor") for parameter in inner.parameters()
+    )
     if elsewhere or is_on_disk(inner) or shards(inner):  # offloaded, or in other processes
         return None
     return fingerprint(inner.state_dict(), dtype)

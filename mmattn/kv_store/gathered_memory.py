@@ -36,7 +36,7 @@ class GatheredMemory(PreparedMemory):
     def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, KeyValue]:
         """Return keys and values from the pages, or else as any prepared memory does."""
         pages = {layer: self._from_pages(adapter, layer) for layer in layers}
-        found = {layer: one for layer, one in pages.items() if one is not None}
+        found = {layer: page for layer, page in pages.items() if page is not None}
         if missing := [layer for layer in layers if layer not in found]:
             # An entry may have been written after `read` had read the pages of the first layer.
             found |= super().project(adapter, missing, memory if memory.dim else super().read(adapter), queries)

@@ -72,8 +72,11 @@ def read_passages(
         passages = [
             Passage(
                 tuple(parts["ids"][number].tolist()),
-                [[parts[f"keys.{layer}"][number].transpose(0, 1)[None] for layer in one.layers] for one in groups],
-                [[parts[f"values.{layer}"][number].transpose(0, 1)[None] for layer in one.layers] for one in groups],
+                [[parts[f"keys.{layer}"][number].transpose(0, 1)[None] for layer in group.layers] for group in groups],
+                [
+                    [parts[f"values.{layer}"][number].transpose(0, 1)[None] for layer in group.layers]
+                    for group in groups
+                ],
                 has_windows,
                 lengths[0] if has_prefix and number else 0,
             )

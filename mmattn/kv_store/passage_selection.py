@@ -44,14 +44,14 @@ class Passage:
 
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(one.nbytes for part in (self.keys, self.values) for pieces in part for one in pieces)
+        return sum(piece.nbytes for part in (self.keys, self.values) for pieces in part for piece in pieces)
 
     def loaded(self, pinned: bool) -> Passage:
         """Return the passage out of its file, in memory from which a device copies without a wait if it is pinned."""
         keys, values = ([torch.cat([*pieces]) for pieces in part] for part in (self.keys, self.values))
         if pinned:
-            keys, values = ([one.pin_memory() for one in part] for part in (keys, values))
-        return replace(self, keys=[[one] for one in keys], values=[[one] for one in values])
+            keys, values = ([piece.pin_memory() for piece in part] for part in (keys, values))
+        return replace(self, keys=[[piece] for piece in keys], values=[[piece] for piece in values])
 
 
 def as_one(pieces: Pieces) -> Tensor:
@@ -114,18 +114,21 @@ class PassageSelection(Passages):
         return self._slots
 
     def _concatenate(self, adapter: PassageLayers, rows: Sequence[Sequence[Passage]]) -> JoinedSlots:
-        device, lengths = adapter.weight.device, [sum(len(one.ids) for one in row) for row in rows]
+        device, lengths = adapter.weight.device, [sum(len(passage.ids) for passage in row) for row in rows]
         distances = None
         if adapter.rotations is None:  # side by side, where they were read
             positions = _padded(
-                [torch.cat([_integers([]), *(_arange(len(one.ids), one.start) for one in row)]) for row in rows]
+                [
+                    torch.cat([_integers([]), *(_arange(len(passage.ids), passage.start) for passage in row)])
+                    for row in rows
+                ]
             )
-            ends = [max((one.start + len(one.ids) for one in row), default=0) for row in rows]
+            ends = [max((passage.start + len(passage.ids) for passage in row), default=0) for row in rows]
         else:
             positions, ends = _arange(max(lengths)).expand(len(rows), -1), lengths
             distances = _distances(rows)
         real = _arange(max(lengths)) < _integers(lengths)[:, None]
-        mask, positions, offsets = (to_device(one, device) for one in (real, positions, _integers(ends)))
+        mask, positions, offsets = (to_device(tensor, device) for tensor in (real, positions, _integers(ends)))
         joined = JoinedSlots(*_joined(adapter, rows, lengths, distances), mask, positions, offsets, lengths)
         return self._recomputed(adapter, rows, joined) if self.recomputed_tokens else joined
 
@@ -173,10 +176,10 @@ def _first_tokens(row: Sequence[Passage], count: int) -> list[int]:
 
 def _distances(rows: Sequence[Sequence[Passage]]) -> Tensor | None:
     """Return by how many positions each slot of a row is moved (b, m); None if none is."""
-    moved = [[start - one.start for start, one in zip(_starts(row), row, strict=True)] for row in rows]
+    moved = [[start - passage.start for start, passage in zip(_starts(row), row, strict=True)] for row in rows]
     if not any(map(any, moved)):
         return None
-    lengths = [[len(one.ids) for one in row] for row in rows]
+    lengths = [[len(passage.ids) for passage in row] for row in rows]
     return _padded(
         [
             torch.repeat_interleave(_integers(by), _integers(counts), output_size=sum(counts))
@@ -203,15 +206,17 @@ def _joined(
     """Return keys, moved by distances (b, m), and values by layer (b, g, m, k) of the passages of rows."""
     keys: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
-    passages = {id(one): one for row in rows for one in row}
+    passages = {id(passage): passage for row in rows for passage in row}
     for number, (layers, device, heads, rotation) in enumerate(adapter.groups()):
         for part, by_layer, width in (
             ("keys", keys, heads.head_dim),
             ("values", values, heads.value_dim or heads.head_dim),
         ):
-            blocks = {key: to_device(as_one(getattr(one, part)[number]), device) for key, one in passages.items()}
+            blocks = {
+                key: to_device(as_one(getattr(passage, part)[number]), device) for key, passage in passages.items()
+            }
             empty = torch.zeros(len(layers), heads.num_kv_heads, 0, width, device=device)
-            joined = _in_rows([[blocks[id(one)] for one in row] for row in rows], lengths, empty)
+            joined = _in_rows([[blocks[id(passage)] for passage in row] for row in rows], lengths, empty)
             if part == "keys" and rotation is not None and distances is not None:
                 rotation.rotate_layers_(joined, to_device(distances, device)[:, None])
             by_layer.update(zip(layers, joined.unbind(), strict=True))
@@ -222,7 +227,7 @@ def _in_rows(rows: Sequence[list[Tensor]], lengths: Sequence[int], empty: Tensor
     """Return slots (layers, g, m, k) of each row as (layers, b, g, m, k), shorter rows filled with zeros."""
     if len(rows) == 1:
         return torch.cat(rows[0] or [empty], 2)[:, None]
-    first = next((one for row in rows for one in row), empty)
+    first = next((passage for row in rows for passage in row), empty)
     layers, heads, _, width = first.shape
     joined = first.new_zeros(layers, len(rows), heads, max(lengths), width)
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -132,7 +132,7 @@ class PassageCache:
             ConditionError: the host computes otherwise than when it read the others, or the passage adapter is not
                 active.
         """
-        tokens = [self._tokens(one) for one in passages]
+        tokens = [self._tokens(passage) for passage in passages]
         self.check_current()
         self._remember()
         new = {ids for ids in tokens if ids not in self._numbers and ids not in self._store}
@@ -303,8 +303,8 @@ class PassageCache:
 
 def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:
     """Return the name of the passage adapter of a model; ConditionError if there is none, or several."""
-    names = [one for one in getattr(model, "adapters", {}) if isinstance(model.adapter(one), PassageLayers)]
-    names = [one for one in names if name in (None, one)]
+    names = [each for each in getattr(model, "adapters", {}) if isinstance(model.adapter(each), PassageLayers)]
+    names = [each for each in names if name in (None, each)]
     if len(names) != 1:
         raise ConditionError(
             f"a PassageCache is made for a model with one passage adapter, got {type(model).__name__} with "
@@ -316,8 +316,8 @@ def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:
 def read_with_host(model: AdaptedModel, name: str, passages: Sequence[Ids], prefix: Ids = ()) -> list[Passage]:
     """Return keys and values of passages, each read alone after the prefix; the host reads them in one batch."""
     start, longest = len(prefix), len(prefix) + max(map(len, passages))
-    padded = torch.tensor([[*prefix, *one, *[one[-1]] * (longest - start - len(one))] for one in passages])
-    real = torch.arange(longest) < torch.tensor([[start + len(one)] for one in passages])
+    padded = torch.tensor([[*prefix, *ids, *[ids[-1]] * (longest - start - len(ids))] for ids in passages])
+    real = torch.arange(longest) < torch.tensor([[start + len(ids)] for ids in passages])
     captured = capture(model, name, padded, real, torch.arange(longest)[None])
     has_windows = any(window is not None for window in captured.windows.values())
     groups = cast(PassageLayers, model.adapter(name)).groups()

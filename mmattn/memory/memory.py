@@ -251,9 +251,15 @@ class Memory:
         Raises:
             ShapeError: another number of rows or slots.
         """
+        _check_tokens(tokens)
         if tokens.shape[:2] != self.tokens.shape[:2]:
             raise ShapeError(f"tokens must be (b, m, e) with (b, m) = {(self.batch, self.length)}, got {tokens.shape}")
-        return self._map(lambda value: value.to(tokens.device), tokens)
+        memory = Memory.__new__(Memory)  # of slots that were checked
+        memory.tokens, memory._checked, memory._checks = _countable(tokens), None, ()
+        slots = (self.mask, self.segments, self.scores)
+        memory.mask, memory.segments, memory.scores = [None if x is None else x.to(tokens.device) for x in slots]
+        memory.sources, memory.finite_checked = self.sources, self.finite_checked
+        return memory
 
     def real_slots(self) -> Tensor:
         """Return the slots that may be attended to, (b, m) bool: the mask, or all True where there is none."""

@@ -1,6 +1,6 @@
 """Pipelines: an adapter with everything it needs, found from its own folder.
 
-`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline`, a `TextGenerationPipeline`, a
+`mmattn.pipeline(folder)` gives an `ImageToTextPipeline`, a `QuestionAnsweringPipeline`, a `PassageAnsweringPipeline`, a
 `TextToImagePipeline` or a `MemoryToTextPipeline`; `PipelineConfig(...).save(folder)` writes what it reads.
 """
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         load_text_encoder,
         read_entries,
     )
-    from mmattn.pipelines.text_generation import TextGenerationPipeline, read_passages, searchable
     from mmattn.pipelines.text_to_image import (
         DiffusionHost,
         PromptEncoder,
@@ -56,7 +55,6 @@ __all__ = [
     "PromptEncoder",
     "QuestionAnsweringPipeline",
     "Source",
-    "TextGenerationPipeline",
     "TextToImagePipeline",
     "as_image",
     "build_index",
@@ -71,8 +69,6 @@ __all__ = [
     "pipeline",
     "quantization_config",
     "read_entries",
-    "read_passages",
-    "searchable",
     "tokenizer_fingerprint",
 ]
 

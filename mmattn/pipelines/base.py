@@ -35,7 +35,6 @@ _TASKS = {
     "image-to-text": ("mmattn.pipelines.image_to_text", "ImageToTextPipeline"),
     "question-answering": ("mmattn.pipelines.question_answering", "QuestionAnsweringPipeline"),
     "passage-answering": ("mmattn.pipelines.passage_answering", "PassageAnsweringPipeline"),
-    "text-generation": ("mmattn.pipelines.text_generation", "TextGenerationPipeline"),
     "text-to-image": ("mmattn.pipelines.text_to_image", "TextToImagePipeline"),
     "memory-to-text": ("mmattn.pipelines.memory_to_text", "MemoryToTextPipeline"),
 }
@@ -147,7 +146,7 @@ def pipeline(
 
     Returns:
         An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a host a `PassageAnsweringPipeline`),
-        `TextGenerationPipeline`, `TextToImagePipeline` or `MemoryToTextPipeline`.
+        `TextToImagePipeline` or `MemoryToTextPipeline`.
 
     Raises:
         AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.

@@ -20,9 +20,7 @@ FILE = "pipeline_config.json"
 
 #: Arguments of `generate` and of a training, as JSON values.
 Settings = dict[str, bool | int | float | str | None]
-Task = Literal[
-    "image-to-text", "question-answering", "passage-answering", "text-generation", "text-to-image", "memory-to-text"
-]
+Task = Literal["image-to-text", "question-answering", "passage-answering", "text-to-image", "memory-to-text"]
 
 
 class _Strict(BaseModel):
@@ -99,13 +97,11 @@ class MemoryConfig(_Strict):
         fields: of an entry's JSON line; the concatenated vectors of their texts are its encoded token, and the first
             field is searched. None where entries are passages that the host itself reads.
         text: template of its fields, by which an entry is displayed.
-        host_layer: with passages, the layer of the host whose states are their slots.
     """
 
     top_k: int = Field(ge=1)
     fields: tuple[str, ...] | None = None
     text: str | None = None
-    host_layer: int | None = Field(None, ge=0)
 
 
 class PipelineConfig(_Strict):
@@ -113,8 +109,7 @@ class PipelineConfig(_Strict):
 
     Args:
         task: "image-to-text", "question-answering", "passage-answering" with passages that the host has read,
-            "text-generation" with retrieved passages, "text-to-image", or "memory-to-text" with a memory that comes
-            with each call.
+            "text-to-image", or "memory-to-text" with a memory that comes with each call.
         host: the language model, or the UNet with its text encoder.
         encoder: of the pictures, or of the texts of the index; None for "memory-to-text".
         memory: settings of the memory of an index; None for the other tasks.
@@ -223,7 +218,6 @@ class PipelineConfig(_Strict):
             "image-to-text": f'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"{asked}))',
             "question-answering": answering,
             "passage-answering": answering,
-            "text-generation": 'pipe = mmattn.pipeline("this folder", index="index")\nprint(pipe("a text").text)',
             "memory-to-text": 'pipe = mmattn.pipeline("this folder")\n'
             'print(pipe("a text", memory))  # vectors (1, m, e)',
             "text-to-image": 'pipe = mmattn.pipeline("this folder")\n'

@@ -82,7 +82,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             task="passage-answering",
             host=ModelReference.of(name, tokenizer, revision=revision),
             encoder=EncoderReference.of(encoder),
-            memory=MemoryConfig(top_k=TOP_K, host_layer=None),
+            memory=MemoryConfig(top_k=TOP_K),
             prompt=passage_prompt(tokenizer),
             generation={"max_new_tokens": 32},
         )

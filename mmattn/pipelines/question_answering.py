@@ -57,12 +57,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, or a continuation of a text, and the entries that it attended to.
+    """An answer and the entries that it attended to.
 
     Args:
         text: of the answer.
-        sources: the entries that were attended to, the largest weight first; of an answer at its first word, where
-            the rest of 1 went to "nothing here"; of a continuation the mean over all its words.
+        sources: the entries that were attended to at its first word, the largest weight first; the rest of 1 went to
+            "nothing here".
         refused: True if the answer says that nothing in the index answers.
     """
 

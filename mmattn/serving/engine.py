@@ -158,8 +158,8 @@ class Engine:
     def __init__(self, pipe: Pipeline, limits: Limits) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        if pipe.config.task in ("text-to-image", "text-generation"):
-            raise ConfigError(f"the adapter is for {pipe.config.task}, and a server writes texts about one memory each")
+        if pipe.config.task == "text-to-image":
+            raise ConfigError("the adapter is for text-to-image, and a server writes texts: use mmattn.pipeline")
         greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": pipe.config.generation.get("max_new_tokens")}
         others = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
         if others:

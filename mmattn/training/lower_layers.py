@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from mmattn.adapters.language_models import device_of, embeddings_of, text_config
 from mmattn.errors import ConditionError, ConfigError, MmattnError
 from mmattn.hosts.attach import adapted_model
-from mmattn.hosts.context import LayerOutput
+from mmattn.hosts.context import LayerOutput, Method
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.interop.peft import has_peft, inner_host
 from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.model import AdaptedModel, adapted
 from mmattn.hosts.probe import bare_forward, is_close
-from mmattn.hosts.replaced import wrapped_forwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +37,21 @@ class _Computed(Exception):
 
 #: The lower layers whose forward is skipped, with the hidden states (b, l, d) in their place; None to compute them.
 _SKIPPED: ContextVar[tuple[LowerLayers, Tensor | None] | None] = ContextVar("mmattn_lower_layers", default=None)
+
+
+@contextlib.contextmanager
+def wrapped_forwards(modules: Sequence[nn.Module], wrap: Callable[[nn.Module], Method]) -> Iterator[None]:
+    """Replace the forward of each module inside the block; one of its own, such as accelerate's, comes back."""
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        vars(module)["forward"] = wrap(module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del vars(module)["forward"]
+            if forward is not None:
+                vars(module)["forward"] = forward
 
 
 class LowerLayers:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmattn.core.key_value_projection import KeyValueProjection
 from mmattn.errors import ConfigError
-from mmattn.hosts.replaced import wrapped_forwards
+from mmattn.training.lower_layers import wrapped_forwards
 
 #: The share of the learning rate that is left, from 1 to 0, when a share from 0 to 1 of the steps after the warm-up is
 #: done.

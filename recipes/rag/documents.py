@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.pipelines import read_passages, searchable
 
 KINDS = ("neighbours", "continuations", "both")
 Choice = Callable[[list[int]], list[int]]  # from the neighbours of a chunk to those that are read
@@ -93,11 +92,6 @@ class Passages:
         """Compute slots."""
         self.states = read_passages(lm, [self.ids(row) for row in range(len(self))], layer)
 
-    def index(self, encoder: mmattn.TextEncoder) -> mmattn.Index:
-        """Return an index of every chunk with its ids and those of the next one, as `mmattn ask` reads it."""
-        metadata = [{"ids": self.ids(row)} for row in range(len(self))]
-        return mmattn.Index.build(self.vectors, encoder=encoder, texts=self.texts, metadata=metadata)
-
     def ids(self, row: int) -> list[int]:
         """Return the ids of a chunk and of the next one of the same document."""
         after = row + 1
@@ -108,6 +102,44 @@ class Passages:
         """Return the slots (r, e') that are read of a retrieved chunk: itself, what follows it, or both."""
         size = len(self.chunks[row])
         return self.states[row][slice(size if kind == "continuations" else 0, size if kind == "neighbours" else None)]
+
+
+@torch.no_grad()
+def read_passages(lm: Any, texts: Sequence[Sequence[int]], layer: int, batch_size: int = 64) -> list[Tensor]:
+    """Encode each text as slots (r, 2 d): the hidden state before each token, and the token's embedding.
+
+    The state stands for the context, so that it resembles the state of a token in another text after the same words,
+    and the embedding for the next token: keys and values of a kNN-LM (arXiv 1911.00172), to be attended to. Both are
+    scaled to a mean square of 1.
+
+    Args:
+        lm: a language model without adapters.
+        texts: ids of each passage.
+        layer: whose hidden states are used.
+        batch_size: passages at once.
+    """
+    embeddings, decoder = lm.get_input_embeddings(), lm.get_decoder() or lm.base_model
+    slots: list[Tensor] = []
+    for start in range(0, len(texts), batch_size):
+        part = texts[start : start + batch_size]
+        longest = max(map(len, part))
+        # Any padding will do: attention is causal.
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part])
+        ids = ids.to(embeddings.weight.device)
+        states = decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[layer]
+        before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
+        both = torch.cat([_scaled(before), _scaled(embeddings(ids))], -1)
+        slots += [row[: len(text)].clone() for row, text in zip(both, part, strict=True)]
+    return slots
+
+
+def searchable(text: str) -> str:
+    """Return the text, or a full stop if a text encoder would read nothing in it: blanks, half a character."""
+    return text if any(letter.isprintable() and letter not in " \ufffd" for letter in text) else "."
+
+
+def _scaled(states: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(states.float(), states.shape[-1:])
 
 
 def neighbours(queries: Passages, library: Passages, count: int, same: bool) -> list[list[int]]:

@@ -59,8 +59,9 @@ def main(settings: dict[str, Any]) -> Path:
     part = train_facts if config.part == "facts" else train_documents
     content = {"part": config.part, "seed": config.seed, **part(config, run, accelerator)}
     results = run.finish(content, table)
-    pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
-    pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
+    if config.part == "facts":
+        pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
+        pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 import mmattn
-from mmattn import inspect, pipelines, training
+from mmattn import inspect, training
 
 from .answering import device_of, hidden_states, load_lm, lora_layers, train
+from .continuing import Writer
 from .documents import KINDS, Choice, Passages, Window, any_of, load_topics, memory_of, neighbours, sample_of, windows
 from .settings import Config
 
@@ -94,8 +95,7 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         if name == "both":
             model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
             host.save_pretrained(run.path / "lora")
-            make_pipeline_config(config, tokenizer).save(run.path / "adapter")
-            library.index(encoder).save(run.path / "index")
+            save_samples(run, Writer(model, tokenizer, library, encoder, docs.neighbours))
         model.unload()
         host.unload()
     torch.manual_seed(config.seed)
@@ -104,7 +104,6 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
         seconds = learn(lora, loss_on(lora), "LoRA")
         rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
-    save_samples(run)
     unique = sum(map(len, topics.values())) / sum(map(len, whole.values()))
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library), "copies": 1 - unique}
 
@@ -165,27 +164,14 @@ def bits_per_byte(model: Any, test: Sequence[Any], batch: int, size: int, memory
     return nats / math.log(2) / size
 
 
-def save_samples(run: training.RunFolder, count: int = 3) -> None:
+def save_samples(run: training.RunFolder, writer: Writer, count: int = 3) -> None:
     """Write how the adapter continues the openings of held-out topics, and what it attended to."""
-    pipe: Any = mmattn.pipeline(run.path / "adapter", index=run.path / "index")
     openings = {name: " ".join(text.split()[:40]) for name, text in list(load_topics()[1].items())[:count]}
-    texts = []
+    texts, traces = [], []
     for name, opening in openings.items():
-        answer = pipe(opening)
-        sources = [f"{source.weight:6.1%}  {' '.join(source.text.split())}" for source in answer.sources[:3]]
-        texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(answer.text.split())}", *sources]))
+        written, shares, trace = writer.write(opening)
+        sources = [f"{share:6.1%}  {' '.join(passage.split())}" for passage, share in shares[:3]]
+        texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(written.split())}", *sources]))
+        traces.append(trace)
     run.write_text("samples.txt", "\n\n".join(texts) + "\n")
-    inspect.save_traces([pipe.trace(opening) for opening in openings.values()], run.path)
-
-
-def make_pipeline_config(config: Config, tokenizer: Any) -> pipelines.PipelineConfig:
-    """Return the file that lets `mmattn ask` continue texts with the adapter."""
-    return pipelines.PipelineConfig(
-        task="text-generation",
-        host=pipelines.ModelReference.of(config.lm, tokenizer, lora="../lora"),
-        encoder=pipelines.EncoderReference(name="minilm"),
-        generation={"max_new_tokens": 48, "repetition_penalty": 1.2},
-        trained_on="The topics of Python's documentation, with passages of the others beside them.",
-        memory=pipelines.MemoryConfig(top_k=config.docs.neighbours, host_layer=config.docs.layer),
-        training={"recipe": "rag", "seed": config.seed, "steps": config.docs.max_steps},
-    )
+    inspect.save_traces(traces, run.path)

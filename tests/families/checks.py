@@ -45,7 +45,7 @@ class Family:
     """A tiny host of a family, an adapter with open gates, and memories of two rows."""
 
     def __init__(self, name: str, auto: Any, where: str | None = None, writes: bool = True) -> None:
-        self.name, self.auto, self.where, self.writes = name, auto, where, writes
+        self.name, self.auto, self.where, self.writes, self.ids = name, auto, where, writes, IDS
         self.host = tiny_model(name, auto)
         self.main = self.host.main_input_name
         drawn = torch.Generator().manual_seed(9)
@@ -200,13 +200,13 @@ def rows(case: Family) -> None:
 
     def alone() -> None:
         for row in range(2):
-            near(case.logits(case.host, IDS[row : row + 1]), case.alone[row : row + 1])
+            near(case.logits(case.host, case.ids[row : row + 1]), case.alone[row : row + 1])
 
     case.host_must(alone, "alone, too, answers a row otherwise in a batch")
     together = case.logits(case.model, memory=case.memory)
     for row in range(2):
         own = mmattn.Memory(case.tokens[row : row + 1, : int(case.mask[row].sum())])
-        near(case.logits(case.model, IDS[row : row + 1], memory=own), together[row : row + 1], what=f"row {row}")
+        near(case.logits(case.model, case.ids[row : row + 1], memory=own), together[row : row + 1], what=f"row {row}")
 
 
 def with_cache(case: Family) -> None:

@@ -38,7 +38,7 @@ class DiffusionFamily(Family):
     def __init__(self, name: str) -> None:
         if name not in tiny_transformers.SIZES:
             raise HostCannot("no tiny sizes are known for it here")
-        self.name, self.where, self.writes = name, None, False
+        self.name, self.where, self.writes, self.ids = name, None, False, _IDS
         try:
             self.host = self.another_host()
         except Exception as error:
@@ -84,20 +84,6 @@ class DiffusionFamily(Family):
         """What is predicted of some pictures."""
         answer: Tensor = model(**self.given(ids), **given)[0]
         return answer
-
-
-def rows(case: DiffusionFamily) -> None:
-    """A batch is answered as its rows one by one, hidden slots left out."""
-
-    def alone() -> None:
-        for row in range(2):
-            near(case.logits(case.host, _IDS[row : row + 1]), case.alone[row : row + 1])
-
-    case.host_must(alone, "alone, too, answers a row otherwise in a batch")
-    together = case.logits(case.model, memory=case.memory)
-    for row in range(2):
-        own = mmattn.Memory(case.tokens[row : row + 1, : int(case.mask[row].sum())])
-        near(case.logits(case.model, _IDS[row : row + 1], memory=own), together[row : row + 1], what=f"row {row}")
 
 
 def scaled(case: DiffusionFamily) -> None:
@@ -213,7 +199,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "fresh": checks.fresh,
     "memory by row": checks.changes,
     "row without memory": checks.empty_row,
-    "row by row": rows,
+    "row by row": checks.rows,
     "scale": scaled,
     "by pixel": by_pixel,
     "guidance": guided,

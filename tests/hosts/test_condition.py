@@ -52,25 +52,9 @@ def in_a_helper(model, memory):
         yield
 
 
-@contextlib.contextmanager
-def in_a_helper_of_a_helper(model, memory):
-    with in_a_helper(model, memory):
-        yield
-
-
-@contextlib.contextmanager
-def opened_by_a_function(model, memory):
-    session = Session(model, memory)
-    session.open()
-    yield
-    session.close()
-
-
 WAYS = {
     "condition": lambda model, memory: model.condition(memory),
     "helper": in_a_helper,
-    "helper of a helper": in_a_helper_of_a_helper,
-    "function in a helper": opened_by_a_function,
     "class": Session,
 }
 ways = pytest.mark.parametrize("way", WAYS)
@@ -97,7 +81,7 @@ def test_a_helper_is_left_with_its_caller(asked, way):
     assert asked() == "none"
 
 
-@pytest.mark.parametrize("way", ["condition", "helper", "helper of a helper", "disable_adapter"])
+@pytest.mark.parametrize("way", ["condition", "helper", "disable_adapter"])
 @pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])
 def test_a_generator_is_refused_a_block(asked, way, kind):
     """Invariant 46: while the generator waits, its block would hold for its caller; nothing is left of the attempt."""

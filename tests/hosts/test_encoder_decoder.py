@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
-    BartConfig,
-    BartForSequenceClassification,
     GenerationConfig,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -30,7 +29,7 @@ SETTINGS: dict[str, Any] = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_hea
 
 
 def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
-    return mmattn.Memory(torch.randn(rows, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(seed)))
+    return tiny.memory(rows, seed=seed)
 
 
 def adapted(where: str | None = None, family: str = "t5") -> Any:
@@ -55,14 +54,7 @@ def test_the_part_that_is_named_sees_the_memory(where: str) -> None:
     assert torch.equal(read, seen) == (where == "decoder")
     assert tiny.differs(logits(model, memory=memory()), logits(model))
     assert [site.part for site in model.adapter("default").sites] == [where] * 2
-
-
-def test_layers_are_counted_in_the_part_that_is_named() -> None:
-    assert adapted().adapter("default").layers == adapted("decoder").adapter("default").layers == (0, 2)
-    assert adapted("encoder").adapter("default").layers == (4, 6)
-    with pytest.raises(AttachError, match=r"layers \[0, 4\] were asked for and the host has layers 0 to 3"):
-        settings = mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 4), where="encoder")
-        mmattn.attach(tiny_model("bart", AutoModelForSeq2SeqLM), settings)
+    assert model.adapter("default").layers == ((0, 2) if where == "decoder" else (4, 6))
 
 
 def test_both_parts_with_a_memory_of_their_own() -> None:
@@ -91,61 +83,18 @@ def test_a_saved_adapter_comes_back_to_its_part(where: str, tmp_path: Any) -> No
         mmattn.load(tiny.make("llama"), tmp_path)
 
 
-def test_what_an_encoder_said_without_the_memory_is_refused() -> None:
-    """Invariant 94."""
-    model = adapted("encoder")
-    encoder = model.host.get_encoder()
-    with torch.no_grad():
-        blind = encoder(input_ids=IDS)
-        given = {"decoder_input_ids": WRITTEN, "encoder_outputs": blind}
-        with pytest.raises(ConditionError, match=r"without the memory of \['default'\]"):
-            model(**given, memory=memory())
-        with pytest.raises(ConditionError, match="without the memory"):
-            model.generate(encoder_outputs=blind, memory=memory(), max_new_tokens=2)
-        with model.condition(memory()):
-            seeing = model(decoder_input_ids=WRITTEN, encoder_outputs=encoder(input_ids=IDS)).logits
-        assert torch.equal(seeing, logits(model, memory=memory()))
-        assert torch.equal(model(**given).logits, logits(model))
-        with model.disable_adapter("default"):
-            assert torch.equal(model(**given, memory=memory()).logits, logits(model))
-
-
-def test_what_was_encoded_before_serves_adapters_of_the_decoder() -> None:
-    model = adapted("decoder")
-    with torch.no_grad():
-        read = model.host.get_encoder()(input_ids=IDS)
-        found = model(decoder_input_ids=WRITTEN, encoder_outputs=read, memory=memory()).logits
-    assert torch.equal(found, logits(model, memory=memory()))
-
-
-def test_rows_must_match_in_every_way_to_write() -> None:
-    model = adapted()
-    for given in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
-        with pytest.raises(ShapeError, match="2 rows and the memory of adapter 'default' has 3"):
-            model.generate(IDS, memory=memory(rows=3), max_new_tokens=2, **given)
-    texts = model.generate(IDS, memory=memory(), max_new_tokens=2, num_return_sequences=3, do_sample=True)
-    assert texts.shape[0] == 6
-
-
-def test_whisper_repeats_its_sounds_for_each_text() -> None:
-    """Its own `generate` does, before beams do."""
-    host = tiny_model("whisper", AutoModelForSpeechSeq2Seq)
+@pytest.mark.parametrize(
+    ("family", "auto"), [("whisper", AutoModelForSpeechSeq2Seq), ("seamless_m4t", AutoModelForSeq2SeqLM)]
+)
+def test_a_generate_of_the_hosts_own(family: str, auto: Any) -> None:
+    """Whisper's repeats its sounds for each text before beams do, SeamlessM4T's gives rows to that of transformers."""
+    host = tiny_model(family, auto)
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
-    heard = torch.randn(2, host.config.num_mel_bins, 2 * host.config.max_source_positions)
-    settings = {"max_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2, "do_sample": False}
-    texts = model.generate(heard, memory=memory(), **settings)
+    inputs = torch.randn(2, 16, 2 * host.config.max_source_positions) if family == "whisper" else IDS
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2, "do_sample": False}
+    texts = model.generate(inputs, memory=memory(), **settings)
     for row in range(2):
-        alone = model.generate(input_features=heard[row : row + 1], memory=memory()[row], **settings)
-        assert torch.equal(alone, texts[2 * row : 2 * row + 2])
-
-
-def test_a_generate_of_its_own_that_repeats_nothing() -> None:
-    """SeamlessM4T has one, which gives the rows of the prompt to that of transformers."""
-    model = adapted(family="seamless_m4t")
-    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2}
-    texts = model.generate(IDS, memory=memory(), **settings)
-    for row in range(2):
-        alone = model.generate(IDS[row : row + 1], memory=memory()[row], **settings)
+        alone = model.generate(inputs[row : row + 1], memory=memory()[row], **settings)
         assert torch.equal(alone, texts[2 * row : 2 * row + 2])
 
 
@@ -216,15 +165,22 @@ def test_rows_that_are_left_and_not_known_are_refused(ways: dict[str, Any], wher
 
 @torch.no_grad()
 def test_outputs_of_an_encoder_belong_to_a_memory() -> None:
-    """Invariant 120."""
+    """Invariants 94, 120."""
     model, seen = adapted("encoder"), memory(2)
     encoder, wanted = model.host.get_encoder(), logits(model, memory=seen)
+    decoder = adapted("decoder")
+    read = (decoder.host.get_encoder()(input_ids=IDS)[0],)
+    found = decoder(encoder_outputs=read, decoder_input_ids=WRITTEN, memory=seen).logits
+    assert torch.equal(found, logits(decoder, memory=seen)), "what was encoded before serves adapters of the decoder"
 
     def answer(states: Any, **given: Any) -> torch.Tensor:
         found: torch.Tensor = model(encoder_outputs=(states,), decoder_input_ids=WRITTEN, **given).logits
         return found
 
     blind = encoder(input_ids=IDS)[0]
+    assert torch.equal(answer(blind), logits(model))
+    with model.disable_adapter():
+        assert torch.equal(answer(blind, memory=seen), logits(model))
     with model.condition(memory(1)):
         other = encoder(input_ids=IDS)[0]
     with model.condition(seen, adapter_scale=0.5):
@@ -248,38 +204,40 @@ def test_outputs_of_an_encoder_belong_to_a_memory() -> None:
         answer(states, memory=seen)
 
 
-def test_what_is_refused() -> None:
-    host = tiny_model("t5", AutoModelForSeq2SeqLM)
-    for settings in (
-        mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3),
-        mmattn.GatedAdapter(**SETTINGS, visible_segments="latest", media_token=3),
-    ):
-        with pytest.raises(AttachError, match="token by token.*T5ForConditionalGeneration"):
-            mmattn.attach(host, settings)
-    with pytest.raises(AttachError, match="kind 'encoder_decoder'"):
-        mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS), path="decoder.block")
-    with pytest.raises(ConditionError, match="generate_batch is for models without an encoder"):
-        adapted().generate_batch([[1, 2]], memory=memory(rows=1))
-    for other in (tiny.make("llama"), tiny_model("bert", AutoModelForSequenceClassification)):
-        with pytest.raises(AttachError, match="where='encoder' needs a host with an encoder and a decoder"):
-            mmattn.attach(other, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0,), where="encoder"))
+LAYERS = {"memory_dim": MEMORY_DIM, "layers": (0, 4), "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "options", "says"),
+    [
+        ("bart", mmattn.GatedAdapter(**LAYERS, where="encoder"), {}, r"layers \[0, 4\].*0 to 3"),
+        ("t5", mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3), {}, "T5ForConditionalGeneration"),
+        ("t5", mmattn.GatedAdapter(**SETTINGS, visible_segments="latest"), {}, "T5ForConditionalGeneration"),
+        ("t5", mmattn.GatedAdapter(**SETTINGS), {"path": "decoder.block"}, "kind 'encoder_decoder'"),
+        ("llama", mmattn.GatedAdapter(**SETTINGS, where="encoder"), {}, "where='encoder'"),
+        ("bert", mmattn.GatedAdapter(**SETTINGS, where="encoder"), {}, "where='encoder'"),
+    ],
+)
+def test_adapters_that_are_refused(family: str, adapter: Any, options: dict[str, Any], says: str) -> None:
+    autos = {"llama": AutoModelForCausalLM, "bert": AutoModelForSequenceClassification}
+    with pytest.raises(AttachError, match=says):
+        mmattn.attach(tiny_model(family, autos.get(family, AutoModelForSeq2SeqLM)), adapter, **options)
+
+
+def test_calls_that_are_refused() -> None:
+    model = adapted()
+    for more in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        with pytest.raises(ShapeError, match="2 rows .*'default' has 3"):
+            model.generate(IDS, memory=memory(rows=3), max_new_tokens=2, **more)
+    with pytest.raises(ConditionError, match="generate_batch"):
+        model.generate_batch([[1, 2]], memory=memory(rows=1))
 
 
 @torch.no_grad()
 def test_labels_that_are_classes() -> None:
     """Invariant 122: labels of a head for classes are no text, whose length would be asked."""
-    config = BartConfig(
-        vocab_size=97,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=53,
-        decoder_ffn_dim=53,
-        max_position_embeddings=64,
-    )
-    host = BartForSequenceClassification(config).eval()
+    host = tiny_model("bart", AutoModelForSequenceClassification)
+    host.config.eos_token_id = 2
     ids = torch.tensor([[5, 9, 3, 2], [4, 6, 8, 2]])
     labels, memory = torch.tensor([0, 1]), torch.randn(2, 5, 13)
     want = host(ids, labels=labels).loss

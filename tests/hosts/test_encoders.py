@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForAudioClassification,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     CLIPConfig,
     CLIPModel,
     CLIPSegConfig,
     CLIPSegForImageSegmentation,
-    WhisperConfig,
-    WhisperForAudioClassification,
 )
 
 import mmattn
@@ -23,7 +22,13 @@ from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_model
 
 SETTINGS: dict[str, Any] = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2}
-LAYERS = {"layers": 3, "attention_heads": 4, "ffn_dim": 48}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+CLIP: dict[str, Any] = {
+    "text_config": SIZES | {"vocab_size": 101, "eos_token_id": 2, "max_position_embeddings": 16, "projection_dim": 24},
+    "vision_config": SIZES | {"image_size": 32, "patch_size": 8, "projection_dim": 24},
+    "projection_dim": 24,
+}
+IDS = torch.tensor([[5, 9, 2], [4, 6, 2]])
 PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -35,16 +40,13 @@ class PassedOn(torch.nn.Module):
 
 
 def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
-    return mmattn.Memory(torch.randn(rows, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(seed)))
+    return tiny.memory(rows, seed=seed)
 
 
 def clip() -> CLIPModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    text = sizes | {"vocab_size": 101, "eos_token_id": 2, "max_position_embeddings": 16, "projection_dim": 24}
-    vision = sizes | {"image_size": 32, "patch_size": 8, "projection_dim": 24}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+        return CLIPModel(CLIPConfig(**CLIP)).eval()
 
 
 @pytest.mark.parametrize("part", ["text", "vision"])
@@ -53,7 +55,7 @@ def test_a_model_of_two_parts_is_told_which(part: str) -> None:
         mmattn.attach(clip(), mmattn.GatedAdapter(**SETTINGS))
     model = mmattn.attach(clip(), mmattn.GatedAdapter(**SETTINGS), path=f"{part}_model.encoder.layers")
     tiny.open_gates(model)
-    given = {"input_ids": torch.tensor([[5, 9, 2], [4, 6, 2]]), "pixel_values": PICTURES}
+    given = {"input_ids": IDS, "pixel_values": PICTURES}
     with torch.no_grad():
         alone, seeing = model(**given), model(**given, memory=memory())
     assert torch.equal(alone.text_embeds, seeing.text_embeds) == (part == "vision")
@@ -65,15 +67,14 @@ def test_what_is_refused() -> None:
     with pytest.raises(AttachError, match="token by token.*BertForSequenceClassification"):
         mmattn.attach(host, mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3))
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
-    ids = torch.tensor([[5, 9, 3], [4, 6, 2]])
     with pytest.raises(ShapeError, match="2 rows and the memory of adapter 'default' has 3"):
-        model(input_ids=ids, memory=memory(rows=3))
+        model(input_ids=IDS, memory=memory(rows=3))
     with pytest.raises(ConfigError, match="memroy=.*did you mean memory="):
-        model(input_ids=ids, memroy=memory())
+        model(input_ids=IDS, memroy=memory())
     layers = host.bert.encoder.layer
     layers[2] = PassedOn()
     with pytest.raises(ConditionError, match=r"layers \[2\] of BertForSequenceClassification were replaced"):
-        model(input_ids=ids, memory=memory())
+        model(input_ids=IDS, memory=memory())
 
 
 @pytest.mark.parametrize("family", ["convnext", "resnet"])
@@ -82,28 +83,26 @@ def test_hosts_of_maps_are_refused(family: str) -> None:
         mmattn.attach(tiny_model(family, AutoModelForImageClassification), mmattn.GatedAdapter(**SETTINGS))
 
 
-def whisper(**more: Any) -> WhisperForAudioClassification:
-    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in LAYERS.items()}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
-    config = WhisperConfig(vocab_size=101, d_model=32, max_source_positions=30, num_labels=3, **sizes, **tokens, **more)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return WhisperForAudioClassification(config).eval()
+def whisper() -> Any:
+    """A host that classifies sounds, with an open adapter at every layer."""
+    host = tiny_model("whisper", AutoModelForAudioClassification)
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2))
+    sounds = torch.randn(2, 16, 2 * host.config.max_source_positions, generator=torch.Generator().manual_seed(1))
+    return host, tiny.open_gates(model), sounds
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("training", [False, True])
 def test_outputs_of_the_layers_are_refused_unless_the_memory_is_in_them(training: bool) -> None:
     """Invariant 148."""
-    host = whisper()
-    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2)))
+    host, model, sounds = whisper()
     host.train(training)
-    sounds = torch.randn(2, 80, 60, generator=torch.Generator().manual_seed(1))
     blind, wanted = host.encoder(sounds), model(sounds, memory=memory()).logits
     assert not torch.allclose(model(sounds).logits, wanted)
     for given in (blind, (blind.last_hidden_state,)):
         with pytest.raises(
-            ConditionError, match=r"did not reach layers \[0, 1, 2\].*did not run: give their inputs, not their outputs"
+            ConditionError,
+            match=r"did not reach layers \[0, 1, 2, 3\].*did not run: give their inputs, not their outputs",
         ):
             model(encoder_outputs=given, memory=memory())
         with pytest.raises(ConditionError, match="did not run"), model.condition(memory()):
@@ -118,25 +117,20 @@ def test_outputs_of_the_layers_are_refused_unless_the_memory_is_in_them(training
 
 def test_layers_that_training_drops_need_not_run() -> None:
     """Invariant 148."""
-    host = whisper(encoder_layerdrop=1.0)
-    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2)))
-    assert model.train()(torch.randn(2, 80, 60), memory=memory()).logits.isfinite().all()
+    host, model, sounds = whisper()
+    host.encoder.layerdrop = host.config.encoder_layerdrop = 1.0
+    assert model.train()(sounds, memory=memory()).logits.isfinite().all()
 
 
 @torch.no_grad()
 def test_embeddings_that_stand_for_a_part_are_refused_beside_a_memory_for_it() -> None:
     """Invariant 148: CLIPSeg runs no text where it is given embeddings of one."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    text = sizes | {"vocab_size": 101, "eos_token_id": 2, "max_position_embeddings": 16}
-    vision = sizes | {"image_size": 32, "patch_size": 8}
     torch.manual_seed(0)
-    host = CLIPSegForImageSegmentation(
-        CLIPSegConfig(text_config=text, vision_config=vision, projection_dim=24, extract_layers=[0, 1, 2], reduce_dim=8)
-    ).eval()
+    host = CLIPSegForImageSegmentation(CLIPSegConfig(**CLIP, extract_layers=[0, 1, 2], reduce_dim=8)).eval()
     path = "clip.text_model.encoder.layers"
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS), path=path))
-    ids, embeddings = torch.tensor([[5, 9, 2], [4, 6, 2]]), torch.randn(2, 24)
-    bare = model(pixel_values=PICTURES, input_ids=ids).logits
-    assert not torch.allclose(model(pixel_values=PICTURES, input_ids=ids, memory=memory()).logits, bare)
+    embeddings = torch.randn(2, 24)
+    bare = model(pixel_values=PICTURES, input_ids=IDS).logits
+    assert not torch.allclose(model(pixel_values=PICTURES, input_ids=IDS, memory=memory()).logits, bare)
     with pytest.raises(ConditionError, match=r"did not reach layers \[0, 2\] of CLIPSegForImageSegmentation"):
         model(pixel_values=PICTURES, conditional_embeddings=embeddings, memory=memory())

@@ -13,7 +13,6 @@ from transformers import (
     BertConfig,
     BertForQuestionAnswering,
     BertForSequenceClassification,
-    BertForTokenClassification,
     DynamicCache,
     Trainer,
     TrainingArguments,
@@ -101,25 +100,6 @@ def test_what_the_bare_host_takes_is_taken_with_a_memory(family):
         with model.condition(memory):
             assert torch.equal(lm(ids, labels=ids, **{name: SENT[name]}).loss, want.loss), name
     assert set(bare) == set(SENT) or family == "mamba" or "kwargs" not in inspect.signature(lm.forward).parameters
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_encoders_take_what_their_hosts_take():
-    """Invariant 122."""
-    for kind in (BertForSequenceClassification, BertForTokenClassification):
-        host = kind(BERT).eval()
-        model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1))
-        ids, memory = tiny.text(ROWS), tiny.memory(ROWS)
-        for given in (
-            {"return_loss": True},
-            {"foo": 1},
-            {"past_key_values": None},
-            {"cache_position": torch.arange(7)},
-        ):
-            assert torch.equal(model(ids, memory=memory, **given)[0], host(ids, **given)[0])
-        with pytest.raises(ConfigError, match="memroy=.*did you mean memory="):
-            model(ids, memroy=memory)
-        assert generic.find_labels(type(model)) == generic.find_labels(kind)
 
 
 GATED = mmattn.GatedAdapter(tiny.MEMORY_DIM, layers=(0, 2))
@@ -257,15 +237,6 @@ def test_labels_of_a_host_that_answers_questions(tmp_path):
     ]
     loss = AdapterTrainer(model=model, args=settings, eval_dataset=rows).evaluate()["eval_loss"]
     assert loss == pytest.approx(float(host.eval()(ids, **spans).loss))
-
-
-def test_packed_rows_with_a_cache_of_any_name():
-    """Packed rows cannot go on with a cache, and say so whatever it is called."""
-    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(1), tiny.memory(2)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    for name in ("past_key_values", next(iter(tiny.going_on(None)))):
-        with pytest.raises(ConditionError, match="cannot go on with a cache"):
-            model(ids, position_ids=positions, memory=memory, **{name: DynamicCache()})
 
 
 @torch.no_grad()

@@ -12,12 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import peft
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
-    PreTrainedTokenizerFast,
-    TextIteratorStreamer,
 )
 
 import mmattn
@@ -35,14 +32,6 @@ NEW = 4
 @pytest.fixture
 def asked(model, ids):
     return MemoryOfCall(model, ids)
-
-
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer that knows one word for each id of the tiny hosts."""
-    vocabulary = {f"w{i}": i for i in range(tiny.VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w1")
 
 
 def recorded(work):
@@ -68,9 +57,6 @@ def test_a_block_left_in_another_thread(asked):
     assert asked.quietly() == "none"
 
 
-# Threads started inside a block
-
-
 def test_a_thread_without_the_context_is_warned_once(asked):
     with asked.model.condition(asked.A):
         seen, said = recorded(lambda: [in_a_thread(asked) for _ in range(3)])
@@ -86,70 +72,6 @@ def test_a_thread_with_the_context_sees_the_memory(asked):
             jobs += [pool.submit(contextvars.copy_context().run, asked) for _ in range(4)]
             assert "".join(job.result() for job in jobs) == "AAAABBBB"
     assert asked() == "none"
-
-
-@pytest.mark.parametrize("started", ["with the context", "without", "with memory="])
-def test_the_streamer_of_transformers(asked, started):
-    """`TextIteratorStreamer`: generate in a thread, read in this one."""
-    model, ids, memory = asked.model, tiny.text(1), tiny.memory(1)
-    settings = {"max_new_tokens": NEW, "do_sample": False}
-    want = [
-        words().decode(model.generate(ids, memory=given, **settings)[0, ids.shape[1] :]) for given in (memory, None)
-    ]
-    assert want[0] != want[1]
-    given = {"memory": memory} if started == "with memory=" else {}
-    generate = model.generate if given else model.host.generate
-
-    def text():
-        streamer = TextIteratorStreamer(words(), skip_prompt=True, timeout=60)
-        with model.condition(memory):
-            work = functools.partial(generate, ids, streamer=streamer, **settings, **given)
-            if started == "with the context":
-                thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
-            else:
-                thread = threading.Thread(target=work)
-            thread.start()
-            written = "".join(streamer)
-            thread.join()
-        return written
-
-    got, said = recorded(text)
-    if started == "without":
-        assert got.split() == want[1].split()
-        assert len(said) == 1 and "memory=" in said[0] and "copy_context" in said[0]
-    else:
-        assert got.split() == want[0].split() and not said
-    assert asked() == "none"
-
-
-def test_eight_threads_eight_memories(asked):
-    """Blocks, arguments, streams and prepared memories at the same time: no answer is another's."""
-    model, ids = asked.model, asked.ids
-    memories = [tiny.memory(3, m=3 + i, seed=i) for i in range(8)]
-    with torch.no_grad():
-        want = [model(ids, memory=memory).logits for memory in memories]
-
-    def in_block(memory):
-        with model.condition(memory):
-            return model.host(ids).logits
-
-    ways = [
-        in_block,
-        lambda memory: model(ids, memory=memory).logits,
-        lambda memory: model(ids, memory=model.prepare(memory)).logits,
-    ]
-
-    @torch.no_grad()
-    def work(number):
-        answers = [ways[(number + turn) % len(ways)](memories[number]) for turn in range(12)]
-        return all(torch.equal(answer, want[number]) for answer in answers)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(8)))
-    assert asked() == "none"
-
-
-# Libraries that generate in a thread of their own
 
 
 def paged() -> dict:

@@ -73,12 +73,16 @@ def test_the_command_line(
     index: Path, facts: list[Any], asked: list[int], capsys: pytest.CaptureFixture[str], pipe: Any
 ) -> None:
     for row in asked[:3]:
-        code, out, err = call(capsys, "ask", facts[row].question, "--index", index, "--sources", 2)
+        code, out, err = call(
+            capsys, "ask", facts[row].question, "--index", index, "--adapter", ADAPTER, "--sources", 2
+        )
         assert code == 0, err
         answer = pipe(facts[row].question, index=index)
         assert out.splitlines()[0] == answer.text and len(out.splitlines()) == 3
         assert out.splitlines()[1].endswith(answer.sources[0].text) and "Loading weights" not in err
-    code, out, _ = call(capsys, "ask", facts[asked[0]].question, "--index", index, "--no-show-sources")
+    code, out, _ = call(
+        capsys, "ask", facts[asked[0]].question, "--index", index, "--adapter", ADAPTER, "--no-show-sources"
+    )
     assert code == 0 and len(out.splitlines()) == 1
 
 
@@ -91,7 +95,7 @@ def test_an_index_for_the_adapter(
     words = ["index", "build", tmp_path / "facts.jsonl", "-o", tmp_path / "index"]
     code, out, err = call(capsys, *words, "--for", ADAPTER)
     assert code == 0 and f"{ENTRIES} entries" in out, err
-    code, out, err = call(capsys, "ask", facts[asked[0]].question, "--index", tmp_path / "index")
+    code, out, err = call(capsys, "ask", facts[asked[0]].question, "--index", tmp_path / "index", "--adapter", ADAPTER)
     assert code == 0 and out.splitlines()[0] == facts[asked[0]].value, err
     folders = (tmp_path / "index", index)
     found = [mmattn.Index.load(one, encoder=pipe.encoder).search(["a"], 3) for one in folders]
@@ -227,7 +231,7 @@ def test_an_index_in_a_database(
     code, out, err = call(capsys, "index", "copy", index, place)
     assert code == 0 and f"{ENTRIES} entries" in out, err
     question = facts[asked[0]].question
-    code, out, err = call(capsys, "ask", question, "--index", place, "--sources", 2)
+    code, out, err = call(capsys, "ask", question, "--index", place, "--adapter", ADAPTER, "--sources", 2)
     assert code == 0 and out.splitlines()[0] == facts[asked[0]].value and len(out.splitlines()) == 3, err
     if scheme != "qdrant":  # which one index at a time can open
         answers = mmattn.pipeline(ADAPTER, device="cpu", index=place)([facts[row].question for row in asked])

@@ -20,7 +20,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.core.device_checks import Checks, collect_checks, raise_failed, refuse_unless_finite
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import NonFiniteError
-from mmattn.hosts.replaced import Method, replace_method
+from mmattn.hosts.context import Method
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import TensorVersion
 
@@ -33,6 +33,13 @@ KEY = "memory"
 
 #: Methods of the cache by which prompts that begin alike share it; older versions of transformers have others.
 SHARING = ("search_prefix_match", "mark_complete_blocks")
+
+
+def replace_method(owner: object, name: str, method: Method) -> Method:
+    """Put a method on an object in place of the one of its class, and return that."""
+    original: Method = getattr(owner, name)
+    vars(owner)[name] = method
+    return original
 
 
 class RequestMemory:
@@ -51,7 +58,7 @@ class RequestMemory:
 
 def states_of_step(processor: ContinuousBatchProcessor) -> list[RequestState]:
     """Return the states of the requests in the step under way."""
-    return [one.state for one in _requests_in_batch(processor)]
+    return [request.state for request in _requests_in_batch(processor)]
 
 
 def _requests_in_batch(processor: ContinuousBatchProcessor) -> list[FutureRequestState]:
@@ -191,7 +198,7 @@ def check_source(name: str, source: BoundMemory) -> None:
     projected = source.projected()
 
     def explain() -> None:
-        if not all(bool(torch.isfinite(one).all()) for one in projected):
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in projected):
             raise NonFiniteError(f"the memory of adapter {name!r} is not finite: repair it")
 
     refuse_unless_finite(projected, explain)
@@ -201,9 +208,9 @@ def _mark_errors(requests: Sequence[FutureRequestState], broken: Tensor | None, 
     """Set the error of the requests of a step that are not finite."""
     bad: list[RequestState] = []
     if broken is not None:
-        owners = [one.state for one in requests for _ in range(one.query_length)]
+        owners = [request.state for request in requests for _ in range(request.query_length)]
         bad += [owners[token] for token in broken.nonzero()[:, 0].tolist() if token < len(owners)]
-    sampled = [one.state for one in requests if one.has_new_token]
+    sampled = [request.state for request in requests if request.has_new_token]
     bad += [sampled[number] for number in lost.nonzero()[:, 0].tolist() if number < len(sampled)]
     for state in bad:
         state.error = state.error or (
@@ -237,4 +244,4 @@ def is_broken(memory: Memory, row: int, rows: int) -> bool:
     one_row = memory[row // max(rows // max(memory.batch, 1), 1)]
     real = one_row.real_slots()
     values = [one_row.tokens[real]] if one_row.scores is None else [one_row.tokens[real], one_row.scores[real]]
-    return not all(bool(one.isfinite().all()) for one in values)
+    return not all(bool(value.isfinite().all()) for value in values)

@@ -79,7 +79,9 @@ def fill_cache(
     (name, source), *others = call.sources.items()
     cache: Any = text.cache
     ids, positions, last_logits = (kwargs.get(key) for key in ("input_ids", "position_ids", "logits_to_keep"))
-    by_token = {key for key, one in kwargs.items() if isinstance(one, Tensor) and one.shape[-1:] == (text.length,)}
+    by_token = {
+        key for key, value in kwargs.items() if isinstance(value, Tensor) and value.shape[-1:] == (text.length,)
+    }
     is_plain = ids is not None and by_token <= {"input_ids", "position_ids", "cache_position", "attention_mask"}
     wants_all = not last_logits or kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     if others or name not in model.active or call.scales.get(name, 1.0) != 1.0 or not is_plain or wants_all:

@@ -24,10 +24,9 @@ from mmattn.core.device_checks import collect_checks, raise_failed
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
-from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, states_of_step
+from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, replace_method, states_of_step
 from mmattn.hosts.context import Arguments, Call, Keywords, check_not_required
 from mmattn.hosts.model import AdaptedModel
-from mmattn.hosts.replaced import replace_method
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
@@ -85,9 +84,9 @@ class RequestMemories:
     def nbytes(self) -> int:
         """Return the bytes of cached keys and values of all memories in use."""
         used: dict[int, Any] = {
-            id(source.shared): source.shared for one in list(self._running) for source in one.sources.values()
+            id(source.shared): source.shared for request in list(self._running) for source in request.sources.values()
         }
-        return sum(one.nbytes() for one in used.values())
+        return sum(shared.nbytes() for shared in used.values())
 
     def share_prompts(self) -> None:
         """Let prompts that begin alike share their cache, of requests without a memory that are added one by one."""
@@ -121,7 +120,7 @@ class RequestMemories:
 
     def _bind(self, memory: object) -> RequestMemory:
         by_adapter = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)
-        key = tuple((name, id(one)) for name, one in by_adapter.items())
+        key = tuple((name, id(given)) for name, given in by_adapter.items())
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = Shared(by_adapter, prepared_by_name(self.model, by_adapter))
@@ -155,10 +154,11 @@ class RequestMemories:
         self._boundary.guard(processor)
         by_request = [self._boundary.admit(state) for state in states_of_step(processor)]
         by_name: dict[str, list[BoundMemory | None]] = {
-            name: [one.get(name) for one in by_request] for name in sorted({name for one in by_request for name in one})
+            name: [sources.get(name) for sources in by_request]
+            for name in sorted({name for sources in by_request for name in sources})
         }
         together = {
-            name: next(one for one in sources if one is not None).together(sources, _join, self._boundary.keep)
+            name: next(source for source in sources if source is not None).together(sources, _join, self._boundary.keep)
             for name, sources in by_name.items()
         }
         return Call(together) if together else None
@@ -177,17 +177,17 @@ def _names(name: object, children: int) -> set[object]:
 
 def call_of_step(model: AdaptedModel, cache: object) -> Call | None:
     """Return the memories of the step of continuous batching that uses this cache, or None."""
-    for one in list(_MEMORIES):
-        processor = one.manager.batch_processor
-        if one.model is model and processor is not None and processor.cache is cache:
-            return one.call()
+    for running in list(_MEMORIES):
+        processor = running.manager.batch_processor
+        if running.model is model and processor is not None and processor.cache is cache:
+            return running.call()
     return None
 
 
 def bind_request(model: AdaptedModel, memory: object) -> dict[str, BoundMemory]:
     """Return the memory of one request, bound to the adapters."""
-    bound = _check_now(lambda: {name: one.for_request() for name, one in model.bind(memory).items()})
-    return {name: one for name, one in bound.items() if one is not None}
+    bound = _check_now(lambda: {name: source.for_request() for name, source in model.bind(memory).items()})
+    return {name: source for name, source in bound.items() if source is not None}
 
 
 def prepared_by_name(model: AdaptedModel, memory: object) -> dict[str, object]:
@@ -205,16 +205,16 @@ def _check_now(work: Callable[[], T]) -> T:
 def check_memories(model: AdaptedModel, memories: Sequence[object]) -> list[object]:
     """Check the memories of requests, and read them where the host does; of one that is not finite keep the error."""
     checked: dict[int, object] = {id(None): None}
-    for one in {id(one): one for one in memories}.values():
-        if one is None:
+    for memory in {id(memory): memory for memory in memories}.values():
+        if memory is None:
             check_not_required(model.require_memory)
             continue
         try:
-            checked[id(one)] = prepared = prepared_by_name(model, one)
+            checked[id(memory)] = prepared = prepared_by_name(model, memory)
             bind_request(model, prepared)
         except NonFiniteError as error:  # the other requests are answered
-            checked[id(one)] = RequestMemory({}, None, str(error))
-    return [checked[id(one)] for one in memories]
+            checked[id(memory)] = RequestMemory({}, None, str(error))
+    return [checked[id(memory)] for memory in memories]
 
 
 @contextmanager
@@ -224,9 +224,9 @@ def paused(model: AdaptedModel) -> Iterator[None]:
     transformers notes the step under way on the config of a model: a forward in another thread would attend otherwise.
     """
     with ExitStack() as stack:
-        for one in list(_MEMORIES):
-            if one.model is model and one.manager.is_running():
-                stack.enter_context(one.manager.pause())
+        for running in list(_MEMORIES):
+            if running.model is model and running.manager.is_running():
+                stack.enter_context(running.manager.pause())
         yield
 
 
@@ -302,10 +302,10 @@ def _prepare_options(host: nn.Module, options: Arguments) -> None:
     batching = options.get("continuous_batching_config") or getattr(answers, "continuous_batching_config", None)
     config = ContinuousBatchingConfig() if batching is None else copy.copy(batching)
     compiled = [
-        f"{type(one).__name__}.{name}"
-        for one in (config, answers, text_config(host))
+        f"{type(settings).__name__}.{name}"
+        for settings in (config, answers, text_config(host))
         for name in COMPILES
-        if getattr(one, name, None)
+        if getattr(settings, name, None)
     ]
     if compiled:
         raise ConditionError(

@@ -35,7 +35,11 @@ def prompt_of(args: Positional, kwargs: Arguments) -> Tensor | None:
 def prompt_name(host: nn.Module) -> str:
     """Return the name of the prompt argument of `generate`: "inputs", or as Whisper does "input_features"."""
     host_class: type[PreTrainedModel] = type(host)
-    parameters = [one for one in inspect.signature(host_class.generate).parameters.values() if one.name != "self"]
+    parameters = [
+        parameter
+        for parameter in inspect.signature(host_class.generate).parameters.values()
+        if parameter.name != "self"
+    ]
     first = parameters[0] if parameters else None
     return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else "inputs"
 

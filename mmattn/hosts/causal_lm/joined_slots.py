@@ -179,7 +179,10 @@ def _attention_modules(model: AdaptedModel, sites: Sequence[Site]) -> dict[int, 
             f"layers of {name} attend within chunks of the text (layer_types), whose borders slots before it would "
             f"move: {_ADVICE}"
         )
-    if not any("position_ids" in inspect.signature(type(one).forward).parameters for one in (host, inner_host(host))):
+    if not any(
+        "position_ids" in inspect.signature(type(model_part).forward).parameters
+        for model_part in (host, inner_host(host))
+    ):
         raise AttachError(f"{name} takes no position_ids, so its text cannot begin after slots (ALiBi): {_ADVICE}")
     modules = {site.layer: host.get_submodule(site.module) for site in sites}
     _check_masks(modules.values())

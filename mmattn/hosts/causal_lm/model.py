@@ -240,19 +240,17 @@ class AdaptedCausalLM(AdaptedModel):
             return
         if text is None or text.cache is None:
             note_cache(output)
-        if text is not None:
-            logits = getattr(output, "logits", None)
-            if isinstance(output, tuple):
-                logits = next((part for part in output if isinstance(part, Tensor) and part.dim() == 3), None)
-            self._check_logits(text, call.unchecked, logits)
-
-    def _check_logits(self, text: TextState, unchecked: list[Memory], logits: object) -> None:
-        if (text.past and not unchecked) or not isinstance(logits, Tensor):
+        if text is None or (text.past and not call.unchecked):
             return
+        logits = getattr(output, "logits", None)
+        if isinstance(output, tuple):
+            logits = next((part for part in output if isinstance(part, Tensor) and part.dim() == 3), None)
         # Requests of continuous batching are looked at one by one.
-        if logits.dim() != 3 or not logits.numel() or (text.packed is not None and text.cache is not None):
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.numel():
             return
-        largest = logits.detach().amax(-1)  # a host may hide tokens by -inf
+        if text.packed is not None and text.cache is not None:
+            return
+        largest, unchecked = logits.detach().amax(-1), call.unchecked  # a host may hide tokens by -inf
 
         def explain() -> None:
             if rows := text.rows_of(~torch.isfinite(largest)):

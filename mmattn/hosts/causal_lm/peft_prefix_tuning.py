@@ -48,7 +48,7 @@ def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name
     """
     folders = [folders] if isinstance(folders, (str, PathLike)) else list(folders)
     tensors = [_read(folder) for folder in folders]
-    lengths = sorted({len(one) for one in tensors})
+    lengths = sorted({len(tensor) for tensor in tensors})
     if len(lengths) != 1:
         raise AdapterFileError(
             f"prefixes of one adapter have one number of virtual tokens, these have {lengths}: load each under a name"

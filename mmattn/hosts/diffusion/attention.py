@@ -150,7 +150,9 @@ class TextAttention(CoreProcessor):
         if any(hasattr(module, "base_layer") for module in modules):
             return False  # LoRA is switched, scaled and merged without a change of its weights
         parameters = self.heads.projecting_parameters()
-        return not (torch.is_grad_enabled() and (text.requires_grad or any(one.requires_grad for one in parameters)))
+        return not (
+            torch.is_grad_enabled() and (text.requires_grad or any(parameter.requires_grad for parameter in parameters))
+        )
 
 
 class JointAttention(CoreProcessor):

@@ -60,7 +60,7 @@ class HostCall:
         sample, earlier = self.sample, before.sample
         if not equal(before.kwargs.get("timestep"), self.kwargs.get("timestep")) or earlier.shape != sample.shape:
             return False
-        if sample is not earlier and not torch.equal(*(one.flatten(1)[:, -_LAST:] for one in (sample, earlier))):
+        if sample is not earlier and not torch.equal(*(noise.flatten(1)[:, -_LAST:] for noise in (sample, earlier))):
             return False
         of_run = [
             value is before.kwargs.get(name)
@@ -114,17 +114,17 @@ class DenoisingCall(Call):
         return len(self.texts) - 1
 
 
-def equal(one: object, other: object) -> bool:
+def equal(first: object, second: object) -> bool:
     """Return whether two arguments of a host are equal, tensors by value."""
-    if one is other:
+    if first is second:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
             return False
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return type(first) is type(second) and bool(first == second)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,21 +116,14 @@ def layouts(host: nn.Module) -> list[Layout]:
     return [Layout(axes, patch, channels) for axes in axes_to_try]
 
 
-def example_inputs(
-    host: nn.Module, layout: Layout, grid: Grid, rows: int, generator: torch.Generator
-) -> Iterator[Arguments]:
-    """Yield arguments of a host for each width that its text may have, with masks of the text and without."""
+def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, generator: torch.Generator) -> Arguments:
+    """Return random arguments of a host, by the names that its forward has."""
     config = getattr(host, "config", {})
-    widths = dict.fromkeys(width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width)
+    width = next((width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width), None)
+    example = _Example(config, rows, layout, grid, width, generator, device_of(host), dtype_of(host))
+    values = example.texts() | example.positions() | example.pictures() | example.conditions()
     names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
-    for width, masked in itertools.product(widths or (None,), (True, False)):
-        example = _Example(config, rows, layout, grid, width, generator, device_of(host), dtype_of(host))
-        values = example.texts() | example.positions() | example.pictures() | example.conditions()
-        yield {
-            name: values[name]
-            for name in names
-            if values.get(name) is not None and (masked or not name.endswith("_mask"))
-        }
+    return {name: values[name] for name in names if values.get(name) is not None}
 
 
 @dataclass(frozen=True)

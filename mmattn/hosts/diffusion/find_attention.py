@@ -56,12 +56,10 @@ class TransformerLayers:
     layers: tuple[PictureAttention, ...]  # attention layers that can read a memory, in the order of the host
     layout: Layout  # of its pictures
     grid: Grid  # of a picture that it accepts
-    way: int  # index of the accepted `example_inputs`
 
     def inputs(self, host: nn.Module, rows: int, generator: torch.Generator) -> Arguments:
         """Return random arguments that the host accepts."""
-        ways = example_inputs(host, self.layout, self.grid, rows, generator)
-        return next(kwargs for way, kwargs in enumerate(ways) if way == self.way)
+        return example_inputs(host, self.layout, self.grid, rows, generator)
 
 
 @torch.no_grad()
@@ -71,20 +69,20 @@ def find_attention(host: nn.Module) -> TransformerLayers:
     layers = [each for each in attention_names(host) if is_attention(host.get_submodule(each))]
     if not layers:
         raise AttachError(f"{name} has no attention layers with queries, so none can attend to a memory")
-    watched = {each: host.get_submodule(each) for one in layers for each in (one, one.rpartition(".")[0])}
+    watched = {each: host.get_submodule(each) for layer in layers for each in (layer, layer.rpartition(".")[0])}
     failure = ""
     for layout, grid in [(each, grid) for each in layouts(host) for grid in each.example_grids()]:
-        for way, kwargs in enumerate(example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))):
-            with _calls(watched) as calls, in_eval_mode(host):
-                try:
-                    fits = _has_size_of(prediction(host, kwargs), kwargs["hidden_states"], layout)
-                except MmattnError:
-                    raise
-                except Exception as error:  # the first way is that of most hosts
-                    failure = failure or f"{type(error).__name__}: {error}"
-                    continue
-            if fits:
-                return TransformerLayers(_choose(name, layers, calls, rows, math.prod(grid)), layout, grid, way)
+        kwargs = example_inputs(host, layout, grid, rows, torch.Generator().manual_seed(0))
+        with _calls(watched) as calls, in_eval_mode(host):
+            try:
+                fits = _has_size_of(prediction(host, kwargs), kwargs["hidden_states"], layout)
+            except MmattnError:
+                raise
+            except Exception as error:  # the first layout is that of most hosts
+                failure = failure or f"{type(error).__name__}: {error}"
+                continue
+        if fits:
+            return TransformerLayers(_choose(name, layers, calls, rows, math.prod(grid)), layout, grid)
     raise AttachError(
         f"there are no example inputs for {name}, by which to find the attention of its picture "
         f"({failure or 'it predicts nothing of the size of its picture'})"
@@ -160,9 +158,9 @@ def _picture_attention(name: str, call: LayerCall, rows: int, tokens: int) -> Pi
 
 def _picture_output(output: object, size: torch.Size) -> tuple[int, int]:
     """Return index and width of the output (b, l, d) of this size; 0 and 0 for none."""
-    for part, one in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
-        if isinstance(one, Tensor) and one.dim() == 3 and one.shape[:2] == size:
-            return part, one.shape[-1]
+    for part, value in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == size:
+            return part, value.shape[-1]
     return 0, 0
 
 
@@ -194,7 +192,7 @@ def check_reaches(host: nn.Module, found: TransformerLayers, outputs: Sequence[t
 def _repeat(name: str, value: object, rows: int) -> object:
     """Repeat an argument of one row; a list has a part for each row, or a tensor for each layer."""
     if isinstance(value, list):
-        return [_repeat(name, one, rows) for one in value] if isinstance(value[0], Tensor) else value * rows
+        return [_repeat(name, item, rows) for item in value] if isinstance(value[0], Tensor) else value * rows
     if not isinstance(value, Tensor) or name in SHARED or value.shape[:1] != (1,):
         return value
     return value.repeat(rows, *[1] * (value.dim() - 1))

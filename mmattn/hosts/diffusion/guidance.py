@@ -82,7 +82,7 @@ class Guidance:
             raise ConfigError(f"null_inputs names {sorted(unknown)}, which inputs lacks: give each to both")
         both_inputs = {name: _both(name, null_inputs.get(name, value), value) for name, value in inputs.items()}
         both_text, both_mask = _both_texts(model, text, text_mask, null_text)
-        prepared = None if memory is None else {name: one.shared for name, one in model.bind(memory).items()}
+        prepared = None if memory is None else {name: source.shared for name, source in model.bind(memory).items()}
         conditional = model.make_call(prepared, adapter_scale, text_mask=text_mask)
         both = model.make_call(prepared, adapter_scale, text_mask=both_mask, guided=True)
         if both is not None:

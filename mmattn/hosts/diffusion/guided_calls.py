@@ -92,7 +92,7 @@ def _parts_in_order(host: nn.Module, count: int) -> tuple[bool, ...]:
         if _is_perturbed_alone(host):
             return True, True
         return (True, False) if name in CONDITIONAL_FIRST else (False, True)
-    if any(one.startswith("PAGCFG") for one in _processors(host)):
+    if any(name.startswith("PAGCFG") for name in _processors(host)):
         return False, True, True
     raise ConditionError(f"{name} is called with {count} parts of rows in an unknown order: {_DECLARE}")
 
@@ -102,12 +102,12 @@ def _class_of(host: nn.Module) -> str:
 
 
 def _processors(host: nn.Module) -> set[str]:
-    return {type(one).__name__ for one in getattr(host, "attn_processors", {}).values()}
+    return {type(processor).__name__ for processor in getattr(host, "attn_processors", {}).values()}
 
 
 def _is_perturbed_alone(host: nn.Module) -> bool:
     """Return whether a pipeline computes perturbed-attention guidance without a negative prompt."""
-    return any(one.startswith("PAG") and not one.startswith("PAGCFG") for one in _processors(host))
+    return any(name.startswith("PAG") and not name.startswith("PAGCFG") for name in _processors(host))
 
 
 def _by_null_class(call: HostCall, count: int) -> tuple[bool, ...] | None:
@@ -116,7 +116,7 @@ def _by_null_class(call: HostCall, count: int) -> tuple[bool, ...] | None:
     labels = call.kwargs.get("class_labels")
     if not classes or not isinstance(labels, Tensor):
         return None
-    parts = _uniform_parts([bool(one) for one in labels == classes], call.sample.shape[0], count)
+    parts = _uniform_parts([bool(is_null) for is_null in labels == classes], call.sample.shape[0], count)
     if parts is None or (count > 1 and all(parts)):
         raise ConditionError(
             f"each of {count} parts of rows must have the null class {classes} in all rows or none, got class_labels "

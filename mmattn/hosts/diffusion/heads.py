@@ -173,7 +173,9 @@ def projections(attn: nn.Module, x: Tensor) -> Tensor:
     """Return queries, keys and values (b, 3h, l, k) of x (b, l, d), before the norms of an attention layer."""
     projected = queries_of(attn)(x)
     if _named(attn, _QUERIES) is not None:
-        projected = torch.cat([projected, *(one(x) for one in keys_and_values_of(attn) if one is not None)], 2)
+        projected = torch.cat(
+            [projected, *(projection(x) for projection in keys_and_values_of(attn) if projection is not None)], 2
+        )
     return projected.unflatten(2, (3 * heads_of(attn), -1)).transpose(1, 2)
 
 

@@ -114,7 +114,9 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
         like = parts[-1] if like is None else like
     if like is None:
         return None
-    heads: Tensor = torch.cat([torch.zeros_like(like) if one is None else one for one in parts]) if parts[1:] else like
+    heads: Tensor = (
+        torch.cat([torch.zeros_like(like) if part is None else part for part in parts]) if parts[1:] else like
+    )
     return heads.transpose(1, 2).flatten(2)
 
 

@@ -192,7 +192,7 @@ class AdaptedDenoiser(AdaptedModel):
     def attentions(self) -> dict[tuple[str, int], nn.Module]:
         """Return the attention modules of the adapters, and under "text" those of `use_core`."""
         processors = self.processors.items()
-        text = {("text", index): one.heads for index, one in processors if one.heads is not None}
+        text = {("text", index): processor.heads for index, processor in processors if processor.heads is not None}
         return super().attentions() | text
 
     def unload(self) -> nn.Module:
@@ -381,10 +381,10 @@ class AdaptedDenoiser(AdaptedModel):
         if is_compiled() and not any(source.follows_text for source in call.sources.values()):
             return ForwardStep(self, host, None, {}, details={"readings": readings})
         actions: dict[tuple[int, str], list[Action]] = {}
-        for one in readings:
-            view = self._view(one, None, math.prod(one.grid or (1,)))
-            for index in self.adapter(one.name).layers:
-                actions.setdefault((index, "inside"), []).extend(self._actions(one, index, view))
+        for reading in readings:
+            view = self._view(reading, None, math.prod(reading.grid or (1,)))
+            for index in self.adapter(reading.name).layers:
+                actions.setdefault((index, "inside"), []).extend(self._actions(reading, index, view))
         return ForwardStep(self, host, None, actions, details={})
 
     def denoising_call(self) -> DenoisingCall | None:
@@ -400,9 +400,9 @@ class AdaptedDenoiser(AdaptedModel):
             call, disabled = self.open_blocks.of_call(self.require_memory)[1:]
             readings = self._readings(call, disabled, q.shape[0]) if isinstance(call, DenoisingCall) else []
         actions: list[Action] = []
-        for one in readings:
-            if index in self.adapter(one.name).layers:
-                actions += self._actions(one, index, self._view(one, index, q.shape[2]))
+        for reading in readings:
+            if index in self.adapter(reading.name).layers:
+                actions += self._actions(reading, index, self._view(reading, index, q.shape[2]))
         return actions
 
     def _readings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import weakref
@@ -195,29 +194,6 @@ def test_what_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "no_such_argument" in failed.error
         manager.cancel_request("first")
         assert all_freed(manager)
-
-
-def test_a_model_that_must_have_memories() -> None:
-    adapter = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
-    model, inputs = mmattn.attach(tiny.make("llama"), adapter, require_memory=True), prompts((4, 3))
-    tiny.open_gates(model)
-    memories = [tiny.memory(1, seed=row) for row in range(2)]
-    wanted = one_by_one(model, inputs, memories)
-    assert tokens(model.generate_batch(inputs, memory=memories, **settings())) == wanted
-    twin = copy.deepcopy(model)
-    assert tokens(twin.generate_batch(inputs, memory=memories, **settings())) == wanted
-
-
-def test_a_shared_memory_is_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, shared = tiny.attach(tiny.make("llama")), prompts((4, 9, 6, 3)), tiny.memory(1)
-    projected = []
-    for name, attention in model.attentions().items():
-        own = attention.kv_proj.project
-        monkeypatch.setattr(
-            attention.kv_proj, "project", lambda *a, own=own, name=name, **k: projected.append(name) or own(*a, **k)
-        )
-    found = model.generate_batch(inputs, memory=[shared] * 4, **settings())
-    assert len(found) == 4 and sorted(projected) == sorted(model.attentions()), "once for each layer"
 
 
 def test_what_continuous_batching_cannot_give() -> None:

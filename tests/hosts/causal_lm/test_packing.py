@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 import mmattn
 from mmattn.errors import ConditionError, ShapeError
@@ -195,16 +195,19 @@ def test_a_host_that_mixes_documents_is_refused(family: str, texts: Texts) -> No
 
 
 def test_what_does_not_go_with_packed_rows(texts: Texts) -> None:
+    """Invariant 123: a cache is refused by each of its names."""
     model, ids = tiny.attach(tiny.make("llama")), texts.packed["input_ids"]
     given: dict[str, Any] = {"position_ids": texts.packed["position_ids"]}
-    with pytest.raises(ShapeError, match="the packed rows hold 4 documents and the memory of adapter 'default' has 3"):
-        model(ids, **given, memory=tiny.memory(3))
-    with pytest.raises(ConditionError, match="cannot go on with a cache"):
-        model(ids, **given, memory=tiny.memory(4), use_cache=True)
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
-    with pytest.raises(ConditionError, match="mixes the documents"):
-        model(ids, **given, memory=tiny.memory(4), attention_mask=mask)
+    for more, error, says in (
+        ({"memory": tiny.memory(3)}, ShapeError, "4 documents .*'default' has 3"),
+        ({"use_cache": True}, ConditionError, "cache"),
+        *(({name: DynamicCache()}, ConditionError, "cache") for name in ("past_key_values", *tiny.going_on(None))),
+        ({"attention_mask": mask}, ConditionError, "mixes the documents"),
+    ):
+        with pytest.raises(error, match=says):
+            model(ids, **given, **{"memory": tiny.memory(4)} | more)
     with torch.no_grad():  # without a memory all is the host's own
         assert torch.equal(model(ids, **given).logits, tiny.make("llama")(ids, **given).logits)
         straight = torch.arange(ids.shape[1])[None]

@@ -1,19 +1,21 @@
-"""Diffusion transformers as hosts: what adapters add in each kind of attention, maps, text padding, refusals.
+"""Diffusion transformers as hosts: what adapters add in each kind of attention, maps, text padding; what is refused.
 
 What every family must do is in `tests/families/diffusion.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from accelerate import cpu_offload
 
 import mmattn
 from mmattn.adapters.decoupled import JointDecoupledAdapter
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import AttachError, ConditionError, ShapeError
+from mmattn.errors import AttachError, ConditionError, MaskError, ShapeError
 from mmattn.hosts.diffusion.scale import times_by_row
+from mmattn.testing.case import no_trace, traces
 from tests import tiny, tiny_transformers, tiny_unets
 from tests.tiny import assert_close
 from tests.tiny_transformers import attach, given, make, run
@@ -103,8 +105,6 @@ def test_blocks_and_streams():
     lumina = attach(make("Lumina2Transformer2DModel"))
     assert {name.split(".")[0] for name in lumina.layer_names} == {"noise_refiner", "layers"}
     assert len(lumina.adapter("default").layers) == len(lumina.layer_names)
-    with pytest.raises(AttachError, match="middle"):
-        attach(make(PACKED), blocks=("middle",))
 
 
 @pytest.mark.parametrize("family", [JOINT, PACKED, "QwenImageTransformer2DModel", "LTXVideoTransformer3DModel", CROSS])
@@ -129,20 +129,6 @@ def test_a_map_acts_on_its_own_tokens(family):
     moved = [(out - heard[0]).abs().amax(-1).unflatten(1, (frames, height, width)) > 1e-6 for out in heard[1:]]
     assert torch.equal(moved[0], left[:, None].bool().expand_as(moved[0]))
     assert torch.equal(moved[1], first.bool())
-
-
-@torch.no_grad()
-def test_a_map_over_a_picture_of_unknown_shape():
-    model = attach(make(PACKED))
-    batch, memory = given(model), tiny.memory(ROWS)
-    with pytest.raises(ShapeError, match="aspect"):
-        run(model, batch, memory=memory, adapter_scale=torch.ones(ROWS, 4, 2))
-    lost = batch | {"img_ids": batch["img_ids"] * 0}
-    with pytest.raises(ConditionError, match="how its tokens lie"):
-        run(model, lost, memory=memory, adapter_scale=torch.ones(ROWS, 2, 4))
-    assert run(model, lost, memory=memory, adapter_scale=torch.ones(ROWS)).isfinite().all()
-    with pytest.raises(ConditionError, match="timestep"):
-        run(attach(make(OWN)), given(attach(make(OWN))) | {"timestep": None}, memory=memory, adapter_scale=lambda t: t)
 
 
 @pytest.mark.parametrize("family", CORE)
@@ -198,121 +184,13 @@ def test_keys_and_values_of_the_text_are_kept_over_steps():
         assert tiny.differs(run(model.host, batch), first) and len(ran) == 6
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize("family", [PACKED, "QwenImageTransformer2DModel", "StableAudioDiTModel", OWN])
-def test_attention_that_the_core_cannot_stand_for(family):
-    model = attach(make(family))
-    before = [type(model.layer(index).processor) for index in range(len(model.layer_names))]
-    with pytest.raises(ConditionError, match="use_core.*adapters work there|default one"):
-        model.use_core()
-    assert [type(model.layer(index).processor) for index in range(len(model.layer_names))] == before
-    with pytest.raises(ConditionError, match="use_core"):
-        model(**given(model), text_mask=torch.ones(ROWS, 5, dtype=torch.bool))
-
-
-@torch.no_grad()
-def test_layers_that_do_not_reach_the_prediction():
-    """The probe: attention whose output is thrown away is refused, and nothing is left on the host."""
-    host = make()
-    gate = host.transformer_blocks[1].norm1.linear
-    before = tiny_unets.traces(host)
-    gate.weight.zero_()
-    gate.bias.zero_()
-    # SD3's last block: nothing of its attention reaches the picture then.
-    with pytest.raises(ConditionError, match=r"transformer_blocks\.1\.attn.*do not reach"):
-        mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
-    assert tiny_unets.traces(host) == before
-    mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM, blocks=("transformer_blocks.0",)))
-
-
-@pytest.mark.parametrize("family", [JOINT, PACKED])
-@torch.no_grad()
-def test_weights_that_are_fetched_for_every_use(family):
-    model = attach(make(family))
-    batch, memory = given(model), tiny.memory(ROWS, lengths=[5, 0, 3])
-    want, own = run(model, batch, memory=memory), run(model, batch)
-    cpu_offload(model.host, execution_device=torch.device("cpu"))
-    assert model.layer(1).to_out[0].weight.is_meta
-    out = run(model, batch, memory=memory)
-    assert_close(out, want)
-    assert torch.equal(out[1], own[1])
-    again = mmattn.attach(model.unload(), mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
-    assert torch.equal(run(again, batch, memory=memory), own)
-
-
-@pytest.mark.parametrize("family", [JOINT, PACKED])
-@torch.no_grad()
-def test_a_host_of_eight_bits(family):
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    host = make(family).bfloat16()
-    quantize_(host, Int8WeightOnlyConfig())
-    model = attach(host)
-    assert all(parameter.dtype == torch.float32 for parameter in model.adapters.parameters())
-    batch, memory = given(model), tiny.memory(ROWS, lengths=[5, 0, 3])
-    own, out = run(model, batch), run(model, batch, memory=memory)
-    assert out.dtype == own.dtype and out.isfinite().all()
-    assert torch.equal(out[1], own[1]) and tiny.differs(out[0], own[0])
-
-
-@pytest.mark.parametrize("family", [JOINT, PACKED])
-@torch.no_grad()
-@pytest.mark.slow
-def test_compiled_afterwards(family):
-    model = attach(make(family))
-    batch, memory = given(model), tiny.memory(ROWS)
-    want, own = run(model, batch, memory=memory), run(model, batch)
-    compiled = torch.compile(model.host, backend="eager")
-    with model.condition(memory):
-        assert_close(compiled(**batch)[0], want)
-        assert_close(compiled(**batch)[0], want)
-    assert_close(compiled(**batch)[0], own)
-
-
-@torch.no_grad()
-def test_fused_projections():
-    model = attach(make())
-    batch, memory = given(model), tiny.memory(ROWS)
-    want = run(model, batch, memory=memory)
-    model.host.fuse_qkv_projections()
-    assert_close(run(model, batch, memory=memory), want, 1e-5)
-
-
-def test_a_start_as_the_hosts_own_projections():
-    for family, names in ((JOINT, ("add_k_proj", "add_v_proj")), (CROSS, ("to_k", "to_v"))):
-        model = attach(make(family), opened=False, tokens=2, start="host")
-        block = model.adapter("default").attention(0)
-        for own, name in zip((block.k_proj, block.v_proj), names, strict=True):
-            assert torch.equal(own.weight, getattr(model.layer(0), name).weight)
-
-
-# Built otherwise than most
-
-
 @torch.no_grad()
 def test_attention_that_is_not_one_softmax():
-    """Differential attention has two queries for a token: there is none to read a memory with."""
-    with pytest.raises(AttachError, match="no attention layers with queries"):
-        attach(make("StableAudio3DiTModel"))
+    """Differential attention is refused; without it the same host is none too many."""
     plain = attach(make("StableAudio3DiTModel", use_differential_attention=False))
     batch, memory = given(plain), tiny.memory(ROWS, lengths=[5, 0, 3])
     own, out = run(plain, batch), run(plain, batch, memory=memory)
     assert torch.equal(out[1], own[1]) and tiny.differs(out[0], own[0])
-
-
-@pytest.mark.parametrize("family", ["AceStepTransformer1DModel", "Krea2Transformer2DModel", "WanTransformer3DModel"])
-def test_a_joint_adapter_needs_keys_of_the_picture(family):
-    """Not those of fewer heads, and not those of the text."""
-    with pytest.raises(AttachError, match="keys and values of the picture"):
-        mmattn.attach(make(family), JointDecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
-
-
-@pytest.mark.parametrize("family", ["PRXTransformer2DModel", "JoyImageEditTransformer3DModel"])
-def test_no_start_as_projections_that_are_one(family):
-    with pytest.raises(AttachError, match="start='nothing'"):
-        attach(make(family), tokens=2, start="host")
-    with pytest.raises(ConditionError, match="use_core"):
-        attach(make(family)).use_core()
 
 
 @torch.no_grad()
@@ -343,3 +221,106 @@ def test_the_time_of_each_row():
     source = model.bind(tiny.memory(ROWS))["default"]
     with pytest.raises(ConditionError, match="one timestep for each row"):
         source.step(TextState(ROWS, 8))
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [("stable", ("to_k", "to_v")), (JOINT, ("add_k_proj", "add_v_proj")), (CROSS, ("to_k", "to_v"))],
+)
+def test_a_start_as_the_hosts_own_projections(family, names):
+    model = attach(make(family), opened=False, tokens=2, start="host")
+    for index, block in enumerate(model.adapters["default"].blocks.values()):
+        for own, name in zip((block.k_proj, block.v_proj), names, strict=True):
+            assert torch.equal(own.weight, getattr(model.layer(index), name).weight)
+
+
+def differential():
+    """Attention with two queries for a token: there is none to read a memory with."""
+    return make("StableAudio3DiTModel")
+
+
+def unread():
+    """SD3 of which nothing of the attention of the last block reaches the picture."""
+    host = make()
+    for parameter in host.transformer_blocks[1].norm1.linear.parameters():
+        torch.nn.init.zeros_(parameter)
+    return host
+
+
+DECOUPLED = mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM)
+COPIED = mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM, tokens=2, start="host")
+JOINTLY = JointDecoupledAdapter(memory_dim=tiny.MEMORY_DIM)
+
+
+@pytest.mark.parametrize(
+    ("host", "adapter", "error", "says"),
+    [
+        (differential, DECOUPLED, AttachError, "queries"),
+        (unread, DECOUPLED, ConditionError, r"transformer_blocks\.1\.attn"),
+        (lambda: make(PACKED), replace(DECOUPLED, blocks=("middle",)), AttachError, "middle"),
+        (lambda: make("PRXTransformer2DModel"), COPIED, AttachError, "start='nothing'"),
+        (lambda: make("JoyImageEditTransformer3DModel"), COPIED, AttachError, "start='nothing'"),
+        (lambda: make("stable"), replace(COPIED, tokens=None), AttachError, "tokens="),
+        # Not keys of fewer heads, and not those of the text.
+        (lambda: make("AceStepTransformer1DModel"), JOINTLY, AttachError, "picture"),
+        (lambda: make("Krea2Transformer2DModel"), JOINTLY, AttachError, "picture"),
+        (lambda: make(CROSS), JOINTLY, AttachError, "picture"),
+    ],
+)
+def test_hosts_that_do_not_fit_an_adapter(host, adapter, error, says):
+    host = host()
+    before = traces(host)
+    with pytest.raises(error, match=says):
+        mmattn.attach(host, adapter)
+    no_trace(host, before, "after it was refused")
+
+
+def changed(kind, change):
+    unet = make(kind)
+    change(unet)
+    return unet
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        *((lambda family=family: make(family), "use_core") for family in (PACKED, OWN, "StableAudioDiTModel")),
+        (lambda: make("QwenImageTransformer2DModel"), "use_core"),
+        (lambda: make("PRXTransformer2DModel"), "use_core"),
+        (lambda: make("simple"), "AttnAddedKVProcessor2_0"),
+        (lambda: changed("stable", lambda unet: unet.fuse_qkv_projections()), "FusedAttnProcessor2_0"),
+        (lambda: changed("stable", lambda unet: unet.set_attention_slice("max")), "SlicedAttnProcessor"),
+    ],
+)
+def test_attention_that_the_core_cannot_stand_for(host, says):
+    model = attach(host())
+    before = [model.layer(index).processor for index in range(len(model.layer_names))]
+    with pytest.raises(ConditionError, match=says):
+        model.use_core()
+    assert all(model.layer(index).processor is one for index, one in enumerate(before))
+    with pytest.raises(ConditionError, match="use_core"):
+        model(**given(model), text_mask=torch.ones(ROWS, 5, dtype=torch.bool))
+
+
+@torch.no_grad()
+def test_calls_that_are_refused():
+    flux, dit, unet, memory = attach(make(PACKED)), attach(make(OWN)), attach(make("stable")), tiny.memory(ROWS)
+    lost, mask = given(flux) | {"img_ids": given(flux)["img_ids"] * 0}, torch.ones(ROWS, 7)
+    core = attach(make("stable")).use_core()
+    assert run(flux, lost, memory=memory, adapter_scale=torch.ones(ROWS)).isfinite().all()
+    for model, batch, more, error, says in (
+        (flux, given(flux), {"adapter_scale": torch.ones(ROWS, 4, 2)}, ShapeError, "aspect"),
+        (flux, lost, {"adapter_scale": torch.ones(ROWS, 2, 4)}, ConditionError, "tokens"),
+        (dit, given(dit) | {"timestep": None}, {"adapter_scale": lambda time: time}, ConditionError, "timestep"),
+        (unet, given(unet), {"text_mask": mask.bool()}, ConditionError, r"use_core\(\)"),
+        (core, given(core) | {"encoder_hidden_states": None}, {}, ConditionError, "text"),
+        (core, given(core), {"text_mask": mask}, MaskError, "from_huggingface"),
+        (core, given(core), {"text_mask": mask.bool().tolist()}, MaskError, "list"),
+        (core, given(core), {"text_mask": mask[:, :5].bool()}, ShapeError, r"\(3, 7\).*\(3, 5\)"),
+        (core, given(core), {"text_mask": mask[:2].bool()}, ShapeError, r"\(3, 7\).*\(2, 7\)"),
+    ):
+        with pytest.raises(error, match=says):
+            run(model, batch, memory=memory, **more)
+        with pytest.raises(error, match=says), model.condition(memory, **more):
+            run(model.host, batch)

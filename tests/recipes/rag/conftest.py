@@ -22,6 +22,7 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
         "settings",
         "territories",
         "documents",
+        "continuing",
         "entries",
         "answering",
         "measure",

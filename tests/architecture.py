@@ -83,7 +83,7 @@ HOMES = {
     "torchmetrics": ("evaluation",),
     "plotly": ("inspect",),
     "pandas": (),
-    "sklearn": ("encoders.hybrid",),
+    "sklearn": ("encoders.names",),
 }
 #: What adapters and hosts are called in files.
 KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet", "diffusion_transformer"}

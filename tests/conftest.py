@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import re
+import shutil
 import signal
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="mmattn-datasets-")
 
 import numpy as np
 import pytest
@@ -27,6 +31,7 @@ from tests import tiny
 from tests.retrieval import databases
 
 ROOT = Path(__file__).resolve().parent.parent
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 torch.set_num_threads(1)
 # A shell that starts a command in the background has it ignore Ctrl-C; what is tested here must notice it.

@@ -14,7 +14,7 @@ import mmattn
 from mmattn.testing.case import stir
 from tests import tiny_unets
 from tests.tiny import MEMORY_DIM
-from tests.transformer_sizes import SIZES
+from tests.transformer_sizes import sizes
 
 TEXT_LENGTH = 5
 
@@ -37,7 +37,7 @@ def make(family: str = "SD3Transformer2DModel", seed: int = 0, **changes: Any) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with _empty_is_nan():
-            host: nn.Module = getattr(diffusers, family)(**SIZES[family] | changes).eval()
+            host: nn.Module = getattr(diffusers, family)(**sizes(family) | changes).eval()
         with torch.no_grad():
             for parameter in host.parameters():
                 if not bool(parameter.isfinite().all()) or bool((parameter == 0).all()):

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.prepared_memory import PreparedMemory, Reader, prepared_memory
-from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
+from mmattn.adapters.projection import PreparedMemory, ProjectedMemory, Reader
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Host, Site
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.adapters.text_state import Keywords
@@ -58,7 +57,6 @@ class AdapterLayers(Reader):
         follows_text: the slots that a token attends to depend on the text.
         changes_all: blocks change tokens that attend to nothing, too.
         adds_to_block: "inside" attention, it adds to the output of the block around the attention.
-        view: what the tokens of a forward attend to, of projected vectors.
         separable: its slots can be attended to in parts, so that a memory may be shared, streamed or searched.
     """
 
@@ -69,7 +67,6 @@ class AdapterLayers(Reader):
     moves_text = False
     adds_to_block = False
     separable = False
-    view: type[ProjectedView] = ProjectedView
 
     def __init__(self, config: AdapterConfig, sites: Sequence[Site]) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class AdapterLayers(Reader):
 
     def bind_vectors(self, prepared: PreparedMemory) -> BoundMemory:
         """Bind a memory of vectors that was checked."""
-        return ProjectedMemory(prepared, self, self.view)
+        return ProjectedMemory(prepared, self)
 
     def prepare(self, memory: object) -> PreparedMemory:
         """Check vectors given as `memory=`, and return them as an object that caches keys and values for many calls.
@@ -136,13 +133,20 @@ class AdapterLayers(Reader):
         if kept is not None and kept.memory is memory:
             kept.memory.check_in_call()
             return kept
-        if not isinstance(memory, (Memory, PreparedMemory, Tensor)):
+        if isinstance(memory, PreparedMemory):
+            self.check_memory(memory.memory)
+            prepared = memory
+        elif isinstance(memory, (Memory, Tensor)):
+            vectors = Memory(memory) if isinstance(memory, Tensor) else memory
+            self.check_memory(vectors)
+            vectors.check_in_call()
+            prepared = PreparedMemory(vectors)
+        else:
             hint = "; a function that finds neighbours is for a ChunkedAdapter" if callable(memory) else ""
             raise ShapeError(
                 f"the memory of adapter {self.name!r} (kind {self.config.kind!r}) must be a Memory or a tensor "
                 f"(b, m, e), got {type(memory).__name__}{hint}"
             )
-        prepared = prepared_memory(memory, self.check_memory)
         prepared.checked_by.add(self)
         if keeps:
             _LAST[self] = prepared
@@ -150,11 +154,14 @@ class AdapterLayers(Reader):
 
     def check_memory(self, memory: Memory) -> None:
         """Raise ShapeError unless this adapter can read a memory."""
-        if memory.dim != self.config.memory_dim:
+        width = memory.tokens.shape[2]
+        if width != self.config.memory_dim:
             raise ShapeError(
                 f"adapter {self.name!r} was made for memory_dim={self.config.memory_dim}, got a memory of width "
-                f"{memory.dim}: use the encoder it was trained with"
+                f"{width}: use the encoder it was trained with"
             )
+        if self.score_bias and memory.scores is None:
+            raise ShapeError(f"adapter {self.name!r} was made with score_bias=True and the memory has no scores")
 
     def why_whole(self) -> str | None:
         """Return why all slots must be read together, so that a memory cannot come in parts; None if they need not."""

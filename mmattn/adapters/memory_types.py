@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, register_memory_type
-from mmattn.adapters.prepared_memory import PreparedMemory, Reader, check_projected, project_layers
-from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
-from mmattn.adapters.protocols import BoundMemory, Scale, View
+from mmattn.adapters.projection import (
+    PreparedMemory,
+    ProjectedMemory,
+    ProjectedView,
+    Reader,
+    check_projected,
+    project_layers,
+)
+from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.distributed import summed
 from mmattn.core.key_value_projection import KeyValueProjection
@@ -28,13 +34,12 @@ from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import (
     Memory,
     MemoryStream,
-    SearchedEntries,
     SearchedMemory,
     ShardedMemory,
     SharedMemory,
     SlidingBuffer,
 )
-from mmattn.storage.tensor_cache import KeyValueCache
+from mmattn.storage.tensor_cache import KeyValueCache, Values, cached
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,26 +100,29 @@ class StreamWindow(PreparedMemory):
         self.stream, self.start, self.stop = stream, start, stop
         if not isinstance(stream.computed, KeyValueCache):
             stream.computed = KeyValueCache(tuple)
-        self.computed = stream.computed
+        self.cache = stream.computed
 
-    def read(self, adapter: Reader) -> Memory:
+    def read(self, adapter: Reader, values: Values | None) -> Memory:
         """Return the slots; an adapter reads each as it arrives."""
         device = adapter.weight.device
         return self.memory if self.memory.device == device else self.memory.to(device)
 
-    def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, Any]:
+    def project(
+        self, adapter: Reader, layers: Sequence[int], read: Memory, queries: int, values: Values | None
+    ) -> dict[int, Any]:
         """Return keys and values of the slots, the null slot of the adapter as a part of its own."""
-        return {layer: self._project(adapter, layer, memory) for layer in layers}
-
-    def _project(self, adapter: Reader, layer: int, memory: Memory) -> Any:
-        if self.is_uncached(adapter) or not memory.length:
-            projected = _project(adapter, layer, memory)
-        else:
-            stream = self.stream
-            computed = self.computed.get(adapter, "stream", lambda: StreamKeyValues(adapter, stream.window))
-            projected = computed.of(stream, adapter, layer, self.start, self.stop)
-        has_null = getattr(adapter.kv_projection(layer), "null_key", None) is not None
-        return KeyValueParts(((projected, None),)) if has_null else projected
+        computed: StreamKeyValues | None = None
+        if values is not None and read.length:
+            computed = cached(values, "stream", partial(StreamKeyValues, adapter, self.stream.window))
+        projected: dict[int, Any] = {}
+        for layer in layers:
+            if computed is None:
+                slots = _project(adapter, layer, read)
+            else:
+                slots = computed.of(self.stream, adapter, layer, self.start, self.stop)
+            has_null = getattr(adapter.kv_projection(layer), "null_key", None) is not None
+            projected[layer] = KeyValueParts(((slots, None),)) if has_null else slots
+        return projected
 
 
 class StreamMemory(BoundMemory):
@@ -126,13 +134,12 @@ class StreamMemory(BoundMemory):
         self.stream, self.shared, self.adapter = shared, shared, adapter
         self.name, self.rows = adapter.name, shared.batch
 
-    def step(self, text: TextState) -> ProjectedView:
+    def step(self, text: TextState) -> View:
         with self.stream.stream.lock:
             window = StreamWindow(self.stream.stream, *self.stream.window(text))
-            bound = self.adapter.bind_vectors(window)
-            assert isinstance(bound, ProjectedMemory)
+            bound = ProjectedMemory(window, self.adapter)
             bound.check_rows(text)
-            return bound.see(text)
+            return bound.see(text, window.values(self.adapter))
 
     def as_memory(self, text: TextState) -> Memory:
         return self.stream.stream.memory()
@@ -182,7 +189,7 @@ class PartedMemory(BoundMemory):
         return SharedMemory(first, last) if self.group is None else ShardedMemory(last, self.group)
 
     def step(self, text: TextState) -> ProjectedView:
-        views = [part.step(text) for part in self.parts]
+        views = [cast(ProjectedView, part.step(text)) for part in self.parts]
         seen = None
         if all(one.seen is not None for one in views):
             seen = torch.stack([one.seen.expand(text.rows, 1, 1) for one in views if one.seen is not None]).any(0)
@@ -191,10 +198,10 @@ class PartedMemory(BoundMemory):
             here = torch.ones(text.rows, 1, 1, device=device) if seen is None else seen.float()
             seen = summed(here, self.group) > 0
         projected = {
-            layer: KeyValueParts(tuple((one.key_values()[layer], None) for one in views), self.group)
+            layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
             for layer in views[-1].projected
         }
-        return self.parts[-1].view(projected, views[-1].attention_mask, seen)
+        return ProjectedView(projected, views[-1].attention_mask, seen)
 
     def for_request(self) -> BoundMemory:
         raise ConditionError(
@@ -208,22 +215,28 @@ class PartedMemory(BoundMemory):
         return Memory.cat([one.expand(self.rows or 1) if one.batch == 1 else one for one in memories])
 
 
-class SearchedView(View):
-    """The entries that the tokens of one forward find, `per_query` for each token, layer and head."""
+class BoundSearch(BoundMemory):
+    """A searched memory bound to the adapter that reads it; the whole call attends to the entries of one moment."""
 
-    def __init__(self, adapter: AdapterLayers, entries: SearchedEntries, per_query: int) -> None:
-        self.adapter, self.entries, self.per_query = adapter, entries, per_query
+    def __init__(self, memory: SearchedMemory, adapter: AdapterLayers) -> None:
+        norm = adapter.slot_norm()
+        self.adapter, self.per_query, self.rows = adapter, memory.per_query, memory.rows
+        self.name, self.shared = adapter.name, memory
+        self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
 
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        projection = _searching(self.adapter, layer)
-        slots = SearchedSlots(
-            partial(self._search, projection),
-            self._read,
-            self._scores if self.adapter.score_bias else None,
-            len(self.entries),
-        )
-        seen = None if len(self.entries) else torch.zeros(len(x), 1, 1, dtype=torch.bool, device=x.device)
-        return block(x, slots, seen=seen, adapter_scale=adapter_scale)
+    def step(self, text: TextState) -> ProjectedView:
+        """Return what the tokens of one forward find, `per_query` entries for each token, layer and head."""
+        self.check_rows(text)
+        if torch.compiler.is_compiling():
+            raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
+        seen, count = None, len(self.entries)
+        if not count:
+            seen = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
+        scores = self._scores if self.adapter.score_bias else None
+        layers = self.adapter.layers if text.layer is None else (text.layer,)
+        searches = {layer: partial(self._search, _searching(self.adapter, layer)) for layer in layers}
+        slots = {layer: SearchedSlots(search, self._read, scores, count) for layer, search in searches.items()}
+        return ProjectedView(slots, seen=seen)
 
     def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
         norm, weight = self.adapter.slot_norm(), None
@@ -239,22 +252,6 @@ class SearchedView(View):
 
     def _scores(self, rows: Tensor) -> Tensor:
         return self.entries.scores(rows).to(rows.device)
-
-
-class BoundSearch(BoundMemory):
-    """A searched memory bound to the adapter that reads it; the whole call attends to the entries of one moment."""
-
-    def __init__(self, memory: SearchedMemory, adapter: AdapterLayers) -> None:
-        norm = adapter.slot_norm()
-        self.adapter, self.per_query, self.rows = adapter, memory.per_query, memory.rows
-        self.name, self.shared = adapter.name, memory
-        self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
-
-    def step(self, text: TextState) -> SearchedView:
-        self.check_rows(text)
-        if torch.compiler.is_compiling():
-            raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
-        return SearchedView(self.adapter, self.entries, self.per_query)
 
     def as_memory(self, text: TextState) -> Memory:
         memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)

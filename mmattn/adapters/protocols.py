@@ -78,11 +78,9 @@ class View(ABC):
     """The memory as the tokens of one forward attend to it.
 
     Attributes:
-        is_packed: it is for packed rows; `pack` has been called.
         stands_in_text: its slots have positions in the text; it has `shift_positions` and `moves_text`.
     """
 
-    is_packed = False
     stands_in_text = False
 
     @abstractmethod
@@ -99,21 +97,23 @@ class View(ABC):
         """
 
     def pack(self, text: PackedText) -> View:
-        """Return the view for packed rows, of this one for their documents as rows."""
+        """Return the view for packed rows, whose documents are the rows of this; itself if it is for packed rows."""
         return PackedView(self, text)
 
 
 class PackedView(View):
-    """The memory as the documents of packed rows attend to it."""
-
-    is_packed = True
+    """The memory as parts of flattened rows attend to it: documents of packed rows, or chunks of texts."""
 
     def __init__(self, view: View, text: PackedText) -> None:
         self.view, self.text = view, text
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
         """Apply an adapter to x (b, l, d) at a site."""
-        return self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
+        return (
+            x
+            if not self.text.documents
+            else self.text.pack(self.view.apply(self.text.unpack(x), block, layer, adapter_scale), x)
+        )
 
 
 #: Put keys and values of several requests together, by the name of the adapter and the layer.

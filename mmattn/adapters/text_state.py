@@ -219,12 +219,11 @@ class TextState:
             )
         return self._of_tokens("images", known)
 
-    def arrived_slots(self, slots: int) -> Tensor | None:
-        """Return the slots that had arrived at each token, (b, 1, l, m), or None without `arrived`."""
-        if self.arrivals is None:
-            return None
-        count = self._of_tokens("arrived", self.arrivals.count)[:, None, :, None]
-        number = torch.arange(slots, device=count.device)
+    def arrived_slots(self, slots: int, device: torch.device) -> Tensor:
+        """Return the slots that had arrived at each token, (b, 1, l, m), of a call with `arrived`."""
+        assert self.arrivals is not None
+        count = self._of_tokens("arrived", self.arrivals.count)[:, None, :, None].to(device)
+        number = torch.arange(slots, device=device)
         seen = number < count
         return seen if self.arrivals.window is None else seen & (number >= count - self.arrivals.window)
 

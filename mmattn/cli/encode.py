@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mmattn.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mmattn.training import EncodedDataset
 
 
 def encode(
@@ -18,10 +15,12 @@ def encode(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder of pictures, a .jsonl file, a dataset of Hugging Face, tars of webdataset, a Lance dataset.",
+            help="A folder of pictures, a .jsonl or .csv file, tars of webdataset, a dataset of Hugging Face.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the encoded dataset.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The folder of the encoded dataset; what is there is replaced.")
+    ],
     encoder: Annotated[
         str,
         typer.Option(
@@ -36,66 +35,73 @@ def encode(
     pooling: Annotated[
         str, typer.Option(help="Of passages: none (a slot for every token), mean, cls or max.")
     ] = "none",
-    dtype: Annotated[str, typer.Option(help="Of the vectors: float16, bfloat16, float32, or int8.")] = "float16",
-    append: Annotated[bool, typer.Option("--append", help="Add the rows to a dataset of others.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the vectors: float16 or float32.")] = "float16",
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at what cannot be used, instead of naming it and leaving it out.")
     ] = False,
-    split: Annotated[str | None, typer.Option(help="Of a dataset, or of folders train, val, test.")] = None,
-    streaming: Annotated[bool, typer.Option("--streaming", help="Read a dataset on the hub as it arrives.")] = False,
+    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
     columns: Annotated[
         list[str] | None, typer.Option("--columns", metavar="KEY=NAME", help="Which column of a dataset is which.")
     ] = None,
     template: Annotated[str | None, typer.Option(help='Of class folders, such as "A photo of a {label}."')] = None,
     batch_size: Annotated[int, typer.Option(help="Pictures or passages encoded at once.")] = 32,
-    executor: Annotated[str, typer.Option(help="What encodes: local, or ray.")] = "local",
+    num_proc: Annotated[int | None, typer.Option(help="Processes, as of `Dataset.map`.")] = None,
     device: Annotated[str, typer.Option(help="auto, or cpu.")] = "auto",
 ) -> None:
     """Encode the memories of rows into a folder, from which `mmattn train CONFIG data.path=FOLDER` reads them.
 
-    Each picture and passage is encoded once, whatever the number of rows that show it. Killed at any moment, the same
-    command goes on. Several processes share the work: torchrun --nproc-per-node 2 -m mmattn encode SOURCE -o FOLDER.
+    The folder is a dataset of Hugging Face, `datasets.load_from_disk(FOLDER)`. Killed at any moment, the same command
+    goes on at the shard it was making.
     """
+    import shutil
+
+    from mmattn.data.encoded import first_few
     from mmattn.encoders.base import load_image_encoder, load_text_encoder
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
-    from mmattn.training import EncodedDataset, encode_rows, end_training, make_accelerator, memory_kinds, read_rows
-
-    rows = read_rows(
-        str(resolve(source)),
-        split=split,
-        streaming=streaming,
-        columns=dict(map(_pair, columns)) if columns else None,
-        template=template,
-        skip_broken=not strict,
+    from mmattn.training import (
+        drop_errors,
+        encode_dataset,
+        encoding_of,
+        end_training,
+        make_accelerator,
+        memory_kinds,
+        read_rows,
     )
-    if isinstance(rows, EncodedDataset):
+
+    named = dict(map(_pair, columns)) if columns else None
+    rows = read_rows(str(resolve(source)), split=split, columns=named, template=template)
+    if encoding_of(rows) is not None:
         raise ConfigError(f"{source} is encoded already: give the rows that are to be encoded")
-    accelerator = make_accelerator(device=device)
-    accelerator.print(f"{source}: {rows.summary}")
-    kinds, pictures, passages = memory_kinds(rows), None, None
+    kinds = memory_kinds(rows)
     if not kinds:
         raise ConfigError(f"no row of {source} has a picture, a passage or a memory: there is nothing to encode")
+    accelerator = make_accelerator(device=device)
+    encoders: dict[str, Any] = {}
     with without_progress_bars():
         if "pictures" in kinds:
-            pictures = load_image_encoder(encoder, accelerator.device, pooled=pooled)
+            encoders["pictures"] = load_image_encoder(encoder, accelerator.device, pooled=pooled)
         if "passages" in kinds:
-            passages = load_text_encoder(text_encoder, pooling, accelerator.device)
-    dataset = encode_rows(
+            encoders["passages"] = load_text_encoder(text_encoder, pooling, accelerator.device)
+    shards = out.with_name(f"{out.name}.shards")
+    encoded = encode_dataset(
         rows,
-        out,
-        pictures=pictures,
-        passages=passages,
+        shards,
         dtype=dtype,
-        source=source,
-        encoder_names={"pictures": encoder, "passages": text_encoder},
-        append=append,
+        names={"pictures": encoder, "passages": text_encoder},
         strict=strict,
         batch_size=batch_size,
-        executor=executor,
-        progress=accelerator.is_main_process,
+        num_proc=num_proc,
+        **encoders,
     )
-    accelerator.print(_summary(dataset, out))
+    left_out: list[str] = []
+    if not strict:
+        encoded, left_out = drop_errors(encoded)
+    encoded.save_to_disk(out)
+    shutil.rmtree(shards)
+    typer.echo(f"{encoded} in {out}: {encoded.dataset_size or 0:,} bytes")
+    if left_out:
+        typer.echo(f"{len(left_out)} left out, because it cannot be used:\n{first_few(left_out)}")
     end_training(accelerator)
 
 
@@ -105,14 +111,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not (key and sign and name):
         raise ConfigError(f"--columns takes KEY=NAME, such as text=caption; got {text!r}")
     return key, name
-
-
-def _summary(dataset: EncodedDataset, out: Path) -> str:
-    """Return what was encoded, what storing it lost, and what was left out."""
-    from mmattn.data.folders import first_few
-
-    size = round(dataset.row_bytes * len(dataset))
-    lines = [f"{dataset} in {out}: {size:,} bytes, relative error {dataset.manifest.relative_error:.1e}"]
-    if dataset.left_out:
-        lines += [f"{len(dataset.left_out)} left out, because it cannot be used:", first_few(dataset.left_out)]
-    return "\n".join(lines)

@@ -31,7 +31,6 @@ def build_index(
     id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
     encoder: Annotated[str, _ENCODER] = "minilm",
     store: Annotated[str, typer.Option(help="What searches: exact, hnsw, ivf or ivfpq.")] = "exact",
-    executor: Annotated[str, typer.Option(help="What embeds: local, or ray.")] = "local",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
     for_: Annotated[
         str | None, typer.Option("--for", help="An adapter's folder, such as assets/rag/adapter: what it answers from.")
@@ -51,10 +50,12 @@ def build_index(
     is the adapter's. With --host that model reads each text beforehand, and DIR.passages has its keys and values, with
     which `mmattn ask QUESTION --index DIR --adapter DIR.passages` and `mmattn serve DIR.passages --index DIR` answer.
     """
+    import json
     import shutil
 
     import torch
 
+    from mmattn.data.encoded import first_few
     from mmattn.encoders.base import load_text_encoder
     from mmattn.models.loading import without_progress_bars
     from mmattn.retrieval.corpus import embed_corpus
@@ -66,7 +67,7 @@ def build_index(
     if folders and (len(files) > 1 or any(changed.values()) or for_ is not None):
         raise ConfigError(f"{folders[0]} is a folder of texts, which goes alone, without --field, --id-field and --for")
     if for_ is not None:
-        changed |= {"--encoder": encoder != "minilm", "--executor": executor != "local"}
+        changed |= {"--encoder": encoder != "minilm"}
         changed |= {"--skip-broken": skip_broken, "--host": host is not None}
         if decided := [name for name, is_changed in changed.items() if is_changed]:
             raise ConfigError(f"{' and '.join(decided)} cannot go with --for {for_}, which decides this: leave it out")
@@ -80,27 +81,16 @@ def build_index(
     if folders:
         _write_chunks(folders[0], chunks, skip_broken)
         files, id_field = [chunks], "id"
-    dataset = embed_corpus(
-        files,
-        shards,
-        text_encoder,
-        field=field,
-        id_field=id_field,
-        skip_broken=skip_broken,
-        executor=executor,
-        progress=True,
-    )
-    ids, texts, metadata, vectors = [], [], [], [torch.empty(0, text_encoder.dim)]
-    for part in dataset.entries():
-        ids += part[0]
-        texts += part[1]
-        metadata += part[2]
-        vectors.append(part[3])
-    index.add(torch.cat(vectors), ids=ids, texts=texts, metadata=metadata)
+    rows, left_out = embed_corpus(files, shards, text_encoder, field=field, id_field=id_field, skip_broken=skip_broken)
+    vectors = torch.cat(list(rows.with_format("torch")["memory"]))
+    texts, metadata = list(rows["text"]), [json.loads(about) for about in rows["metadata"]]
+    index.add(vectors, ids=list(rows["id"]), texts=texts, metadata=metadata)
     index.save(out)
     shutil.rmtree(shards)
     chunks.unlink(missing_ok=True)
     typer.echo(f"{index} in {out}")
+    if left_out:
+        typer.echo(f"{len(left_out)} lines left out, because they cannot be used:\n{first_few(left_out)}")
     if host is not None:
         _read_by(host, encoder, texts, out.with_name(f"{out.name}.passages"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.core.attention_inputs import additive_mask, zero_hidden
-from mmattn.core.kv_cache import KeyValue, absorbing_pays, pack, packed_lengths, real_slots_first
+from mmattn.core.kv_cache import KeyValue, absorbing_pays, pack, real_slots_first
 from mmattn.core.positions import Rotary
 from mmattn.core.tracing import all_finite, autocast, may_read
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
+
+# Packing costs a kernel launch per row: it pays once it saves about this many multiplications per row.
+PACK_SAVES = 2_000_000
 
 
 @dataclass(slots=True)
@@ -24,29 +28,30 @@ class Slots:
     mask: Tensor | None = None  # (b, m) bool, the padding
     scores: Tensor | None = None  # (b, m), with `score_bias`
     positions: Tensor | None = None  # (m,) or (b, m), for `rotary`; counted from 0 by default
+    lengths: tuple[int, ...] | None = None  # number of real slots of each row, where a mask may be read without a wait
 
-    def real_first(self, lengths: tuple[int, ...]) -> bool:
+    def real_first(self) -> bool:
         """Return whether all real slots come before the padding."""
-        assert self.mask is not None
-        return real_slots_first(self.mask, lengths)
+        assert self.mask is not None and self.lengths is not None
+        return real_slots_first(self.mask, self.lengths)
 
-    def packed(self, lengths: tuple[int, ...], rotary: Rotary | None) -> Slots:
+    def packed(self, rotary: Rotary | None) -> Slots:
         """Return the real slots of all rows one after the other, (1, n, …)."""
-        mask, positions = self.mask, self.positions
-        assert mask is not None
+        mask, lengths, positions = self.mask, self.lengths, self.positions
+        assert mask is not None and lengths is not None
         if positions is not None and rotary is not None:
             positions = positions.expand(*mask.shape, *(() if rotary.axes == 1 else (rotary.axes,)))
-        first = self.real_first(lengths)
+        first = self.real_first()
         scores, positions = (
             None if one is None else pack(one, mask, lengths, first) for one in (self.scores, positions)
         )
-        return Slots(pack(self.memory, mask, lengths, first), mask, scores, positions)
+        return Slots(pack(self.memory, mask, lengths, first), mask, scores, positions, lengths)
 
-    def zeroed(self) -> Slots:
-        """Return the slots with zeros for padding, whose values may be NaN."""
-        if self.mask is None:
-            return self
-        return Slots(zero_hidden(self.memory, self.mask[..., None]), self.mask, self.scores, self.positions)
+    def rows_with_slots(self) -> Tensor | bool:
+        """Return which rows have real slots, (b, 1, 1, 1), or True where all are known to."""
+        if self.mask is None or (self.lengths is not None and all(self.lengths)):
+            return True
+        return self.mask.any(1)[:, None, None, None]
 
 
 #: Dtypes of weights that are computed with as they are stored.
@@ -116,44 +121,43 @@ class KeyValueHeads(nn.Module):
         """Compute keys and values of a memory once, to be given to `forward` in its place; see `lay_out`."""
         slots = self.checked(Slots(memory, mask, scores, memory_positions))
         kv = self.lay_out(slots, queries, hidden_are_zero=hidden_are_zero)
-        if kv.additive is None:
-            kv = replace(kv, visible=_rows_with_slots(kv.mask))
-        if queries is not None or not may_read(kv.keys):
-            return kv  # kernels of other devices read keys of any strides
-        finite = all_finite(kv.keys, kv.values)
-        return replace(kv, keys=kv.keys.contiguous(), values=kv.values.contiguous(), finite=finite)
+        keys, values, finite = kv.keys, kv.values, False
+        if queries is None and may_read(keys):  # kernels of other devices read keys of any strides
+            keys, values, finite = keys.contiguous(), values.contiguous(), all_finite(keys, values)
+        visible = slots.rows_with_slots() if kv.additive is None else kv.visible
+        return replace(kv, keys=keys, values=values, visible=visible, finite=finite)
 
     def lay_out(
         self, slots: Slots, queries: int | None, packable: bool = True, hidden_are_zero: bool = False
     ) -> KeyValue:
         """Choose a layout for checked slots that `queries` queries per row attend to (None: very many)."""
-        slots, mask = self._cast_slots(slots), slots.mask
-        lengths = self.packed_lengths(mask) if packable else None
-        absorb = queries is not None and self.absorbs(queries, slots.memory, lengths)
-        if lengths is None:
-            slots = slots if hidden_are_zero else slots.zeroed()
-        elif not (absorb and slots.real_first(lengths)):  # where each row is read up to its length, where it lies
-            slots = slots.packed(lengths, self.rotary)
-        if absorb:
-            raw = slots.memory[:, None]
-            kv = KeyValue(raw, raw, mask, slots.scores, lengths, absorbed=True)
-        else:
-            keys, values = self.keys_and_values(slots.memory, slots.positions)
-            kv = self.join(keys, values, mask, slots.scores, lengths)
-        zero = self.v_proj.bias is None or self.needs_visible
-        if mask is None or may_read(mask) or kv.null or not (zero and lengths is None and kv.bias is None):
-            return kv
-        visible = _rows_with_slots(mask) if self.needs_visible else None
-        return replace(kv, visible=visible, additive=additive_mask(mask, kv.keys.dtype)[:, None, None])
-
-    def _cast_slots(self, slots: Slots) -> Slots:
-        """Return slots in the dtype of the weights, with the bias of their scores and all positions."""
-        memory, positions = self.cast(slots.memory), slots.positions
+        mask, positions = slots.mask, slots.positions
+        lengths = slots.lengths if packable and self.packs(slots.lengths, slots.memory.shape[1]) else None
         if self.rotary is None:
             positions = None
         elif positions is None:
-            positions = torch.arange(memory.shape[1], device=memory.device)
-        return Slots(memory, slots.mask, self.score_bias(slots.scores, slots.mask), positions)
+            positions = torch.arange(slots.memory.shape[1], device=slots.memory.device)
+        bias = None if slots.scores is None else self.score_bias(slots.scores, mask)
+        slots = Slots(self.cast(slots.memory), mask, bias, positions, lengths)
+        absorb = queries is not None and self.absorbs(queries, slots.memory, lengths)
+        if lengths is not None:
+            # Absorbed rows whose padding comes last are read up to their lengths, where they lie.
+            slots = slots if absorb and slots.real_first() else slots.packed(self.rotary)
+        elif mask is not None and not hidden_are_zero:  # the values of padding may be NaN
+            slots.memory = zero_hidden(slots.memory, mask[..., None])
+        additive: Tensor | None = None
+        visible: Tensor | bool | None = None
+        zero = (self.v_proj.bias is None or self.needs_visible) and bias is None and self.null_key is None
+        if zero and mask is not None and lengths is None and not may_read(mask):
+            additive = additive_mask(mask, slots.memory.dtype)[:, None, None]
+            visible = slots.rows_with_slots() if self.needs_visible else None
+        if absorb:
+            raw = slots.memory[:, None]
+            return KeyValue(raw, raw, mask, slots.scores, lengths, True, visible=visible, additive=additive)
+        kv = self.join(*self.keys_and_values(slots.memory, slots.positions), mask, slots.scores, lengths)
+        if additive is None:
+            return kv
+        return replace(kv, visible=visible, additive=additive.to(kv.keys.dtype))
 
     def keys_and_values(self, memory: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute keys and values (b, g, m, k) of slots in the dtype of the weights, without a null slot."""
@@ -175,19 +179,20 @@ class KeyValueHeads(nn.Module):
         values = torch.cat([self.null_value[None, :, None].to(values.dtype).expand(b, -1, -1, -1), values], 2)
         return KeyValue(keys, values, mask, None if bias is None else F.pad(bias, (1, 0)), null=True)
 
-    def score_bias(self, scores: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    def score_bias(self, scores: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the bias (b, m) that the `scores` (b, m) of a memory add; scores of masked slots change nothing."""
-        if scores is None or self.score_scale is None:
+        if self.score_scale is None:
             return None
         scores = (scores - self.score_mean) / self.score_std
         clean = scores if mask is None else scores.masked_fill(~mask, 0)
         return self.score_scale * clean.to(self.score_scale.dtype)
 
-    def packed_lengths(self, mask: Tensor | None) -> tuple[int, ...] | None:
-        """Return the number of real slots of each row where packing a `mask` (b, m) pays, else None."""
-        if self.null_key is not None:
-            return None
-        return packed_lengths(mask, 2 * self.memory_dim * self.num_kv_heads * self.head_dim)
+    def packs(self, lengths: Sequence[int] | None, slots: int) -> bool:
+        """Return whether packing rows of these numbers of real slots pays, out of so many with padding."""
+        if lengths is None or self.null_key is not None:
+            return False
+        saved = (len(lengths) * slots - sum(lengths)) * 2 * self.memory_dim * self.num_kv_heads * self.head_dim
+        return saved > PACK_SAVES * len(lengths)
 
     def projecting_parameters(self) -> list[Tensor]:
         """Return the weights that `project` uses."""
@@ -251,7 +256,12 @@ class KeyValueHeads(nn.Module):
         if slots.scores is not None or self.score_scale is not None:
             scored = self._scored(slots.scores, memory)
             mask = scored if mask is None else mask & scored
-        return Slots(memory, real_mask(mask), slots.scores, slots.positions)
+        lengths: tuple[int, ...] | None = None
+        if mask is not None and may_read(mask):
+            lengths = tuple(mask.sum(1).tolist())
+            if sum(lengths) == mask.numel():
+                mask = lengths = None
+        return Slots(memory, mask, slots.scores, slots.positions, lengths)
 
     def _check_memory(self, memory: Tensor, device: torch.device | None) -> None:
         if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[2] != self.memory_dim:
@@ -270,19 +280,6 @@ class KeyValueHeads(nn.Module):
             raise ShapeError(f"scores must be (b, m) = {tuple(memory.shape[:2])}, got {tuple(scores.shape)}")
         # Times the temperature, -inf would be NaN in its gradient, and +inf if it is negative.
         return scores != float("-inf")
-
-
-def _rows_with_slots(mask: Tensor | None) -> Tensor | bool:
-    """Return which rows of a mask (b, m) have real slots, (b, 1, 1, 1), or True where all are known to."""
-    if mask is None:
-        return True
-    visible = mask.any(1)[:, None, None, None]
-    return True if may_read(visible) and bool(visible.all()) else visible
-
-
-def real_mask(mask: Tensor | None) -> Tensor | None:
-    """Return a mask, or None where it is known to allow everything."""
-    return None if mask is None or (may_read(mask) and bool(mask.all())) else mask
 
 
 def norm_heads(norm: nn.RMSNorm, heads: Tensor) -> Tensor:

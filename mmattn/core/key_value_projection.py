@@ -77,11 +77,12 @@ class KeyValueProjection(KeyValueHeads):
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
 
     def forward(
-        self, q: Tensor, memory: Tensor | KeyValue, *, mask: Tensor | None = None, return_weights: bool = False
+        self, q: Tensor, memory: Attended, *, mask: Tensor | None = None, return_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the attention (b, h, l, k) of queries (b, h, l, k), in their dtype; 0 where a row sees nothing."""
         slots = Slots(memory, mask) if isinstance(memory, Tensor) else memory
-        result = self.attend(self.cast(q), slots, return_weights=return_weights)
+        queries = q if q.dtype is self.k_proj.weight.dtype else self.cast(q)
+        result = self.attend(queries, slots, return_weights=return_weights)
         output = result.output if result.output.dtype is q.dtype else result.output.to(q.dtype)
         return output if result.weights is None else (output, result.weights)
 
@@ -122,7 +123,7 @@ class KeyValueProjection(KeyValueHeads):
             return attend_by_rule(q, *self.keys_and_values(self.cast(slots.memory)), _OPEN, self.options())
         per_query = causal or attention_mask is not None
         if per_query and allowed is not None:
-            slots.mask = visible_slots(allowed, rows, m)
+            slots.mask, slots.lengths = visible_slots(allowed, rows, m), None
         kv = self.lay_out(slots, queries, packable=not (per_query or return_weights))
         return self.attend_projected(q, kv, allowed, per_query, self.options(return_weights))
 

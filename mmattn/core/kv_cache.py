@@ -15,10 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmattn.core.tracing import may_read
-
-# Packing costs a kernel launch per row: it pays once it saves about this many multiplications per row.
-PACK_SAVES = 2_000_000
 # The absorbed form pays up to this share of the multiplications of projecting; processors with fast half-precision
 # matrix products project so quickly that only a few queries are worth it, and only over that many slots.
 ABSORB_MARGIN = 0.5
@@ -165,15 +161,6 @@ def _stack_masks(masks: Sequence[Tensor | None], lengths: Sequence[int], like: T
     return pad_sequence(
         [one if mask is None else mask for one, mask in zip(real, masks, strict=True)], batch_first=True
     )
-
-
-def packed_lengths(mask: Tensor | None, cost: int) -> tuple[int, ...] | None:
-    """Return the number of real slots of each row of mask (b, m) if packing pays at this cost per slot."""
-    if mask is None or not may_read(mask):
-        return None
-    lengths = tuple(mask.sum(1).tolist())
-    saved = (mask.numel() - sum(lengths)) * cost
-    return lengths if saved > PACK_SAVES * len(lengths) else None
 
 
 def real_slots_first(mask: Tensor, lengths: tuple[int, ...]) -> bool:

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from mmattn.data.row import Row, check_mapping, make_row, row_memory
-from mmattn.data.row_memories import MemorySource
+from mmattn.data.rows import Row, Values, check_mapping, make_row, row_memory, stack_memories
 from mmattn.data.text_batches import IGNORED, TextBatch, bos_and_eos, collate, pack
-from mmattn.errors import ConfigError, TextError, check_int
+from mmattn.errors import ConfigError, TextError, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Values = Mapping[str, object]
-"""Keys and values of a row of a dataset."""
-
 
 class RowCollator:
     """A `data_collator` of `transformers.Trainer`: pads rows of begin, prompt, text, end to one batch.
 
     The prompt is read and not learned. Calling it returns the keyword arguments of the adapted model, labels and
-    `memory` included. Rows may also be those of a `datasets.Dataset`, with the keys that `make_row` takes; their
-    memory may be a table of numbers (m, e), too.
+    `memory` included. Rows are those of a dataset with the columns that `make_row` takes, their pictures and passages
+    encoded by `encode_dataset`.
 
     Args:
-        tokenizer: the host's own.
-        memories: of the rows; None where they have none.
+        tokenizer: of the host.
         max_length: ids of the longest row; None for any length.
         truncation: shorten the text of a longer row, its end token kept; False refuses it.
         text_only: leave the memories of the rows out, for a control that sees the text alone.
         packing: several rows of data share a row of the batch, each with its own memory, so that little is padding.
 
     Raises:
-        ConfigError: a length below 3, or memories that would be left out.
+        ConfigError: a length below 3.
         TextError: the tokenizer has neither a token that begins a text nor one that ends it.
 
     >>> from types import SimpleNamespace
@@ -53,16 +49,13 @@ class RowCollator:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        memories: MemorySource | None = None,
         max_length: int | None = None,
         truncation: bool = False,
         text_only: bool = False,
         packing: bool = False,
     ) -> None:
-        if text_only and memories is not None:
-            raise ConfigError("text_only=True leaves memories out, and memories= was given: give one of them")
         self.text_only, self.packing = text_only, packing
-        self.tokenizer, self.memories, self.truncation = tokenizer, memories, truncation
+        self.tokenizer, self.truncation = tokenizer, truncation
         self.max_length = None if max_length is None else check_int("max_length", max_length, at_least=3)
         self._ends = bos_and_eos(tokenizer)
 
@@ -93,26 +86,30 @@ class RowCollator:
         # Where nothing stands before the text, its labels are the ids themselves: nothing predicts the first.
         return out, [1 + len(prompt) if prompt else 0 for prompt in prompts]
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, rows: Iterable[Row | Values]) -> None:
         """Refuse rows that could not be learned: TextError as `ids` raises it."""
-        for start in range(0, len(rows), 256):
-            self.ids(rows[start : start + 256], start)
+        remaining = iter(rows)
+        for first in itertools.count(0, 256):
+            batch = [row if isinstance(row, Row) else make_row(row) for row in itertools.islice(remaining, 256)]
+            if not batch:
+                return
+            self.ids(batch, first)
 
     def batch(self, rows: Sequence[Row | Values]) -> TextBatch:
         """Return the padded or packed batch with its memory, or none if no row has any.
 
         Raises:
             TextError: as `ids`.
-            ConfigError: rows with a memory, and no `memories` to read it with.
+            ConfigError: rows with pictures or passages that are not encoded.
         """
         examples = [row if isinstance(row, Row) else make_row(row) for row in rows]
-        if self.memories is None and not self.text_only and any(row.has_memory for row in examples):
+        if not self.text_only and any(row.images or row.passages for row in examples):
             raise ConfigError(
-                "rows have a memory, and this RowCollator, made without memories=, would drop it: give it a "
-                "RowMemories, or text_only=True for a control that sees the text alone"
+                "rows have pictures or passages, and a RowCollator takes vectors: encode the dataset with "
+                "encode_dataset, or give text_only=True for a control that sees the text alone"
             )
         ids, unlearned = self.ids(examples)
-        memory = None if self.memories is None else self.memories.of(examples)
+        memory = None if self.text_only else stack_memories(examples)
         pad = self._ends[1] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         if self.packing:
             return pack(ids, memory, unlearned, pad)
@@ -179,3 +176,38 @@ class MemoryCollator:
             blank = Memory(torch.zeros(1, 0, width))
             batch["memory"] = Memory.stack([blank if memory is None else memory for memory in memories])
         return batch
+
+
+def augment_memory(memory: Memory, *, keep_fraction: float = 1.0, noise_std: float = 0.0, seed: int = 0) -> Memory:
+    """Return a memory with random slots of each row masked, and with noise on all.
+
+    Args:
+        memory: (b, m, e).
+        keep_fraction: share of the slots that stay, at least one; different ones in each row.
+        noise_std: standard deviation of the noise, in units of the standard deviation of each of the e features.
+        seed: of the slots and the noise.
+
+    Raises:
+        ConfigError: a fraction outside (0, 1], or a negative standard deviation.
+    """
+    if not 0 < check_float("keep_fraction", keep_fraction) <= 1:
+        raise ConfigError(f"keep_fraction must be above 0 and at most 1, got {keep_fraction}")
+    check_float("noise_std", noise_std, at_least=0)
+    generator = torch.Generator(memory.device).manual_seed(seed)
+    if noise_std:
+        tokens = memory.tokens
+        # Padding, whatever lies in it, has no part in how large the noise is.
+        real = tokens.flatten(0, 1) if memory.mask is None else tokens[memory.mask]
+        spread = real.std(0) if len(real) > 1 else torch.zeros_like(tokens[0, 0])
+        noise = torch.randn(tokens.shape, generator=generator, device=tokens.device)
+        memory = memory.replace(tokens + noise_std * spread * noise)
+    if keep_fraction == 1:
+        return memory
+    real = memory.real_slots()
+    order = torch.rand(real.shape, generator=generator, device=memory.device).masked_fill(~real, 2).argsort(1)
+    counts = (keep_fraction * real.sum(1, keepdim=True)).round().clamp(min=1)
+    chosen = torch.arange(memory.length, device=memory.device) < counts
+    mask = real & torch.zeros_like(real).scatter(1, order, chosen)
+    return Memory(
+        memory.tokens, mask, memory.segments, memory.scores, memory.sources, check_finite=memory.finite_checked
+    )

@@ -1,352 +1,302 @@
-"""Read rows from a file, a folder, tars, a dataset of Hugging Face or Lance, or encoded rows."""
+"""Datasets of rows: `datasets.load_dataset` for files, folders, tars and the hub, with the columns that rows have."""
 
 from __future__ import annotations
 
 import glob
-import hashlib
+import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mmattn.data.encoded_dataset import EncodedDataset, is_encoded
-from mmattn.data.folders import CAPTIONS, PICTURES, FileRows, read_folder, read_lines
-from mmattn.data.row import KEYS, Row, make_row, text_of_label
-from mmattn.errors import ConfigError, import_extra
+from mmattn.data.rows import ACCEPTED, COLUMNS, Values, unknown_column
+from mmattn.encoders.media_files import undecoded
+from mmattn.errors import ConfigError, check_choice, import_extra
+from mmattn.storage.files import files_below
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features, IterableDataset
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-Values = Mapping[str, Any]
-"""A row of a dataset, by its columns."""
+Rows: TypeAlias = "Dataset | IterableDataset"
+PICTURES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"})
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+TEMPLATE = "A photo of a {label}."
+"""The text of a picture of which only the class is known."""
+_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
+_FILES = ("image", "images", "example", "memory")
+"""Columns that may hold paths."""
 
 
 def read_rows(
-    path: str,
+    path: str | os.PathLike[str],
     host: str = "language",
     *,
     split: str | None = None,
     streaming: bool = False,
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
-    skip_broken: bool = False,
-) -> FileRows | DatasetRows | StreamRows | EncodedDataset:
-    """Read the rows of a file, a folder or a dataset.
+) -> Dataset | DatasetDict | IterableDataset | IterableDatasetDict:
+    """Load a dataset by `datasets.load_dataset`, and name its columns as those of a row.
 
-    - A .jsonl file, or a folder of pictures (see `read_folder`).
-    - A dataset of Hugging Face, saved to a folder or on the hub; a Lance dataset in a folder.
-    - Tars of webdataset: a .tar, a folder of them, or a pattern such as "data/{00000..00117}.tar".
-    - Rows that `encode_rows` encoded: the folder, or an address.
+    - A .jsonl, .json or .csv file; paths in it start from its folder.
+    - A folder of pictures: with a `.txt` of the same name beside each, or as `load_dataset("imagefolder")` reads them,
+      with `metadata.jsonl` or class folders.
+    - Tars of webdataset: a .tar, or a pattern such as "data/*.tar".
+    - A dataset that was saved to a folder or an address of fsspec (`save_to_disk`, `mmattn encode`), any other folder
+      that `load_dataset` reads, or the name of a dataset on the hub.
 
     Args:
-        path: of the file or folder, an address, or a name on the hub.
+        path: of the file or folder, a pattern, or a name on the hub.
         host: "language" or "unet": what the rows are for.
-        split: of a dataset of Hugging Face, or of a folder with folders `train`, `val`, `test`; None for "train".
-        streaming: read a dataset as it arrives, or tars where they lie, without a copy in the cache of datasets.
-        columns: from keys of a row to columns of a dataset, or from "label" to a column of classes; of tars a column is
-            the ending of a file ("jpg"), or a key of a .json ("json.caption"). None for columns named as the keys.
-        template: the text of a picture of which only the class is known, see `read_folder`.
-        skip_broken: leave out pictures and lines of a file or folder that cannot be used, and name them in `left_out`
-            of the result.
-
-    Returns:
-        The rows, whose `summary` describes them in one line.
+        split: as of `load_dataset`; None for all, by name.
+        streaming: read the rows as they arrive.
+        columns: from columns of a row to those of the dataset, or from "label" to a column of classes, whose names
+            become the texts; of tars a column is the ending of a file ("jpg"), or a key of a .json ("json.caption").
+            None for columns with the names of rows.
+        template: the text of a picture of which only the class is known, with {label} where the name of the class
+            belongs, whose hyphens and underscores become spaces; None for "A photo of a {label}."
 
     Raises:
-        ConfigError: nothing of that name, rows that cannot be used, or settings of a dataset for a file or folder.
-        AdapterFileError: damaged files of encoded rows.
-        MissingExtraError: what reads them is not installed.
+        ConfigError: nothing of that name, a file that cannot be read, or columns that rows do not have.
+        MissingExtraError: datasets is not installed.
     """
-    place = Path(path)
-    if is_encoded(path):
-        _refuse(path, split=split, streaming=streaming, columns=columns, template=template)
-        return EncodedDataset(path)
-    tars = tar_files(path)
-    if place.is_file() and not tars:
-        _refuse(path, split=split, streaming=streaming, columns=columns, template=template)
-        return read_lines(place, host, skip_broken=skip_broken)
-    if place.is_dir() and not (tars or streaming or is_saved(place) or (place / "_versions").is_dir()):
-        _refuse(path, columns=columns)
-        return read_folder(place, host, split=split, template=template, skip_broken=skip_broken)
-    if tars:
-        _refuse(path, split=split)
-    dataset = _dataset(path, tars, split or "train", streaming)
-    names = getattr(dataset, "column_names", None) or list(next(iter(dataset), {}))
-    chosen = _chosen_columns(path, names, _default_columns(dataset, names, host), columns, host, template)
-    reader = StreamRows if streaming else DatasetRows
-    return reader(_undecoded(dataset, chosen), chosen, host, template=template)
+    check_choice("host", host, tuple(COLUMNS))
+    dataset = _load(os.fspath(path), split, streaming)
+    is_table = Path(path).suffix in _BUILDERS
+
+    def rows(part: Rows) -> Rows:
+        part = _resolved(part, Path(path).absolute().parent) if is_table else part
+        return _renamed(part, os.fspath(path), host, columns, template, strict=is_table and columns is None)
+
+    if not isinstance(dataset, dict):
+        return rows(dataset)
+    return type(dataset)({name: rows(part) for name, part in dataset.items()})
 
 
-def _chosen_columns(
-    path: str,
-    names: Sequence[str],
-    default: Mapping[str, str],
-    columns: Mapping[str, str] | None,
-    host: str,
-    template: str | None,
-) -> dict[str, str]:
-    """From keys of a row to columns, checked."""
-    chosen = dict(columns or default)
-    keys = (*KEYS[host], "label")
-    wrong = {key: name for key, name in chosen.items() if key not in keys or _column(name) not in names}
-    needed = {"text"} if host == "language" else {"image"}
-    if wrong or not needed <= {ROW_KEY.get(key, key) for key in chosen} or {"text", "label"} <= set(chosen):
-        fault = ", ".join(f"{key}={name}" for key, name in wrong.items()) or f"nothing for {', '.join(needed)}"
-        if {"text", "label"} <= set(chosen):
-            fault = "both a text and a label"
-        raise ConfigError(
-            f"the columns of {path} are {', '.join(names)}, and the rows of this host have "
-            f"{', '.join(KEYS[host])}: {fault} does not fit; name them, columns={{text: NAME, …}}, or "
-            "columns={label: NAME, …} for classes"
-        )
-    _refuse(path, template=None if "label" in chosen else template)
-    return chosen
+def memory_kinds(dataset: Rows, host: str = "language") -> set[str]:
+    """Return what the memories of rows are made of, by their columns: "pictures", "passages", "memories".
+
+    Args:
+        dataset: as `read_rows` returns it.
+        host: "language" or "unet". For a UNet the column `image` is no memory, unless a row has nothing else.
+    """
+    kinds = {"pictures": {"image", "images", "example"}, "passages": {"passage", "passages"}, "memories": {"memory"}}
+    names = set(dataset.column_names or ())
+    if host == "unet" and names & {"passage", "passages", "memory"}:
+        rows = dataset.select_columns(sorted(names & {"example", "passage", "passages", "memory"}))
+        if not hasattr(rows, "__len__") or all(any(value for value in row.values()) for row in rows):
+            kinds["pictures"] = {"example"}
+    return {kind for kind, columns in kinds.items() if columns & names}
 
 
-def is_saved(place: Path) -> bool:
-    """Return True for a folder that `datasets` saved."""
-    return place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _default_columns(dataset: Dataset | IterableDataset, names: Sequence[str], host: str) -> dict[str, str]:
-    """Return columns named as the keys of a row, or by the endings of a tar's files; without a text, a label."""
-    if "__key__" in names:
-        return _tar_columns(dataset.features or {}, host)
-    chosen = {key: key for key in KEYS[host] if key in names}
-    return chosen if "text" in names or "label" not in names else {**chosen, "label": "label"}
-
-
-def _tar_columns(features: Features, host: str) -> dict[str, str]:
-    """Return the column of the pictures, and that of the texts or the keys of a .json."""
-    image = next((name for name in features if f".{name}" in PICTURES), None)
-    columns = {} if image is None else {"image": image}
-    if "txt" in features:
-        return columns | {"text": "txt"}
-    known = {"caption": "text"} | {key: key for key in KEYS[host] if key not in ("image", "images", "memory")}
-    return columns | {known[key]: f"json.{key}" for key in features.get("json") or () if key in known}
-
-
-def _undecoded(dataset: Dataset | IterableDataset, columns: Mapping[str, str]) -> Dataset | IterableDataset:
-    """Return the dataset with its pictures as they are stored, so that one that is broken can be left out."""
+def undecoded_pictures(dataset: Rows) -> Rows:
+    """Return the dataset with its pictures as they are stored, so that an error names the row of a broken one."""
     datasets = import_extra("datasets", "train")
-    for name in columns.values():
-        if isinstance((dataset.features or {}).get(name), datasets.Image):
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+    stored = datasets.Image(decode=False)
+    for name, feature in (dataset.features or {}).items():
+        if isinstance(feature, datasets.Image) and feature.decode:
+            dataset = dataset.cast_column(name, stored)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image) and feature.feature.decode:
+            dataset = dataset.cast_column(name, datasets.List(stored))
     return dataset
 
 
-def _is_hub_name(path: str) -> bool:
-    """Return True for organisation/name where the organisation is no folder and the name no file."""
-    folder, _, name = path.partition("/")
-    files = (".jsonl", ".json", ".csv", ".txt", ".zip", ".tar.gz", ".lance")
-    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and not name.endswith(files) and not Path(folder).is_dir()
+def files_of(dataset: Dataset, name: str) -> list[tuple[str, ...]]:
+    """Return the files that each row names in a column; pictures that lie in the dataset itself are not read."""
+    flat = dataset.select_columns(name).flatten()
+    if f"{name}.path" in flat.column_names:
+        # Of a picture in the dataset the path is only a name.
+        return [(path,) if path and os.path.isabs(path) else () for path in flat[f"{name}.path"]]
+    lists = (value if isinstance(value, list) else [value] for value in dataset[name])
+    return [tuple(path for path in map(undecoded, values) if isinstance(path, str)) for values in lists]
 
 
-def _refuse(path: str, **settings: object) -> None:
-    option = next((name for name, value in settings.items() if value), None)
-    if option is None:
-        return
-    kind = "class folders" if option == "template" else "a dataset of Hugging Face"
-    if option == "split":
-        kind = "a dataset of Hugging Face, or a folder of pictures with folders train and val"
-    raise ConfigError(f"{option} only applies to {kind}, which {path} is not: leave it out")
-
-
-def _dataset(path: str, tars: Sequence[Path], split: str, streaming: bool) -> Dataset | IterableDataset:
-    if not tars and not Path(path).is_dir() and not _is_hub_name(path):
-        raise ConfigError(
-            f"there is no file or folder {path!r}, and a dataset on the hub is named organisation/name: give a .jsonl "
-            "file, a folder of pictures with texts, or such a dataset"
-        )
-    datasets = import_extra("datasets", "train")
+def _load(path: str, split: str | None, streaming: bool) -> Any:
+    datasets, place = import_extra("datasets", "train"), Path(path)
+    options: dict[str, Any] = {"split": split, "streaming": streaming}
+    tars = sorted(map(Path, glob.glob(path))) if path.endswith(".tar") else []
     try:
+        if "://" in path or _is_saved(place):
+            dataset = datasets.load_from_disk(path)
+            if isinstance(dataset, datasets.Dataset):
+                dataset = datasets.DatasetDict(train=dataset)
+            if streaming:
+                parts = {name: part.to_iterable_dataset() for name, part in dataset.items()}
+                dataset = datasets.IterableDatasetDict(parts)
+            return dataset if split is None else dataset[split]
         if tars:
             for tar in tars:
                 _check_tar(tar)
-            files = {"train": [str(tar) for tar in tars]}
-            return datasets.load_dataset("webdataset", data_files=files, split="train", streaming=streaming)
-        if not is_saved(Path(path)):
-            return datasets.load_dataset(path, split=split, streaming=streaming)
-        dataset = datasets.load_from_disk(path)
-        if isinstance(dataset, datasets.DatasetDict):
-            dataset = dataset[split]
-        return dataset.to_iterable_dataset() if streaming else dataset
-    except (OSError, ValueError, KeyError, RuntimeError, tarfile.TarError) as error:
-        kind = "tars of webdataset" if tars else "a dataset of Hugging Face or Lance"
+            return datasets.load_dataset("webdataset", data_files=[str(tar) for tar in tars], **options)
+        if place.is_file() and place.suffix in _BUILDERS:
+            loaded = datasets.load_dataset(_BUILDERS[place.suffix], data_files=path, **options)
+            for part in () if streaming else loaded.values() if isinstance(loaded, dict) else (loaded,):
+                part.data.validate(full=True)  # texts that are not UTF-8
+            return loaded
+        if place.is_dir():
+            pictures = sorted(file for file in map(Path, files_below(place)) if file.suffix.lower() in PICTURES)
+            if any(picture.with_suffix(".txt").is_file() for picture in pictures):
+                return _captioned(place, pictures, **options)
+            if pictures:
+                return datasets.load_dataset("imagefolder", data_dir=path, **options)
+        if place.is_dir() or _is_hub_name(path):
+            return datasets.load_dataset(path, **options)
+    except StopIteration:
+        raise ConfigError(f"{path!r} has no rows") from None
+    except (OSError, ValueError, KeyError, RuntimeError, tarfile.TarError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(f"{path!r} cannot be read as {kind}, split {split!r}: {reason:.300}") from error
+        raise ConfigError(f"{path!r} cannot be read as a dataset, split {split!r}: {reason:.300}") from error
+    raise ConfigError(
+        f"there is no file or folder {path!r} of rows: give a {', '.join(_BUILDERS)} or .tar file, a folder, or "
+        "organisation/name of a dataset on the hub"
+    )
 
 
-def tar_files(path: str) -> list[Path]:
-    """Return the tars that a path stands for, in order; none for a folder with other folders, pictures or captions."""
-    place = Path(path)
-    if place.is_dir():
-        names = [one for one in place.iterdir() if not one.name.startswith(".")]
-        others = any(one.is_dir() or one.suffix.lower() in PICTURES or one.name in CAPTIONS for one in names)
-        return [] if others else sorted(one for one in names if one.suffix == ".tar")
-    if not path.endswith(".tar"):
-        return []
-    tars = [Path(one) for each in _expanded(path) for one in sorted(glob.glob(each) or [each])]
-    missing = [one for one in tars if not one.is_file()]
-    if missing:
-        raise ConfigError(f"there is no file {missing[0]} ({len(missing)} of the {len(tars)} that {path} stands for)")
-    return tars
+def _is_saved(place: Path) -> bool:
+    return any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _expanded(pattern: str) -> list[str]:
-    """Return the names that "{00000..00117}" in a pattern stands for."""
-    span = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if span is None:
-        return [pattern]
-    numbers = (str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1))
-    return [pattern[: span.start()] + number + pattern[span.end() :] for number in numbers]
+def _is_hub_name(path: str) -> bool:
+    """Return True for organisation/name where the organisation is no folder."""
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path)) and not Path(path).parent.is_dir()
+
+
+def _captioned(folder: Path, pictures: Sequence[Path], split: str | None, streaming: bool) -> Any:
+    """Return pictures with the text of the .txt beside each, by the folders train, val and test if there are any."""
+    datasets = import_extra("datasets", "train")
+    parts: dict[str, dict[str, list[str | None]]] = {}
+    for picture in pictures:
+        top, text = picture.relative_to(folder).parts[0], picture.with_suffix(".txt")
+        name = next((name for name, folders in SPLITS.items() if top.lower() in folders), "train")
+        columns = parts.setdefault(name, {"image": [], "text": []})
+        columns["image"].append(str(picture.absolute()))
+        columns["text"].append(text.read_text(encoding="utf-8-sig").strip() if text.is_file() else None)
+    dataset = datasets.DatasetDict({name: datasets.Dataset.from_dict(columns) for name, columns in parts.items()})
+    if streaming:
+        dataset = datasets.IterableDatasetDict({name: part.to_iterable_dataset() for name, part in dataset.items()})
+    return dataset if split is None else dataset[split]
 
 
 def _check_tar(path: Path) -> None:
     """Refuse a tar that does not end after its last file: a damaged header looks like the end to tarfile."""
     with tarfile.open(path, "r:") as tar:
         members = tar.getmembers()
-    last = max((one.offset_data + -(-one.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for one in members), default=0)
+    ends = (file.offset_data + -(-file.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for file in members)
+    last = max(ends, default=0)
     with open(path, "rb") as file:
         file.seek(last)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise ConfigError(f"{path} is truncated or damaged after its byte {last:,}: fetch the file again")
 
 
-class _Columns:
-    """A dataset and the columns of it that rows are made of."""
+def _resolved(dataset: Rows, folder: Path) -> Rows:
+    """Return a table with paths that start from a folder."""
+    names = [name for name in _FILES if name in (dataset.column_names or ())]
 
-    kind: str
+    def resolve(value: object) -> object:
+        if isinstance(value, list) and value and isinstance(value[0], str):
+            return [str(folder / name) for name in value]
+        return str(folder / value) if isinstance(value, str) and value else value
 
-    def __init__(
-        self,
-        dataset: Dataset | IterableDataset,
-        columns: Mapping[str, str],
-        host: str = "language",
-        template: str | None = None,
-    ) -> None:
-        self.dataset, self.columns, self.host, self.template = dataset, dict(columns), host, template
-        feature = (getattr(dataset, "features", None) or {}).get(self.columns.get("label", ""))
-        self._classes: Sequence[str] | None = getattr(feature, "names", None)
+    def row(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: resolve(values[name]) for name in names}
 
-    @property
-    def memory_kinds(self) -> set[str]:
-        """The kinds of the memories' contents, by the columns."""
-        keys = {"pictures": {"image", "images", "example"}, "passages": {"passage", "passages"}, "memories": {"memory"}}
-        return {kind for kind, named in keys.items() if named & set(self.columns)}
-
-    @property
-    def summary(self) -> str:
-        """One line that describes the rows."""
-        return f"{self.kind} of a dataset ({', '.join(f'{key}={name}' for key, name in self.columns.items())})"
-
-    def _row(self, values: Values, number: int) -> Row:
-        try:
-            named = {ROW_KEY.get(key, key): self._value(key, name, values) for key, name in self.columns.items()}
-            return make_row(named, self.host)
-        except ConfigError as error:
-            raise ConfigError(f"row {number} of the dataset: {error}") from error
-
-    def _value(self, key: str, name: str, values: Values) -> Any:
-        value = values[_column(name)]
-        if name.startswith("json."):
-            value = None if value is None else value.get(name.removeprefix("json."))
-        if name == "txt" and value is not None:
-            value = value.strip()
-        if key == "label":
-            label = self._classes[value] if self._classes is not None and isinstance(value, int) else value
-            return text_of_label(str(label).replace("_", " ").replace("-", " "), self.template)
-        if isinstance(value, Mapping) and {"bytes", "path"} <= set(value):
-            return value["path"] if value["bytes"] is None else value["bytes"]
-        return value
+    return dataset.map(row, features=dataset.features) if names else dataset
 
 
-class DatasetRows(_Columns, Sequence[Row]):
-    """The rows of a dataset that lies on the disk, each built when it is asked for.
+def _renamed(
+    dataset: Rows, path: str, host: str, columns: Mapping[str, str] | None, template: str | None, *, strict: bool
+) -> Rows:
+    """Return the dataset with the columns of a row, its pictures as they are stored."""
+    datasets = import_extra("datasets", "train")
+    if dataset.features is None:  # of a stream of lines
+        dataset = dataset._resolve_features()
+    names = list(dataset.column_names)
+    allowed = (*COLUMNS[host], *ACCEPTED)
+    if strict and (unknown := [name for name in names if name not in allowed]):
+        raise ConfigError(f"{path}: {unknown_column(unknown[0], COLUMNS[host])}")
+    chosen = dict(columns or _default_columns(dataset, names, allowed))
+    _check_columns(chosen, path, host, names, allowed)
+    if template is not None and "label" not in chosen:
+        raise ConfigError(f"template is for classes, and {path} has texts: leave it out")
+    dataset = undecoded_pictures(dataset)
+    features = dict(dataset.features)
+    reads = {key: _reader(key, name, features, template) for key, name in chosen.items()}
+    if isinstance(dataset, datasets.Dataset):
+        parts = []
+        for key, name in chosen.items():
+            part, read = dataset.select_columns(_column(name)), reads[key]
+            part = part if _column(name) == key else part.rename_column(_column(name), key)
+            parts.append(part if read is None else datasets.Dataset.from_dict({key: [read(row[key]) for row in part]}))
+        rows = datasets.concatenate_datasets(parts, axis=1)
+        return rows.rename_column("label", "text") if "label" in chosen else rows
 
-    Args:
-        dataset: a `datasets.Dataset`.
-        columns: from keys of a row to columns of the dataset, or from "label" to the column of classes that the texts
-            are made of; other columns are not read.
-        host: "language" or "unet".
-        template: the text of a row with a label, see `read_folder`.
-    """
+    def row(values: Values) -> dict[str, Any]:
+        found = {key: (values[_column(name)], reads[key]) for key, name in chosen.items()}
+        return {
+            "text" if key == "label" else key: value if read is None else read(value)
+            for key, (value, read) in found.items()
+        }
 
-    left_out: Sequence[str] = ()
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return f"{len(self)} rows"
-
-    @property
-    def fingerprint(self) -> str:
-        """A fingerprint of the dataset and its columns."""
-        about = (self.dataset._fingerprint, sorted(self.columns.items()), self.template)
-        return hashlib.sha256(repr(about).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    @overload
-    def __getitem__(self, number: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> DatasetRows: ...
-
-    def __getitem__(self, number: int | slice) -> Row | DatasetRows:
-        if isinstance(number, slice):
-            return self.select(range(len(self))[number])
-        return self._row(self.dataset[number], number)
-
-    def select(self, numbers: Sequence[int]) -> DatasetRows:
-        """Return the rows of these numbers."""
-        return DatasetRows(self.dataset.select(numbers), self.columns, self.host, self.template)
-
-    def text_lengths(self) -> list[int]:
-        """Return `Row.text_length` of every row, for which no picture is opened."""
-        texts = {key: name for key, name in self.columns.items() if key in ("text", "label", "prompt")}
-        if not texts:
-            return [0] * len(self)
-        selected = self.dataset.select_columns([_column(name) for name in texts.values()])
-        return [sum(len(self._value(key, name, one) or "") for key, name in texts.items()) for one in selected]
+    kinds = {}
+    for key, name in chosen.items():
+        kind = features["json"][name.removeprefix("json.")] if name.startswith("json.") else features[name]
+        kinds["text" if key == "label" else key] = datasets.Value("string") if key == "label" else kind
+    return dataset.map(row, remove_columns=names, features=datasets.Features(kinds))
 
 
-class StreamRows(_Columns):
-    """The rows of a streamed dataset: it has no length, and is read once an epoch from its beginning.
+def _check_columns(
+    chosen: Mapping[str, str], path: str, host: str, names: Sequence[str], allowed: Sequence[str]
+) -> None:
+    """Refuse columns that the rows of a host or the dataset do not have."""
+    wrong = [f"{k}={name}" for k, name in chosen.items() if k not in (*allowed, "label") or _column(name) not in names]
+    needed = {"text", "label"} if host == "language" else {"image"}
+    if not wrong and needed & set(chosen) and not {"text", "label"} <= set(chosen):
+        return
+    fault = "both a text and a label" if {"text", "label"} <= set(chosen) else f"nothing for {min(needed)}"
+    raise ConfigError(
+        f"the columns of {path} are {', '.join(names)}, and the rows of this host have {', '.join(COLUMNS[host])}: "
+        f"{', '.join(wrong) or fault} does not fit; name them, columns={{text: NAME, …}}, "
+        "or columns={{label: NAME, …}} for classes"
+    )
 
-    Args:
-        dataset: a `datasets.IterableDataset`.
-        columns: as in `DatasetRows`.
-        host: "language" or "unet".
-        template: the text of a row with a label, see `read_folder`.
 
-    Attributes:
-        skip_broken: leave out rows that cannot be used, and name them in `left_out`.
-        left_out: rows that the last iteration left out, and why.
-    """
+def _reader(key: str, name: str, features: Mapping[str, Any], template: str | None) -> Callable[[Any], Any] | None:
+    """Return the function from a value of the dataset to one of a row; None where they are equal."""
+    if key != "label" and name.startswith("json."):
+        return lambda values: (values or {}).get(name.removeprefix("json."))
+    if key != "label":
+        return (lambda text: None if text is None else text.strip()) if name == "txt" else None
+    pattern, labels = TEMPLATE if template is None else template, getattr(features.get(name), "names", None)
+    if "{label}" not in pattern:
+        raise ConfigError(f"template={pattern!r} must have {{label}} where the name of the class belongs")
 
-    kind = "a stream of rows"
-    skip_broken = False
-    left_out: Sequence[str] = ()
+    def text(label: Any) -> str:
+        words = str(labels[label] if labels is not None and isinstance(label, int) else label).strip()
+        return pattern.replace("{label}", words.replace("_", " ").replace("-", " "))
 
-    def __iter__(self) -> Iterator[Row]:
-        left_out: list[str] = []
-        self.left_out = left_out
-        for number, values in enumerate(self.dataset):
-            try:
-                yield self._row(values, number)
-            except ConfigError as error:
-                if not self.skip_broken:
-                    raise
-                left_out.append(str(error))
+    return text
+
+
+def _default_columns(dataset: Rows, names: Sequence[str], allowed: Sequence[str]) -> dict[str, str]:
+    """Return columns named as those of a row, or by the endings of a tar's files; without a text, a label."""
+    if "__key__" not in names:
+        chosen = {name: name for name in allowed if name in names}
+        return chosen if "text" in names or "label" not in names else {**chosen, "label": "label"}
+    features: Mapping[str, Any] = dataset.features or {}
+    image = next((name for name in features if f".{name}" in PICTURES), None)
+    chosen = {} if image is None else {"image": image}
+    if "txt" in features:
+        return {**chosen, "text": "txt"}
+    known = {"caption": "text"} | {name: name for name in allowed if name not in ("image", "images", "memory")}
+    return chosen | {known[key]: f"json.{key}" for key in features.get("json") or () if key in known}
 
 
 def _column(name: str) -> str:
     """Return the column of the dataset that "json.caption" is a key of, or the name itself."""
     return "json" if name.startswith("json.") else name
-
-
-ROW_KEY = {"label": "text"}
-"""Keys of a row that other names of columns stand for."""
-Rows = Sequence[Row] | StreamRows

@@ -7,30 +7,18 @@ it stopped.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import itertools
 import random
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from mmattn.data.encoded_dataset import EncodedDataset, EncodedRow
-from mmattn.data.readers import DatasetRows, Rows, StreamRows
-from mmattn.data.row import Row
+from mmattn.data.readers import Rows
+from mmattn.data.rows import Row, Values
 from mmattn.errors import ConfigError, check_int
 
 BUCKET = 50
 """Batches whose rows are sorted by length together: enough for little padding, few enough to stay random."""
-BUFFER_BYTES = 256 << 20
-THREADS = 4
-"""Threads that read blocks of an encoded dataset."""
-_MOST_ROWS = 1 << 16
-"""Rows that are mixed at a time at most, where their vectors are small."""
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -126,11 +114,11 @@ class RowBatches:
         ConfigError: no rows, or a batch size below 1.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, rows: Rows | Sequence[Row], batch_size: int, seed: int = 0) -> None:
         self.rows, self.batch_size = rows, check_int("batch_size", batch_size)
         self.seed = check_int("seed", seed, at_least=0)
         self.sampler: LengthGroupedSampler | None = None
-        if not isinstance(rows, StreamRows):
+        if hasattr(rows, "__len__"):
             self.sampler = LengthGroupedSampler(text_lengths(rows), batch_size, seed)
 
     @property
@@ -143,11 +131,11 @@ class RowBatches:
         """Number of batches in an epoch; None for a stream."""
         return None if self.sampler is None else -(-len(self.sampler) // self.batch_size)
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[list[Row]]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[list[Row | Values]]:
         """The batches of an epoch, from batch `start` on."""
         if self.sampler is not None:
             for numbers in self.sampler.batches(number)[start:]:
-                yield [self.rows[i] for i in numbers]  # type: ignore[index]
+                yield [self.rows[i] for i in numbers]
             return
         stream = iter(self.rows)
         for block in itertools.count():
@@ -155,97 +143,8 @@ class RowBatches:
             if not rows:
                 return
             rng = random.Random(f"order/{self.seed}/{number}/{block}")
-            batches = batches_by_length(rows, attrgetter("text_length"), self.batch_size, rng)
+            batches = batches_by_length(rows, _text_length, self.batch_size, rng)
             yield from batches[max(0, start - block * BUCKET) :]
-
-
-class EncodedBatches:
-    """Batches of the rows of an encoded dataset, epoch by epoch, like `RowBatches`.
-
-    Blocks are read whole, in random order and ahead, and the rows of a window of blocks are mixed: as many as fill
-    `buffer_bytes`. Rows of similar length share a batch. A run that resumes at a batch reads from the window of that
-    batch on. At most the blocks of two windows and some more are in memory; rows that are kept keep none.
-
-    Args:
-        dataset: all rows of an encoded dataset, or some.
-        batch_size: rows in a batch, over all processes.
-        seed: of the order.
-        shuffle: False gives the rows in the order of their blocks.
-        buffer_bytes: size of the window.
-
-    Raises:
-        ConfigError: no rows, or a size below 1.
-    """
-
-    def __init__(
-        self,
-        dataset: EncodedDataset,
-        batch_size: int,
-        seed: int = 0,
-        *,
-        shuffle: bool = True,
-        buffer_bytes: int = BUFFER_BYTES,
-    ) -> None:
-        if not len(dataset):
-            raise ConfigError(f"{dataset!r} has no rows to put into an order")
-        self.dataset, self.batch_size, self.shuffle = dataset, check_int("batch_size", batch_size), shuffle
-        self.seed = check_int("seed", seed, at_least=0)
-        self._block_rows = dataset.block_rows()
-        rows = min(check_int("buffer_bytes", buffer_bytes) / dataset.row_bytes, _MOST_ROWS)
-        # Whole batches, so that each comes from one window; in order there is nothing to mix.
-        self._window = max(1, round(rows / batch_size)) if shuffle else 1
-        blocks = -(-self._window * batch_size * sum(len(one) > 0 for one in self._block_rows) // len(dataset))
-        self._ahead = max(blocks, 2 * THREADS)
-
-    @property
-    def fingerprint(self) -> str:
-        """A fingerprint of the order."""
-        return str(derive_seed(self.dataset.sha256, self._window, self.shuffle))
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches in an epoch."""
-        return -(-len(self.dataset) // self.batch_size)
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[list[Row]]:
-        """Iterate over the batches of an epoch, from batch `start` on. Closing the iterator ends its threads.
-
-        Raises:
-            AdapterFileError: a block was changed after it was written, or a file is missing.
-            OSError: a file cannot be reached.
-        """
-        order = [block for block, rows in enumerate(self._block_rows) if len(rows)]
-        if self.shuffle:
-            random.Random(f"blocks/{self.seed}/{number}").shuffle(order)
-        ends = list(itertools.accumulate(len(self._block_rows[block]) for block in order))
-        window, skipped = divmod(start, self._window)
-        size = self._window * self.batch_size
-        first = bisect.bisect_right(ends, window * size)
-        position = ends[first - 1] if first else 0  # in the epoch, of the first row of the next block
-        waiting: list[EncodedRow] = []
-        with contextlib.closing(read_ahead(self._read, order[first:], self._ahead)) as blocks:
-            for begin in range(window * size, len(self.dataset), size):
-                end = min(begin + size, len(self.dataset))
-                while position < end:
-                    rows = next(blocks)
-                    waiting += rows[max(0, begin - position) :]
-                    position += len(rows)
-                rows, waiting = waiting[: end - begin], waiting[end - begin :]
-                batches = deque(self._batches(rows, number, begin // size)[skipped:])
-                skipped = 0
-                del rows  # so that used rows are freed while the next window is read
-                while batches:
-                    yield [row.copied() for row in batches.popleft()]
-
-    def _read(self, block: int) -> list[EncodedRow]:
-        return self.dataset.read_rows(block, self._block_rows[block])
-
-    def _batches(self, rows: list[EncodedRow], epoch: int, window: int) -> list[list[EncodedRow]]:
-        """Return the rows of a window, mixed, in batches of similar length."""
-        if not self.shuffle:
-            return [list(rows)]
-        rng = random.Random(f"order/{self.seed}/{epoch}/{window}")
-        return batches_by_length(rows, attrgetter("text_length"), self.batch_size, rng)
 
 
 @runtime_checkable
@@ -264,9 +163,18 @@ Batches: TypeAlias = EpochBatches | Iterable[Sequence[Any]]
 """Batches for `train`."""
 
 
-def text_lengths(rows: Sequence[Row]) -> list[int]:
+def text_lengths(rows: Rows | Sequence[Row]) -> list[int]:
     """Length of the texts of each row, in characters."""
-    return rows.text_lengths() if isinstance(rows, (DatasetRows, EncodedDataset)) else [row.text_length for row in rows]
+    texts: Any = rows
+    if hasattr(texts, "select_columns"):
+        texts = texts.select_columns([name for name in ("text", "prompt") if name in texts.column_names])
+    return [_text_length(row) for row in texts]
+
+
+def _text_length(row: Row | Values) -> int:
+    if isinstance(row, Row):
+        return row.text_length
+    return len(row.get("text") or "") + len(row.get("prompt") or "")
 
 
 def split_between_processes(
@@ -301,17 +209,3 @@ def batches_by_length(
         rng.shuffle(parts)
         batches += parts + [bucket[whole:]] * (whole < len(bucket))
     return batches
-
-
-def read_ahead(read: Callable[[K], T], keys: Iterable[K], ahead: int) -> Generator[T, None, None]:
-    """Iterate over `read(key)` in the order of the keys; threads read up to `ahead`, until the iterator is closed."""
-    pool, pending = ThreadPoolExecutor(THREADS, thread_name_prefix="mmattn-read-ahead"), deque[Future[T]]()
-    try:
-        for key in keys:
-            pending.append(pool.submit(read, key))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmattn.adapters.language_models import call_by_name
-from mmattn.data.row import row_memory
+from mmattn.data.rows import row_memory
 from mmattn.data.text_batches import bos_and_eos, collate
 from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_int, import_extra
 from mmattn.memory import Memory

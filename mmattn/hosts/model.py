@@ -696,7 +696,7 @@ class AdaptedModel(nn.Module):
                     view = source.step(text)
             else:
                 view = source.step(text)
-            if text.packed is not None and not view.is_packed:
+            if text.packed is not None:
                 view = view.pack(text.packed)
             blocks, scale = adapter.blocks._modules, call.scales.get(name, 1.0)
             for place in adapter.places if site is None else [site]:

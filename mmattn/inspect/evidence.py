@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmattn.data.readers import read_rows
-from mmattn.data.row import Row, content_key, encoded_parts, make_row
+from mmattn.data.rows import Row, make_row
 from mmattn.encoders.images import load_image
 from mmattn.errors import ConfigError, import_extra
 
@@ -64,7 +64,7 @@ def read_items(data: object, count: int) -> list[Item]:
     rows = _rows(data)
     if not rows:
         raise ConfigError("doctor needs rows with questions, got none")
-    parts = [encoded_parts(row) for row in rows]
+    parts = [_parts(row) for row in rows]
     bad = [number for number, row in enumerate(rows) if not (row.prompt.strip() and row.text.strip() and parts[number])]
     if bad:
         raise ConfigError(
@@ -76,13 +76,13 @@ def read_items(data: object, count: int) -> list[Item]:
         by_question[row.prompt].append(number)
     random, items = Random(0), []
     for number in random.sample(range(len(rows)), min(count, len(rows))):
-        row, keys = rows[number], [content_key(*part) for part in parts[number]]
+        row, keys = rows[number], contents(parts[number])
         candidates = (by_question[row.prompt], range(len(rows)))
         others = [one for some in candidates for one in random.sample(some, min(len(some), 1000))]
         others = [
             one for one in others if not (is_right(rows[one].text, row.text) or is_right(row.text, rows[one].text))
         ]
-        other = next((one for one in others if [content_key(*part) for part in parts[one]] != keys), None)
+        other = next((one for one in others if contents(parts[one]) != keys), None)
         if other is None:
             raise ConfigError(f"no row has another answer and other evidence than row {number}: give more rows")
         text = rows[other].text if rows[other].prompt == row.prompt else None
@@ -93,7 +93,7 @@ def read_items(data: object, count: int) -> list[Item]:
 
 def _rows(data: object) -> Sequence[Row]:
     if isinstance(data, (str, PathLike)):
-        data = read_rows(fspath(data))
+        data = read_rows(fspath(data), split="train")
     if not isinstance(data, Iterable):
         raise ConfigError(f"doctor needs rows, or their file or folder; got {type(data).__name__}")
     rows: list[Any] = [make_row(one) if isinstance(one, Mapping) else one for one in data]
@@ -101,6 +101,11 @@ def _rows(data: object) -> Sequence[Row]:
     if wrong:
         raise ConfigError(f"doctor needs rows, as dicts or Row; got {', '.join(sorted(wrong))}")
     return rows
+
+
+def _parts(row: Row) -> Parts:
+    """Return the pictures and passages of a row in their order, each with its kind."""
+    return [*(("pictures", image) for image in row.images), *(("passages", text) for text in row.passages)]
 
 
 def plain_pictures(count: int = 64) -> list[dict[str, object]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.prepared_memory import PreparedMemory, Reader
+from mmattn.adapters.projection import PreparedMemory, Reader
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ShapeError, check_bool_mask
 from mmattn.memory import Memory
-from mmattn.storage.tensor_cache import TensorVersion
+from mmattn.storage.tensor_cache import TensorVersion, Values, cached
 
 #: From an adapter, the number of a host layer and scores to keys and values; None if the weights have changed.
 Pages = Callable[[AdapterLayers, int, Tensor | None], KeyValue | None]
@@ -26,24 +27,27 @@ class GatheredMemory(PreparedMemory):
         self._entries_per_row, self._pages = count, pages
         self._unedited = TensorVersion(memory.tensors())
 
-    def read(self, adapter: Reader) -> Memory:
+    def read(self, adapter: Reader, values: Values | None) -> Memory:
         """Return the slots as an adapter reads them: without vectors if keys and values come from the pages."""
-        projected = self._from_pages(adapter, adapter.layers[0])
-        if projected is None:
-            return super().read(adapter)
-        return self.cache.get(adapter, ("slots", projected.keys.device), lambda: self._slots(projected))
+        projected = self._from_pages(adapter, adapter.layers[0], values)
+        if projected is None or values is None:
+            return super().read(adapter, values)
+        return cached(values, ("slots", projected.keys.device), partial(self._slots, projected))
 
-    def project(self, adapter: Reader, layers: Sequence[int], memory: Memory, queries: int) -> dict[int, KeyValue]:
+    def project(
+        self, adapter: Reader, layers: Sequence[int], read: Memory, queries: int, values: Values | None
+    ) -> dict[int, KeyValue]:
         """Return keys and values from the pages, or else as any prepared memory does."""
-        pages = {layer: self._from_pages(adapter, layer) for layer in layers}
+        pages = {layer: self._from_pages(adapter, layer, values) for layer in layers}
         found = {layer: page for layer, page in pages.items() if page is not None}
         if missing := [layer for layer in layers if layer not in found]:
             # An entry may have been written after `read` had read the pages of the first layer.
-            found |= super().project(adapter, missing, memory if memory.dim else super().read(adapter), queries)
+            vectors = read if read.dim else super().read(adapter, values)
+            found |= super().project(adapter, missing, vectors, queries, values)
         return found
 
-    def _from_pages(self, adapter: Reader, layer: int) -> KeyValue | None:
-        if self.is_uncached(adapter) or not isinstance(adapter, AdapterLayers):
+    def _from_pages(self, adapter: Reader, layer: int, values: Values | None) -> KeyValue | None:
+        if values is None or not isinstance(adapter, AdapterLayers):
             return None
 
         def gather() -> KeyValue | None:
@@ -51,7 +55,7 @@ class GatheredMemory(PreparedMemory):
                 return None
             return self._pages(adapter, layer, self.memory.scores if adapter.score_bias else None)
 
-        return self.cache.get(adapter, ("pages", layer), gather)
+        return cached(values, ("pages", layer), gather)
 
     def _slots(self, projected: KeyValue) -> Memory:
         """Return the mask and segments of the slots of keys and values, with vectors of width 0."""

@@ -170,9 +170,10 @@ def gather_pages(adapter: AdapterLayers, layer: int, tables: Tables, rows: Tenso
     if dtype is not torch.float64:
         dtype = autocast_dtype(device) or dtype
     mask = tables[f"{adapter.name}.mask"][rows].flatten(1).to(device)
-    visible = None if may_read(mask) and bool(mask.all()) else mask
-    bias = projection.score_bias(None if scores is None else scores.to(device), visible)
-    lengths = projection.packed_lengths(visible)
+    counts = tuple(mask.sum(1).tolist()) if may_read(mask) else None
+    visible = None if counts is not None and sum(counts) == mask.numel() else mask
+    bias = None if scores is None else projection.score_bias(scores.to(device), visible)
+    lengths = counts if projection.packs(counts, mask.shape[1]) else None
 
     def part(name: str) -> Tensor:
         """Return numbers (b, g, n·m, k), or of the real slots of all rows (1, g, r, k)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.prepared_memory import PreparedMemory
+from mmattn.adapters.projection import PreparedMemory
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.model import AdaptedModel

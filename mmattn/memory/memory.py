@@ -137,12 +137,13 @@ class Memory:
         """
         if self.finite_checked and not torch.compiler.is_compiling():
             self._begin_check()
-            watch_checks(self._checks)
+            if self._checks:
+                watch_checks(self._checks)
             self._checks = ()  # they hold this memory, which would not be freed with its last use
 
     def _begin_check(self) -> None:
         """Check values on the CPU, and begin to check those on a device, unless that was done for these values."""
-        values = [value for value in (self.tokens, self.scores) if value is not None]
+        values = [self.tokens] if self.scores is None else [self.tokens, self.scores]
         if torch.compiler.is_compiling() or (self._checked is not None and self._checked.holds(values)):
             return
         _, self._checks = collect_checks(partial(refuse_unless_finite, values, self.check_finite))
@@ -320,11 +321,12 @@ class Memory:
         return self.batch
 
     def __getstate__(self) -> dict[str, object]:
-        # Checks that are under way belong to this process.
+        # Checks that are under way belong to this process, and to these tokens.
         return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        for name, value in {**state, "_checked": None, "_checks": ()}.items():
+        self._checked, self._checks = None, ()
+        for name, value in state.items():
             setattr(self, name, value)
 
     def __repr__(self) -> str:

@@ -58,7 +58,7 @@ class TensorVersion:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
-        self._storage = [tensor.data for tensor in tensors]
+        self._storage = list(map(_data, tensors))
         self._state = _state(tensors)
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
@@ -66,12 +66,18 @@ class TensorVersion:
         return _state(list(tensors)) == self._state
 
 
-_COUNTED = (attrgetter("_version"), Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype"))
+_version, _dtype, _data = attrgetter("_version"), attrgetter("dtype"), attrgetter("data")
 
 
-def _state(tensors: list[Tensor]) -> list[list[object]]:
+def _state(tensors: list[Tensor]) -> list[object]:
     # Mapped by functions written in C: this runs in every forward.
-    return [list(map(read, tensors)) for read in _COUNTED]
+    return [
+        *map(_version, tensors),
+        *map(Tensor.data_ptr, tensors),
+        *map(Tensor.size, tensors),
+        *map(Tensor.stride, tensors),
+        *map(_dtype, tensors),
+    ]
 
 
 class ModuleVersion:
@@ -90,9 +96,12 @@ class ModuleVersion:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parts = ((one._modules, one._parameters, one._buffers) for one in modules)
-        owners = [owner for part in parts for owner in part if owner]
-        self._contents = [(owner, tuple(owner.values())) for owner in owners]
+        self._contents = [
+            (owner, tuple(owner.values()))
+            for one in modules
+            for owner in (one._modules, one._parameters, one._buffers)
+            if owner
+        ]
 
     def holds(self) -> bool:
         """Return whether they are all as they were."""

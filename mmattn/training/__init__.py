@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.data.collators import MemoryCollator, RowCollator
-    from mmattn.data.encode import encode_rows
-    from mmattn.data.encoded_dataset import EncodedDataset
-    from mmattn.data.folders import read_folder, read_lines
-    from mmattn.data.readers import DatasetRows, StreamRows, read_rows
-    from mmattn.data.row import Row, make_row, memory_kinds
-    from mmattn.data.row_memories import MemorySource, RowMemories, augment_memory
-    from mmattn.data.sampling import EncodedBatches, LengthGroupedSampler, PairSampler, RowBatches, derive_seed
-    from mmattn.data.splits import held_out_split, shuffle_memories, split_rows
+    from mmattn.data.collators import MemoryCollator, RowCollator, augment_memory
+    from mmattn.data.encoded import EncoderInfo, Encoding, drop_errors, encode_dataset, encoding_of
+    from mmattn.data.readers import memory_kinds, read_rows
+    from mmattn.data.rows import Row, make_row, stack_memories
+    from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+    from mmattn.data.splits import shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.progress import tracked
     from mmattn.training.checkpoints import last_step
@@ -43,24 +40,20 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterTrainer",
     "Collate",
-    "DatasetRows",
     "DryRunEnded",
-    "EncodedBatches",
-    "EncodedDataset",
+    "EncoderInfo",
+    "Encoding",
     "LengthGroupedSampler",
     "Loss",
     "MemoryCollator",
-    "MemorySource",
     "MetricsLog",
     "PairSampler",
     "PromptCache",
     "Row",
     "RowBatches",
     "RowCollator",
-    "RowMemories",
     "RunFolder",
     "SavedRun",
-    "StreamRows",
     "TextBatch",
     "TrainingConfig",
     "TrainingResult",
@@ -74,12 +67,13 @@ __all__ = [
     "compare_runs",
     "curves_of",
     "derive_seed",
+    "drop_errors",
     "dry_run",
-    "encode_rows",
+    "encode_dataset",
     "encode_texts",
+    "encoding_of",
     "end_training",
     "gradient_checkpointing",
-    "held_out_split",
     "last_step",
     "learning_rate_factor",
     "load_lora",
@@ -95,8 +89,6 @@ __all__ = [
     "pack",
     "parameter_groups",
     "perplexity",
-    "read_folder",
-    "read_lines",
     "read_metrics",
     "read_rows",
     "read_run",
@@ -105,6 +97,7 @@ __all__ = [
     "shuffle_memories",
     "split_rows",
     "spread_table",
+    "stack_memories",
     "sum_nats",
     "text_nats",
     "token_nats",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmattn.data.row import Row
+from mmattn.data.rows import Row
 from mmattn.data.sampling import Batches, EpochBatches
 from mmattn.errors import ConfigError, check_bool, check_choice, check_float, check_int
 from mmattn.training.optimization import SCHEDULES

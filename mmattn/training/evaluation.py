@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.data.row import Row
+from mmattn.data.rows import Row
 from mmattn.data.sampling import derive_seed, split_between_processes
 from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.interop.sharded import shards

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.device_checks import report_checks
-from mmattn.data.row import Row
+from mmattn.data.rows import Row
 from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.calibration import calibrating, fresh_adapters

@@ -1,97 +1,122 @@
-"""The rows of a run: read from any source, split, and their memories by the encoders that they need."""
+"""The rows of a run: read from any source, their memories encoded, and a part of them held out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 
-import mmattn
 from mmattn import models, training
 from mmattn.encoders import load_image_encoder, load_text_encoder
-from mmattn.errors import ConfigError, ImageError
+from mmattn.errors import ConfigError
 
 from .settings import Config
 
 HELD_OUT = 0.1  # the share that is held out of data without rows of its own for that
-MOST_HELD_OUT = 1000  # encoded rows that are held out by default, at most: there may be millions
+MOST_HELD_OUT = 1000  # rows that are held out by default, at most: there may be millions
 
 
 @dataclass(frozen=True)
 class Data:
-    """Rows to train on, rows that are never trained on, and the reasons why others were left out."""
+    """Datasets to train on and to evaluate on, what made their memories, and the reasons why rows were left out.
+
+    `held_out` is None until a part of `rows` is held out, `encoding` until their memories are encoded.
+    """
 
     rows: Any
-    held_out: Any
+    held_out: Any = None
+    encoding: training.Encoding | None = None
     left_out: tuple[str, ...] = ()
 
     @property
     def streamed(self) -> bool:
         """Return True if the rows arrive one by one."""
-        return isinstance(self.rows, training.StreamRows)
-
-    @property
-    def encoded(self) -> training.EncodedDataset | None:
-        """Return the encoded dataset that the rows and their memories come from."""
-        return self.rows if isinstance(self.rows, training.EncodedDataset) else None
+        return isinstance(self.rows, IterableDataset)
 
     @property
     def parts(self) -> list[Any]:
-        """Return the rows that can be read before the training: a stream cannot."""
-        return [self.held_out] if self.streamed else [self.rows, self.held_out]
+        """Return the datasets that can be read before the training: a stream cannot."""
+        return [part for part in (self.rows, self.held_out) if not (part is None or isinstance(part, IterableDataset))]
 
 
 def read(settings: Config, say: Callable[[str], None] = print) -> Data:
     """Read the rows of the settings, and print a summary of them."""
     data, path = settings.data, models.resolve(settings.data.path)
-    options: dict[str, Any] = {
-        "columns": data.columns,
-        "template": data.template,
-        "streaming": data.streaming,
-        "skip_broken": not data.strict,
-    }
-    rows = training.read_rows(path, settings.host, split=data.split, **options)
-    say(f"{path}: {rows.summary}")
-    encoded = isinstance(rows, training.EncodedDataset)
-    if encoded and settings.host == "unet":
-        raise ConfigError(f"{path} has encoded memories, and a UNet needs the pictures that it is to draw: name them")
-    split = training.held_out_split(path) if data.held_out is None else None
-    if split is None or split == data.split:
-        share: float = HELD_OUT if data.held_out is None else data.held_out
-        if data.held_out is None and encoded and HELD_OUT * len(rows) > MOST_HELD_OUT:
+    options: dict[str, Any] = {"columns": data.columns, "template": data.template, "streaming": data.streaming}
+    rows: Any = training.read_rows(path, settings.host, split=data.split, **options)
+    held_out = None
+    if isinstance(rows, dict):
+        splits, rows = rows, rows.get("train")
+        if rows is None:
+            raise ConfigError(f"{path} has no rows to train on, only {', '.join(splits)}: name them by data.split")
+        name = next((name for name in ("validation", "test") if name in splits), None)
+        if name is not None and data.held_out is None:
+            held_out = splits[name]
+            say(f"held out, {name}: {held_out}")
+    say(f"{path}: {rows}")
+    if isinstance(held_out, IterableDataset):
+        held_out = training.read_rows(path, settings.host, split=name, **options | {"streaming": False})
+    return Data(rows, held_out)
+
+
+def encode(data: Data, settings: Config, device: torch.device | str, process_first: Callable[[], Any]) -> Data:
+    """Return the data with the memories of all rows as vectors, and with a part held out.
+
+    Rows whose pictures cannot be read are left out and named, but with `data.strict`.
+    """
+    encoding, left_out, parts = training.encoding_of(data.rows), list[str](), list[Any]()
+    if encoding is not None:
+        check_encoders(settings, encoding)
+        if settings.host == "unet" and "image" not in data.rows.column_names:
+            raise ConfigError(f"{settings.data.path} has no pictures to draw: encode it for a UNet, or name pictures")
+        return split(data, encoding, settings)
+    encoders = load_encoders(settings, training.memory_kinds(data.rows, settings.host), device)
+    strict = settings.data.strict or data.streamed
+    for part in (data.rows, data.held_out):
+        if part is not None:
+            with process_first():
+                part = training.encode_dataset(part, settings.data.cache, host=settings.host, strict=strict, **encoders)
+            encoding = training.encoding_of(part)
+            if not strict:
+                part, reasons = training.drop_errors(part)
+                left_out += reasons
+        parts.append(part)
+    return split(Data(*parts, encoding, tuple(left_out)), encoding, settings)
+
+
+def split(data: Data, encoding: training.Encoding | None, settings: Config) -> Data:
+    """Return the data with a part of the rows held out, if there are none for that, as tensors."""
+    rows, held_out = data.rows, data.held_out
+    if held_out is None:
+        share: float = HELD_OUT if settings.data.held_out is None else settings.data.held_out
+        if settings.data.held_out is None and not data.streamed and HELD_OUT * len(rows) > MOST_HELD_OUT:
             share = MOST_HELD_OUT
-        train, held_out = training.split_rows(rows, share, settings.seed)
-        return Data(train, held_out, tuple(rows.left_out))
-    held_out = training.read_rows(path, settings.host, split=split, **options | {"streaming": False})
-    say(f"held out, {split}: {held_out.summary}")
-    return Data(rows, held_out, (*rows.left_out, *held_out.left_out))
+        rows, held_out = training.split_rows(rows, share, settings.seed)
+        if data.streamed:
+            held_out = Dataset.from_list(list(held_out), features=held_out.features)
+    return Data(rows.with_format("torch"), held_out.with_format("torch"), encoding, data.left_out)
 
 
-def row_memories(settings: Config, rows: Any, device: torch.device | str) -> training.MemorySource:
-    """Return the source of memories: the encoders that rows need, or the encoded rows themselves."""
-    kinds = training.memory_kinds(rows)
+def load_encoders(settings: Config, kinds: set[str], device: torch.device | str) -> dict[str, Any]:
+    """Return the encoders that rows with these contents need."""
     if not kinds:
         raise ConfigError(f"no row of {settings.data.path} has a picture, a passage or a memory to attend to")
-    if isinstance(rows, training.EncodedDataset):
-        check_encoders(settings, rows)
-        return rows
-    pictures = passages = None
+    encoders: dict[str, Any] = {}
     if "pictures" in kinds:
-        pictures = load_image_encoder(settings.encoder, device)
+        encoders["pictures"] = load_image_encoder(settings.encoder, device)
     if "passages" in kinds:
-        passages = load_text_encoder(settings.text_encoder, settings.pooling, device)
-    widths = [encoder.dim for encoder in (pictures, passages) if encoder is not None]
-    if "memories" in kinds:
-        memory = next(row.memory for row in rows if row.memory is not None)
-        widths.append((memory if isinstance(memory, mmattn.Memory) else mmattn.Memory.load(memory)).dim)
-    return training.RowMemories(settings.data.cache, pictures=pictures, passages=passages, dim=max(widths))
+        encoders["passages"] = load_text_encoder(settings.text_encoder, settings.pooling, device)
+    names = {"pictures": settings.encoder, "passages": settings.text_encoder}
+    return {**encoders, "names": {kind: names[kind] for kind in encoders}}
 
 
-def check_encoders(settings: Config, dataset: training.EncodedDataset) -> None:
+def check_encoders(settings: Config, encoding: training.Encoding) -> None:
     """Refuse a dataset of other encoders than those of the settings, with which the adapter will be used."""
-    pictures, passages = dataset.encoders.get("pictures"), dataset.encoders.get("passages")
+    pictures, passages = encoding.encoders.get("pictures"), encoding.encoders.get("passages")
     if pictures is not None and pictures.name != settings.encoder:
         encoder: Any = load_image_encoder(settings.encoder, pooled=pictures.pooled)
         if encoder.fingerprint != pictures.fingerprint:
@@ -109,78 +134,37 @@ def check_encoders(settings: Config, dataset: training.EncodedDataset) -> None:
             )
 
 
-def encode(data: Data, memories: training.MemorySource, settings: Config, accelerator: Any, progress: bool) -> Data:
-    """Encode all memories before anything is trained, and leave out rows whose pictures cannot be read."""
-    if not isinstance(memories, training.RowMemories):
-        return data
-    for part in data.parts:
-        memories.prepare(
-            part,
-            process_index=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-            skip_broken=not settings.data.strict,
-            progress=progress,
-        )
-    accelerator.wait_for_everyone()
-    skipped = float(accelerator.reduce(torch.tensor(float(memories.skipped), device=accelerator.device), "sum"))
-    left_out = list(data.left_out)
-
-    def usable(part: Any) -> Any:
-        broken = {} if not skipped or isinstance(part, training.StreamRows) else memories.unreadable(part)
-        if settings.host == "unet" and not isinstance(part, training.StreamRows):
-            broken = {**broken_pictures(part, settings.data.strict), **broken}
-        if not broken:
-            return part
-        # The message has the name of a file; other pictures have none.
-        left_out.extend(
-            why if isinstance(part[number].images[0], str) else f"the picture of {part[number].text!r:.60}: {why}"
-            for number, why in sorted(broken.items())
-        )
-        rest = [number for number in range(len(part)) if number not in broken]
-        if not rest:
-            raise ConfigError(f"no picture of {settings.data.path} can be read:\n  " + "\n  ".join(left_out[:10]))
-        return part.select(rest) if isinstance(part, training.DatasetRows) else [part[number] for number in rest]
-
-    return replace(data, rows=usable(data.rows), held_out=usable(data.held_out), left_out=tuple(left_out))
-
-
-def broken_pictures(rows: Sequence[training.Row], strict: bool) -> dict[int, str]:
-    """Return the rows whose picture to be drawn cannot be read; one that is in the memory, too, is checked there."""
-    broken = {}
-    for number, row in enumerate(rows):
-        if row.picture is not None and all(row.picture is not image for image in row.images):
-            try:
-                mmattn.load_image(row.picture)
-            except ImageError as error:
-                if strict:
-                    raise
-                broken[number] = str(error)
-    return broken
-
-
-def captions_in_memory(rows: Sequence[training.Row]) -> list[training.Row]:
+def captions_in_memory(dataset: Any) -> Any:
     """Move texts into the memory; a picture is then no example for itself, as its text says what is drawn."""
-    moved = []
-    for row in rows:
-        images = tuple(image for image in row.images if image is not row.picture) if row.text else row.images
-        passages = (*row.passages, row.text) if row.text else row.passages
-        moved.append(training.Row("", "", images, passages, row.memory, row.picture))
-    return moved
+
+    def move(row: dict[str, Any]) -> dict[str, Any]:
+        passages = [*(row.get("passages") or ()), *filter(None, [row.get("passage")]), *filter(None, [row["text"]])]
+        return {"text": "", "passages": passages}
+
+    removed = [name for name in ("passage",) if name in dataset.column_names]
+    return dataset.map(move, remove_columns=removed)
 
 
-def sample_rows(held_out: Sequence[training.Row]) -> list[training.Row]:
+def has_memory(row: Mapping[str, Any]) -> bool:
+    """Return True if a row of an encoded dataset has a memory."""
+    return len(row["memory"]) > 0
+
+
+def sample_rows(held_out: Any) -> list[dict[str, Any]]:
     """Return the held-out rows for which texts or pictures are generated after the training."""
-    return [row for row in held_out if row.has_memory][:8]
+    return [row for row in held_out if has_memory(row)][:8]
 
 
-def picture_files(row: training.Row) -> list[str]:
-    """Return the files of the pictures in the memory of a row; encoded rows have their names only."""
-    return [one for one in row.images or getattr(row, "files", ()) if isinstance(one, str)]
+def picture_files(row: Mapping[str, Any]) -> list[str]:
+    """Return the files of the pictures in the memory of a row that are still there."""
+    return [source for source in row.get("sources") or () if os.path.isfile(source)]
 
 
-def picture_grid(memories: training.MemorySource) -> tuple[int, int] | None:
-    """Return rows and columns of the slots of a picture; None if they have no grid."""
-    if isinstance(memories, training.EncodedDataset):
-        pictures = memories.encoders.get("pictures")
-        return None if pictures is None else pictures.grid
-    return getattr(memories.encoders["pictures"], "grid", None) if isinstance(memories, training.RowMemories) else None
+def slot_names(row: Mapping[str, Any], segments: Sequence[int]) -> list[str]:
+    """Return the picture or passage of each slot, by its segment; those of a saved memory come last."""
+    names, pictures = [], 0
+    for source in row.get("sources") or ():
+        is_picture = not source or os.path.isfile(source)
+        pictures += is_picture
+        names.append(f"picture {pictures}" if is_picture else source)
+    return [names[k] if k < len(names) else f"memory {k - len(names) + 1}" for k in segments]

@@ -14,7 +14,7 @@ import mmattn
 from mmattn import inspect, models, pipelines, training
 from mmattn.errors import ConfigError, TextError
 
-from .data import picture_files, picture_grid
+from .data import picture_files, slot_names
 from .settings import Config
 
 EXPLORED = 6  # rows that `mmattn explore` shows
@@ -37,17 +37,15 @@ class Language:
         self.positions: int | None = getattr(self.lm.config, "max_position_embeddings", None)
         self.max_new_tokens = settings.caption.max_new_tokens
 
-    def collator(self, memories: training.MemorySource | None) -> training.RowCollator:
+    def collator(self, text_only: bool = False) -> training.RowCollator:
         """Return the collator of rows with their memories, or of their texts alone."""
         data = self.settings.data
         longest = min(filter(None, (data.max_length, self.positions)), default=None)
-        return training.RowCollator(
-            self.tokenizer, memories, longest, data.truncation, text_only=memories is None, packing=data.packing
-        )
+        return training.RowCollator(self.tokenizer, longest, data.truncation, text_only=text_only, packing=data.packing)
 
     def check(self, rows: Any) -> None:
         """Refuse rows that this host cannot learn, before anything is trained."""
-        self.collator(None).check(rows)
+        self.collator(text_only=True).check(rows)
 
     def check_prompts(self, prompts: Sequence[str]) -> str:
         """Shorten texts to be generated to the positions of the language model; return a warning if that was needed."""
@@ -63,7 +61,7 @@ class Language:
         before, self.max_new_tokens = self.max_new_tokens, room
         return f"texts have at most {room} tokens instead of {before}: {self.settings.lm!r} has no positions for more"
 
-    def attach(self, memories: training.MemorySource) -> Any:
+    def attach(self, memory_dim: int) -> Any:
         """Return the language model with the adapter of the settings, and with their LoRA."""
         settings = self.settings
         if settings.lora.rank:
@@ -76,16 +74,16 @@ class Language:
         if latents is not None:
             heads = {name: options[name] for name in ("num_heads", "head_dim")}
             options["resampler"] = mmattn.Resampler(num_latents=latents, **heads)
-        model = mmattn.attach(self.host, mmattn.GatedAdapter(memory_dim=memories.dim, **options))
+        model = mmattn.attach(self.host, mmattn.GatedAdapter(memory_dim=memory_dim, **options))
         if settings.optim.host_gradient_checkpointing:
             host: Any = self.host  # since transformers 5.24 by another name
             enable = getattr(host, "activation_checkpointing_enable", None) or host.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         return model
 
-    def collate(self, memories: training.MemorySource | None) -> training.Collate:
+    def collate(self, text_only: bool) -> training.Collate:
         """Return the function from rows to a batch, which a thread beside the training calls."""
-        collator = self.collator(memories)
+        collator = self.collator(text_only)
         return lambda rows, seeds: collator.batch(rows)
 
     def loss(self, model: Any) -> training.Loss:
@@ -154,7 +152,7 @@ def hidden_states(settings: Config, model: Any) -> contextlib.AbstractContextMan
 
 
 def trace_texts(
-    model: Any, tokenizer: Any, rows: Sequence[training.Row], texts: Sequence[str], memories: training.MemorySource
+    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], texts: Sequence[str], grid: Sequence[int] | None
 ) -> list[inspect.Trace]:
     """Return the attention of each word of the texts of rows; nothing if a resampler hides the slots."""
     if any(adapter.resampler is not None for adapter in model.adapters.values()):
@@ -162,21 +160,12 @@ def trace_texts(
     longest = getattr(model.config, "max_position_embeddings", None)
     collator, traces = training.RowCollator(tokenizer, max_length=longest, truncation=True), []
     for row, text in zip(rows[:EXPLORED], texts, strict=False):
-        (ids,), (start,) = collator.ids([training.Row(text or " ", row.prompt)])
-        memory = memories.of([row])
-        words = [tokenizer.decode([one]) for one in ids]
-        options: dict[str, Any] = {"sources": slot_names(row, memory)}
-        grid, pictures = picture_grid(memories), row.images or picture_files(row)
-        # The pictures of encoded rows may be elsewhere now.
-        readable = len(pictures) == 1 and not (isinstance(pictures[0], str) and not Path(pictures[0]).is_file())
-        if readable and grid is not None and grid[0] * grid[1] == memory.length:
+        (ids,), (start,) = collator.ids([training.Row(text or " ", row.get("prompt") or "")])
+        memory = training.stack_memories([row])
+        words = [tokenizer.decode([token]) for token in ids]
+        options: dict[str, Any] = {"sources": slot_names(row, memory.segments[0].tolist())}
+        pictures = picture_files(row)
+        if len(pictures) == 1 and grid is not None and grid[0] * grid[1] == memory.length:
             options = {"grid": grid, "picture": mmattn.load_image(pictures[0])}
         traces.append(inspect.attribute(model, ids, memory, words, start=max(1, start), title=text, **options))
     return traces
-
-
-def slot_names(row: training.Row, memory: mmattn.Memory) -> list[str]:
-    """Return the picture or passage of each slot, by its segment; those of a saved memory come last."""
-    pictures = [f"picture {number}" for number in range(1, len(row.images or picture_files(row)) + 1)]
-    names = [*pictures, *row.passages]
-    return [names[one] if one < len(names) else f"memory {one - len(names) + 1}" for one in memory.segments[0].tolist()]

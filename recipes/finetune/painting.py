@@ -32,14 +32,14 @@ class Painting:
 
     def check(self, rows: Any) -> str | None:
         """Return the first text with words unknown to the text encoder of this UNet, or None."""
-        return self.models.prompts.unknown(rows[number].text for number in range(len(rows)))
+        return self.models.prompts.unknown(rows["text"])
 
-    def attach(self, memories: training.MemorySource) -> Any:
+    def attach(self, memory_dim: int) -> Any:
         """Return the UNet with the adapter of the settings."""
         options = self.settings.decoupled.model_dump(include={"tokens", "blocks", "start"})
         if (latents := self.settings.decoupled.latents) is not None:
             options["resampler"] = mmattn.Resampler(num_latents=latents, num_heads=4, head_dim=32)
-        model = self._masked(mmattn.attach(self.host, mmattn.DecoupledAdapter(memory_dim=memories.dim, **options)))
+        model = self._masked(mmattn.attach(self.host, mmattn.DecoupledAdapter(memory_dim=memory_dim, **options)))
         if self.settings.optim.host_gradient_checkpointing:
             model.enable_gradient_checkpointing()
         return model
@@ -59,13 +59,13 @@ class Painting:
         # A UNet of recipes/diffusion masks the padding of its text; a Stable Diffusion attends to it.
         return model if self.models.prompts.attends_to_padding else model.use_core()
 
-    def collate(self, memories: training.MemorySource | None) -> training.Collate:
+    def collate(self, text_only: bool) -> training.Collate:
         """Return the function from rows to a batch, which a thread beside the training calls."""
 
-        def collate(rows: Sequence[training.Row], seeds: Sequence[int]) -> dict[str, Any]:
-            memory = None if memories is None else memories.of(rows)
-            pixels = self.pixels([row.picture for row in rows])
-            return {"pixels": pixels, "texts": [row.text for row in rows], "memory": memory}
+        def collate(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
+            memory = None if text_only else training.stack_memories(rows)
+            pixels = self.pixels([row["image"] for row in rows])
+            return {"pixels": pixels, "texts": [row["text"] for row in rows], "memory": memory}
 
         return collate
 

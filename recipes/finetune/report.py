@@ -10,6 +10,8 @@ from typing import Any
 import mmattn
 from mmattn import inspect, training
 
+from .data import picture_files
+
 COLUMNS = {
     "loss": ("held-out loss", 1, ".4f", ""),
     "perplexity": ("perplexity", 1, ".2f", ""),
@@ -61,17 +63,19 @@ def plot_metrics(path: Path, metrics: Path) -> None:
     inspect.plot_curves(panels, path)
 
 
-def plot_pictures(path: Path, rows: Sequence[training.Row], pictures: Any) -> None:
+def plot_pictures(path: Path, rows: Sequence[dict[str, Any]], pictures: Any) -> None:
     """Plot for each row its example, if it has one, and below it the picture that was drawn."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.6 * len(rows), 3.6))
     axes = figure.subplots(2, len(rows), squeeze=False)
     for row, picture, (above, below) in zip(rows, pictures, axes.T, strict=True):
-        if row.images:
-            above.imshow(mmattn.load_image(row.images[0]))
+        if examples := picture_files(row):
+            above.imshow(mmattn.load_image(examples[0]))
         below.imshow(picture.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-        below.set_xlabel((row.text or " ".join(row.passages))[:40], fontsize=7)
+        below.set_xlabel(
+            (row["text"] or " ".join(source for source in row["sources"] if source not in examples))[:40], fontsize=7
+        )
         for axis in (above, below):
             axis.set(xticks=[], yticks=[])
     axes[0][0].set_ylabel("example", fontsize=8)

@@ -101,10 +101,10 @@ def dataset(split: str, per_species: int, seed: int = 0, size: int = 64) -> Iter
 
 
 def save_demo(folder: Path, size: int = 128) -> None:
-    """Write the demo pictures and `captions.jsonl` (file, species, caption) into a folder."""
+    """Write the demo pictures and `metadata.jsonl` (file_name, species, text) into a folder."""
     by_name, lines = {one.name: one for one in species()}, []
     for name in DEMO:
         file = f"{name.replace(' ', '-')}.png"
         draw(by_name[name], "demo/6", size).save(folder / file, optimize=True)
-        lines.append(json.dumps({"file": file, "species": name, "caption": descriptions(by_name[name])[0]}))
-    (folder / "captions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines.append(json.dumps({"file_name": file, "species": name, "text": descriptions(by_name[name])[0]}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

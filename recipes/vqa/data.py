@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -123,12 +124,11 @@ def training_tokens(data: Data, every: int = 8) -> tuple[list[list[int]], Tensor
     return texts, torch.tensor(rows)
 
 
-def encode(encoder: Any, questions: Questions, folder: Path, progress: bool) -> mmattn.Memory:
+def encode(encoder: Any, questions: Questions, folder: Path) -> mmattn.Memory:
     """Return the memory of each picture; encoded once, and read from the folder by later runs."""
-    rows = [training.Row("", images=(picture,)) for picture in questions.pictures]
-    name = f"easy-vqa-{questions.pictures[0].parts[-3]}-{len(rows)}-{encoder.fingerprint[:12]}"
-    encoded = training.encode_rows(rows, folder / name, pictures=encoder, progress=progress)
-    memory = encoded.of(list(encoded))
+    pictures = Dataset.from_dict({"image": list(map(str, questions.pictures))})
+    encoded = training.encode_dataset(pictures, folder, pictures=encoder)
+    memory = training.stack_memories(encoded.with_format("torch"))
     assert memory is not None
     return mmattn.Memory(memory.tokens, memory.mask)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch.nn.functional as F
+from datasets import Dataset
 from torch import nn
 from transformers import WhisperFeatureExtractor, WhisperModel
 
@@ -66,16 +67,11 @@ def say(voice: str, text: str, file: Path) -> Path:
     return file
 
 
-def encode_speech(
-    settings: SpeechSettings, texts: Sequence[str], split: str, folder: Path, progress: bool
-) -> mmattn.Memory:
+def encode_speech(settings: SpeechSettings, texts: Sequence[str], split: str, folder: Path) -> mmattn.Memory:
     """Return the memory of each text in each voice of a split; encoded once, and read from the folder by later runs."""
     voices, encoder = VOICES[split][: settings.voices], SpeechEncoder(settings.encoder)
-    rows = [training.Row("", passages=(f"{voice}|{text}",)) for voice in voices for text in texts]
-    name = f"spoken-{split}-{len(rows)}-{encoder.fingerprint[:12]}"
-    encoded = training.encode_rows(
-        rows, folder / name, passages=encoder, contents_per_shard=len(texts), progress=progress
-    )
-    memory = encoded.of(list(encoded))
+    spoken = Dataset.from_dict({"passage": [f"{voice}|{text}" for voice in voices for text in texts]})
+    encoded = training.encode_dataset(spoken, folder, passages=encoder, rows_per_shard=len(texts))
+    memory = training.stack_memories(encoded.with_format("torch"))
     assert memory is not None
     return mmattn.Memory(memory.tokens, memory.mask)

@@ -39,7 +39,7 @@ def answer_spoken(
     """Train both adapters; return the content of the table, with these rows before those of the model."""
     speech, optim, texts = settings.speech, settings.optim, len(data.texts)
     sounds = {
-        split: encode_speech(speech, data.texts, split, Path(settings.cache), settings.progress).to(accelerator.device)
+        split: encode_speech(speech, data.texts, split, Path(settings.cache)).to(accelerator.device)
         for split in ("train", "test")
     }
     text = prompt_template(tokenizer).replace("{question}", speech.instruction)

@@ -53,8 +53,7 @@ def main(config: dict[str, Any]) -> Path:
     data = load_data(tokenizer, settings.train_questions, settings.test_questions)
     encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
     train_memory, test_memory = (
-        encode(encoder, questions, Path(settings.cache), settings.progress).to(accelerator.device)
-        for questions in (data.train, data.test)
+        encode(encoder, questions, Path(settings.cache)).to(accelerator.device) for questions in (data.train, data.test)
     )
     print(
         f"{len(data.train)} questions about {train_memory.batch} pictures to train on, {len(data.test)} about "

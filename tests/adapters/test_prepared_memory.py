@@ -47,11 +47,11 @@ def test_keys_of_a_memory_that_is_edited_while_it_is_projected_are_not_kept(mode
     want = model(ids, memory=edited).logits
     assert differs(model(ids, memory=memory).logits, want)
     prepared = model.prepare(memory)
-    read = adapter.read(memory)
-    prepared.cache.values(adapter)["read"] = mmattn.Memory(read.tokens.clone(), read.mask)
-    before = prepared.read(adapter)
+    values, read = prepared.values(adapter), adapter.read(memory)
+    values["read"] = mmattn.Memory(read.tokens.clone(), read.mask)
+    before = prepared.read(adapter, values)
     memory.tokens.copy_(edited.tokens)
-    prepared.project(adapter, adapter.layers, before, ids.shape[1])
+    prepared.project(adapter, adapter.layers, before, ids.shape[1], values)
     assert_close(model(ids, memory=prepared).logits, want, 1e-6)
 
 

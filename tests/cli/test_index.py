@@ -45,23 +45,20 @@ class TestIndex:
         code, out, err = call(capsys, "index", "info", folder)
         assert code == 0 and f"encoder {reader.fingerprint}\n" in out, err
 
-    @pytest.mark.parametrize(("option", "value"), [("--store", "hnws"), ("--executor", "spark")])
-    def test_a_misspelt_choice_is_refused_before_anything_is_embedded(
+    def test_a_misspelt_store_is_refused_before_anything_is_embedded(
         self,
         encoder: Path,
         lines: Path,
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
-        option: str,
-        value: str,
     ) -> None:
         words = ["index", "build", lines, "-o", tmp_path / "index", "--encoder", encoder, "--skip-broken"]
         calls: list[Any] = []
         monkeypatch.setattr(TextEncoder, "encode", lambda self, texts, **options: calls.append(texts))
-        code, _, err = call(capsys, *words, option, value)
+        code, _, err = call(capsys, *words, "--store", "hnws")
         assert not calls
-        assert code == 2 and err.startswith(f"mmattn: {option[2:]} must be one of ") and repr(value) in err
+        assert code == 2 and err.startswith("mmattn: store must be one of ") and "'hnws'" in err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.jsonl"]
 
     @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ class TestIndex:
         (tmp_path / "a.jsonl").write_text(content)
         words = ["index", "build", tmp_path / "a.jsonl", "-o", tmp_path / "index", "--encoder", encoder, *more]
         code, _, err = call(capsys, *words)
-        assert code == 2 and ("1 of 1 rows of a.jsonl cannot" if more else "nothing to embed: a.jsonl have") in err
+        assert code == 2 and ("a.jsonl:1 has no text" if more else "nothing to embed: a.jsonl have") in err
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
     def test_what_does_not_fit_is_not_shown(

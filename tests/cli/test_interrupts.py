@@ -10,11 +10,11 @@ from typing import IO
 
 import pytest
 import torch
+from datasets import load_from_disk
 from PIL import Image
 
 from mmattn.cli.app import main
 from mmattn.retrieval.index import Index
-from mmattn.training import EncodedDataset
 from tests.cli.running import ROOT, call, interrupt_at, start
 from tests.tiny_texts import save_encoder
 
@@ -88,16 +88,15 @@ def test_an_encoding_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None
     rows = [{"text": f"row {number}", "passage": f"the bluebell {number}"} for number in range(6000)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["encode", "rows.jsonl", "-o", "store", "--text-encoder", str(encoder)]
-    code, printed = interrupt_at(start(tmp_path, *words), "encoding contents 1024/6000")
-    assert code == 130 and "Traceback" not in printed and "reading rows 6000/6000" in printed, printed
-    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["encoding"]
+    code, printed = interrupt_at(start(tmp_path, *words), "encoding, shard 2 of 2")
+    assert code == 130 and "Traceback" not in printed, printed
+    assert not (tmp_path / "store").exists() and list((tmp_path / "store.shards").glob("*-00000.arrow"))
     again = start(tmp_path, *words)
     printed, _ = again.communicate(timeout=240)
-    assert again.returncode == 0 and "encoding contents 6000/6000" in printed, printed
-    assert "reading rows" not in printed
-    assert not (tmp_path / "store" / "encoding").exists()
-    store = EncodedDataset(tmp_path / "store")
-    assert len(store) == len(rows) and store[5999].text == "row 5999"
+    assert again.returncode == 0 and "shard 1" not in printed, printed
+    assert not (tmp_path / "store.shards").exists()
+    store = load_from_disk(tmp_path / "store")
+    assert len(store) == len(rows) and store[5999]["text"] == "row 5999"
 
 
 class TestCopy:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mmattn.core.key_value_heads
 import mmattn.core.kv_cache
 from mmattn import CrossAttention, attend
 from mmattn.core.kv_cache import KeyValue
@@ -103,7 +104,7 @@ def named_weights(layer: CrossAttention) -> dict[str, Tensor]:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mmattn.core.kv_cache, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
+    monkeypatch.setattr(mmattn.core.key_value_heads, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
     for margin in ("ABSORB_MARGIN", "ABSORB_MARGIN_HALF"):
         monkeypatch.setattr(mmattn.core.kv_cache, margin, float("inf") if "absorbed" in layout else 0)
     monkeypatch.setattr(mmattn.core.kv_cache, "ABSORB_LEAST_HALF", 0)

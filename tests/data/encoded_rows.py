@@ -15,7 +15,6 @@ from PIL import Image
 from torch import nn
 
 from mmattn import training
-from mmattn.data.encoded_files import shard_name
 from mmattn.encoders import ImageEncoder, ImageProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,49 +66,26 @@ def captions(folder: Path, colours: list[int]) -> Path:
     """A folder of pictures with captions; the same colour is the same content in another file."""
     for number, colour in enumerate(colours):
         picture(folder / f"{number}.png", colour)
-    lines = [{"file": f"{n}.png", "caption": f"picture {n}" + " ü" * (n % 5)} for n in range(len(colours))]
-    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [{"file_name": f"{n}.png", "text": f"picture {n}" + " ü" * (n % 5)} for n in range(len(colours))]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
 
-def encode_captions(folder: str | Path, out: str | Path, eye: Eye, **options: Any) -> training.EncodedDataset:
-    """An encoded folder of pictures, with four contents in a shard and two or three in a block."""
-    given: dict[str, Any] = {"contents_per_shard": 4, "batch_size": 3, "block_bytes": 140, "source": "captions"}
-    rows = training.read_rows(str(folder), skip_broken=True)
-    return training.encode_rows(rows, out, pictures=eye, **{**given, **options})
+def encode_captions(folder: str | Path, out: str | Path, eye: Eye, **options: Any) -> Any:
+    """An encoded folder of pictures as tensors, with four rows in a shard."""
+    given: dict[str, Any] = {"rows_per_shard": 4, "batch_size": 2, "strict": False}
+    rows = training.read_rows(folder, split="train")
+    return training.encode_dataset(rows, out, pictures=eye, **{**given, **options}).with_format("torch")
 
 
-def start(folder: Path, out: Path, log: Path, kill: int = 0, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """`encode_captions` in a process of its own, or in several under torchrun."""
-    script = ["-c", JOB]
-    if processes > 1:
-        (log.parent / "job.py").write_text(JOB)
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        script = [*launch, str(log.parent / "job.py")]
-    words = [sys.executable, *script, str(folder), str(out), str(log), str(kill)]
+def start(folder: Path, out: Path, log: Path, kill: int = 0) -> subprocess.CompletedProcess[str]:
+    """`encode_captions` in a process of its own."""
+    words = [sys.executable, "-c", JOB, str(folder), str(out), str(log), str(kill)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=280)
 
 
-def contents(out: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-
 def encoded(log: Path) -> int:
     """Pictures that were encoded, according to a log."""
     return sum(map(int, log.read_text().split()))
-
-
-def flip(out: Path, shard: int, block: int) -> None:
-    """Flip a bit in the middle of a block of a shard."""
-    place = json.loads((out / "encoded.json").read_text())["shards"][shard]["blocks"][block]
-    flip_byte(out / shard_name(shard), (place["start"] + place["end"]) // 2)
-
-
-def flip_byte(path: Path, place: int) -> None:
-    """Flip a bit of a byte of a file."""
-    raw = bytearray(path.read_bytes())
-    raw[place] ^= 16
-    path.write_bytes(raw)

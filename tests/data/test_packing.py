@@ -18,7 +18,7 @@ from tests.training import small_run
 
 def collators(folder: Path) -> tuple[training.RowCollator, training.RowCollator]:
     """Of the rows of the small run: padded, and packed."""
-    given: dict[str, Any] = {"tokenizer": small_run.Letters(), "memories": small_run.collator(folder).memories}
+    given: dict[str, Any] = {"tokenizer": small_run.Letters()}
     return training.RowCollator(**given), training.RowCollator(**given, packing=True)
 
 

@@ -1,13 +1,16 @@
-"""Rows: what they may hold, where they come from, and how what is broken is named."""
+"""Datasets of rows: where they come from, the columns they get, and how what cannot be read is named."""
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from PIL import Image as Pictures
 
 import mmattn
 from mmattn import training
@@ -15,290 +18,263 @@ from mmattn.errors import ConfigError
 from tests.data.row_files import class_folders, lines, picture
 
 
-class TestLines:
-    def test_everything_a_row_may_have(self, tmp_path: Path) -> None:
-        import torch
+def read(path: str | Path, **options: Any) -> Any:
+    """The training rows."""
+    return training.read_rows(path, **{"split": "train", **options})
 
+
+class TestFiles:
+    def test_columns_and_paths(self, tmp_path: Path) -> None:
+        """Paths start at the folder of the file."""
         picture(tmp_path / "shown", "a.png")
-        mmattn.Memory(torch.ones(1, 3, 5)).save(tmp_path / "seen.safetensors")
         file = lines(
             tmp_path / "rows.jsonl",
-            {"text": "one", "image": "shown/a.png", "id": 7},
-            "",
+            {"text": "one", "image": "shown/a.png", "id": "7"},
             {"text": "two", "prompt": "Say:", "images": ["shown/a.png"] * 2, "passages": ["p", "q"]},
             {"text": "three", "memory": "seen.safetensors", "image": None},
-            {"text": "four"},
         )
-        one, two, three, four = training.read_lines(file)
-        assert one.images == (str(tmp_path / "shown" / "a.png"),) and one.has_memory
-        assert (two.prompt, len(two.images), two.passages, two.text_length) == ("Say:", 2, ("p", "q"), 7)
-        assert three.memory == str(tmp_path / "seen.safetensors") and not three.images
-        assert not four.has_memory
+        one, two, three = read(file)
+        path = str(tmp_path / "shown" / "a.png")
+        assert one["image"] == path and one["images"] is None
+        assert (two["prompt"], two["images"], two["passages"]) == ("Say:", [path, path], ["p", "q"])
+        assert three["memory"] == str(tmp_path / "seen.safetensors") and three["image"] is None
+        assert training.memory_kinds(read(file)) == {"pictures", "passages", "memories"}
+        (tmp_path / "rows.csv").write_text("text,passage\na,b\n")
+        assert list(read(tmp_path / "rows.csv")) == [{"text": "a", "passage": "b"}]
+        assert list(training.read_rows(file)) == ["train"], "all splits by name, as load_dataset has them"
 
-    def test_broken_lines_are_named(self, tmp_path: Path) -> None:
-        file = tmp_path / "rows.jsonl"
-        good = json.dumps({"text": "good"}).encode()
-        broken = [
-            good,
-            b'{"text": "cut off',
-            b"[1, 2]",
-            b'{"text": "\xff"}',
-            b'{"txt": "x"}',
-            b'{"text": ""}',
-            b'{"text": 5}',
-            b'{"text": "x", "image": "gone.png"}',
-            b'{"text": "x", "passages": ["", "y"]}',
-            b'{"text": "x", "imgaes": ["y"]}',
-            b'{"text": "\\ud800"}',
-            b'{"prompt": "x"}',
-            b'{"text": "x", "memory": 3}',
-            good,
-        ]
-        file.write_bytes(b"\n".join(broken))
-        with pytest.raises(ConfigError) as caught:
-            training.read_lines(file)
-        said = str(caught.value).splitlines()
-        assert said[0].startswith(f"12 of 14 lines of {file} cannot be used")
-        for number, (words, line) in enumerate(
-            zip(
-                [
-                    "not sound JSON",
-                    "an object",
-                    "not UTF-8",
-                    "unknown key 'txt'",
-                    "is empty",
-                    "must be text",
-                    "no file",
-                ],
-                said[1:],
-                strict=False,
-            ),
-            start=2,
-        ):
-            assert line.strip().startswith(f"line {number}:") and words in line
-        assert "did you mean 'images'?" in said[9] and "surrogate" in said[10] and said[-1].strip() == "and 2 more"
+    def test_byte_order_mark_and_line_ends(self, tmp_path: Path) -> None:
+        """Invariant 75."""
+        texts = ["a" * (1 << 20), "one\u2028two\x85three\x0bfour", "ü"]
+        content = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+        (tmp_path / "rows.jsonl").write_bytes(content.encode())
+        assert read(tmp_path / "rows.jsonl")["text"][:] == texts
+        picture(tmp_path / "beside", "a.png")
+        (tmp_path / "beside" / "a.txt").write_bytes("\ufeffa red\r\n tulip\r\n".encode())
+        assert read(tmp_path / "beside")["text"][:] == ["a red\n tulip"]
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="has no rows"):
-            training.read_lines(lines(tmp_path / "rows.jsonl", "", ""))
-        with pytest.raises(ConfigError, match="there is no file"):
-            training.read_lines(tmp_path / "gone.jsonl")
-        with pytest.raises(ConfigError, match="there is no file or folder"):
-            training.read_rows(str(tmp_path / "gone"))
-
-    def test_what_a_unet_draws(self, tmp_path: Path) -> None:
-        a, b = picture(tmp_path, "a.png", 1), picture(tmp_path, "b.png", 2)
-        file = lines(
-            tmp_path / "rows.jsonl",
-            {"image": "a.png", "text": "a"},
-            {"image": "a.png", "text": "", "example": "b.png"},
-        )
-        own, like = training.read_rows(str(file), "unet")
-        assert (own.picture, own.images) == (str(a), (str(a),))
-        assert (like.picture, like.images, like.text) == (str(a), (str(b),), "")
-        with pytest.raises(ConfigError, match="the picture to be drawn"):
-            training.read_lines(lines(tmp_path / "rows.jsonl", {"text": "a"}), "unet")
-
-
-class TestFolders:
-    def test_three_ways(self, tmp_path: Path) -> None:
-        for name in ("captions", "metadata", "beside"):
-            for number in range(3):
-                picture(tmp_path / name, f"{number}.png", number)
-        file = [{"file": f"{n}.png", "caption": f"picture {n}", "species": "x"} for n in range(3)]
-        lines(tmp_path / "captions" / "captions.jsonl", *file)
-        lines(
-            tmp_path / "metadata" / "metadata.jsonl",
-            *[{"file_name": f"{n}.png", "text": f"picture {n}"} for n in range(3)],
-        )
-        for number in range(3):
-            (tmp_path / "beside" / f"{number}.txt").write_text(f"picture {number}\n")
-        for name in ("captions", "metadata", "beside"):
-            found = training.read_rows(str(tmp_path / name))
-            assert [row.text for row in found] == ["picture 0", "picture 1", "picture 2"]
-            assert [Path(row.images[0]).name for row in found] == ["0.png", "1.png", "2.png"]
-
-
-class TestBroken:
-    """What cannot be used is named, and left out only where that is asked for."""
-
-    def test_lines(self, tmp_path: Path) -> None:
-        file = lines(tmp_path / "rows.jsonl", {"text": "a"}, '{"text": ', {"text": "b"}, {"text": ""})
-        rows = training.read_rows(str(file), skip_broken=True)
-        assert [row.text for row in rows] == ["a", "b"]
-        assert [one.split(":")[0] for one in rows.left_out] == ["rows.jsonl, line 2", "rows.jsonl, line 4"]
-        with pytest.raises(ConfigError, match="2 of 4 lines"):
-            training.read_rows(str(file))
-
-    def test_texts_beside(self, tmp_path: Path) -> None:
-        for name in ("a", "b", "c"):
-            picture(tmp_path, f"{name}.png")
-        (tmp_path / "a.txt").write_text("a tulip")
-        (tmp_path / "b.txt").write_bytes(b"\xff")
-        rows = training.read_rows(str(tmp_path), skip_broken=True)
-        assert [row.text for row in rows] == ["a tulip"] and len(rows.left_out) == 2
-        assert "b.txt: not UTF-8" in rows.left_out[0] and rows.left_out[1] == "c.png: no c.txt beside it"
-
-    def test_an_empty_class_folder(self, tmp_path: Path) -> None:
-        (class_folders(tmp_path) / "tulip").mkdir()
-        rows = training.read_rows(str(tmp_path), skip_broken=True)
-        assert (len(rows), rows.left_out) == (6, ("tulip: a class folder without pictures",))
-        with pytest.raises(ConfigError, match="1 of 3 class folders"):
-            training.read_rows(str(tmp_path))
-
-
-class TestEncodings:
-    """Invariant 75: a byte-order mark, CRLF, NUL and other encodings are read right, or named with their line."""
-
-    FILES = ("captions.jsonl", "metadata.jsonl", "a.txt")
-
-    @staticmethod
-    def written(folder: Path, name: str, encoding: str, text: str = "a red\ntulip", end: str = "\n") -> list[Any]:
-        """The rows of a folder of one picture whose text is in a file of this name and encoding."""
-        picture(folder, "a.png")
-        keys = {"captions.jsonl": ("file", "caption"), "metadata.jsonl": ("file_name", "text")}.get(name)
-        content = text if keys is None else json.dumps({keys[0]: "a.png", keys[1]: text})
-        (folder / name).write_bytes((content + "\n").replace("\n", end).encode(encoding))
-        return list(training.read_rows(str(folder)))
-
-    @pytest.mark.parametrize("name", FILES)
-    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-    @pytest.mark.parametrize("end", ["\n", "\r\n"])
-    def test_read_right(self, tmp_path: Path, name: str, encoding: str, end: str) -> None:
-        assert [row.text for row in self.written(tmp_path, name, encoding, end=end)] == ["a red\ntulip"]
-
-    @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize(
-        ("encoding", "said"),
+        ("raw", "values"),
         [
-            ("utf-16", "UTF-16"),
-            ("utf-32", "UTF-32"),
-            ("utf-16-le", "UTF-16"),
-            ("utf-16-be", "UTF-16"),
-            ("latin-1", "not UTF-8 "),
+            (b'{"text": "a"}\n{"text": "cut', "rows.jsonl.*row 1"),
+            (b'{"text": "a"}\n[1, 2]\n', "rows.jsonl.*row"),
+            (b'{"text": "\xff"}\n', "rows.jsonl.*UTF8"),
+            ('{"text": "a"}\n'.encode("utf-16"), "rows.jsonl.*row 0"),
+            (b'{"text": "a", "imgaes": "x"}\n', "rows.jsonl.*'imgaes'.*'images'"),
+            (b'{"prompt": "a"}\n', "rows.jsonl.*nothing for .*text"),
+            (b"", "rows.jsonl"),
         ],
     )
-    def test_named(self, tmp_path: Path, name: str, encoding: str, said: str) -> None:
-        with pytest.raises(ConfigError, match=said) as caught:
-            text = '"' if name != "a.txt" else ""
-            picture(tmp_path, "a.png")
-            (tmp_path / name).write_bytes(f"{text}Blüte{text}\n".encode(encoding))
-            training.read_rows(str(tmp_path))
-        assert name in str(caught.value)
-
-    def test_marks_between_joined_files(self, tmp_path: Path) -> None:
-        """As `copy a.jsonl+b.jsonl` leaves them, each with its own."""
-        (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\xef\xbb\xbf{"text": "b"}\r\n')
-        assert [row.text for row in training.read_lines(tmp_path / "rows.jsonl")] == ["a", "b"]
-
-    def test_lines_of_a_megabyte_and_rare_line_ends(self, tmp_path: Path) -> None:
-        """What other programs take for the end of a line is text here."""
-        texts = ["a" * (1 << 20), "one\u2028two\x85three\x0bfour"]
-        content = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
-        (tmp_path / "rows.jsonl").write_text(content, encoding="utf-8")
-        assert [row.text for row in training.read_lines(tmp_path / "rows.jsonl")] == texts
-
-    def test_a_key_twice(self, tmp_path: Path) -> None:
-        (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n')
-        with pytest.raises(ConfigError, match="line 2: .*the key 'text' stands twice"):
-            training.read_lines(tmp_path / "rows.jsonl")
-
-
-class TestSplit:
-    def test_shares_and_numbers(self) -> None:
-        rows = [training.Row(f"row {number}") for number in range(20)]
-        for asked, count in ((0.1, 2), (3, 3), (0.01, 1), (0, 0)):
-            kept, away = training.split_rows(rows, asked, seed=1)
-            assert len(away) == count and len(kept) == 20 - count
-            assert {row.text for row in kept} | {row.text for row in away} == {row.text for row in rows}
-        assert training.split_rows(rows, 3, 1) == training.split_rows(rows, 3, 1) != training.split_rows(rows, 3, 2)
-        with pytest.raises(ConfigError, match="leave none to train on"):
-            training.split_rows(rows, 20)
-
-    def test_a_picture_is_on_one_side(self) -> None:
-        rows = [training.Row(f"caption {i}", images=(f"{i % 4}.png",)) for i in range(20)]
-        for seed in range(5):
-            kept, away = training.split_rows(rows, 1, seed)
-            assert {row.images for row in kept}.isdisjoint({row.images for row in away})
-            assert len(away) == 5
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    datasets = pytest.importorskip("datasets")
-    """A small dataset of Hugging Face on the disk."""
-    folder = tmp_path_factory.mktemp("dataset")
-    images = [Image.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(6)]
-    content = {"caption": [f"picture {n}" for n in range(6)], "picture": images, "source": ["here"] * 6}
-    features = datasets.Features(
-        {"caption": datasets.Value("string"), "picture": datasets.Image(), "source": datasets.Value("string")}
-    )
-    datasets.Dataset.from_dict(content, features=features).save_to_disk(str(folder))
-    return folder
-
-
-class TestDatasets:
-    def test_columns(self, saved: Path) -> None:
-        columns = {"text": "caption", "image": "picture"}
-        rows = training.read_rows(str(saved), columns=columns)
-        assert isinstance(rows, training.DatasetRows) and len(rows) == 6 and rows.text_lengths() == [9] * 6
-        assert rows[2].text == "picture 2" and mmattn.load_image(rows[2].images[0]).size == (7, 5)
-        kept, away = training.split_rows(rows, 2)
-        assert (len(kept), len(away)) == (4, 2) and len(kept[:3]) == 3
-        with pytest.raises(ConfigError, match=r"columns of .* are caption, picture, source.*nothing for text"):
-            training.read_rows(str(saved))
-        with pytest.raises(ConfigError, match="template only applies to class folders"):
-            training.read_rows(str(saved), columns=columns, template="{label}")
-
-    def test_classes(self, tmp_path: Path) -> None:
-        """As the image datasets of the hub have them: a column of classes, and no texts."""
-        datasets = pytest.importorskip("datasets")
-        names = ["daisy", "lily-valley"]
-        images = [Image.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(4)]
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-        content = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 1, 0]}, features=features)
-        content.save_to_disk(str(tmp_path / "one"))
-        rows = training.read_rows(str(tmp_path / "one"), template="A {label}.")
-        assert [row.text for row in rows] == ["A daisy.", "A lily valley.", "A lily valley.", "A daisy."]
-        assert rows.text_lengths() == [len(row.text) for row in rows]
-        assert rows.summary == "4 rows of a dataset (image=image, label=label)"
-        stream = training.read_rows(str(tmp_path / "one"), streaming=True)
-        assert [row.text for row in stream][1] == "A photo of a lily valley."
-        kept, away = training.split_rows(rows, 1)
-        assert {row.text for row in (*kept, *away)} == {"A daisy.", "A lily valley."}
-        parts = {"train": content, "validation": content.select(range(1))}
-        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "two"))
-        assert training.held_out_split(str(tmp_path / "two")) == "validation"
-        assert len(training.read_rows(str(tmp_path / "two"), split="validation")) == 1
-        with pytest.raises(ConfigError, match="both a text and a label"):
-            training.read_rows(str(tmp_path / "one"), columns={"text": "image", "label": "label"})
+    def test_broken_files(self, raw: bytes, values: str, tmp_path: Path) -> None:
+        """Invariant 75: the file is named, and the row where that is known."""
+        (tmp_path / "rows.jsonl").write_bytes(raw)
+        with pytest.raises(ConfigError, match=values):
+            read(tmp_path / "rows.jsonl")
 
     @pytest.mark.parametrize(
-        "path",
-        ["nowhere", "./nowhere", "/no/where", "a/b/c", "pictures/", "my pictures", "org/rows.jsonl", "{}/nowhere"],
+        "path", ["nowhere", "./nowhere", "/no/where", "a/b/c", "rows.jsonl", "data/*.tar", "here/no"]
     )
     def test_what_looks_like_a_path_is_not_asked_of_the_hub(
-        self, path: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+        self, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def load_dataset(*given: Any, **options: Any) -> Any:
             raise AssertionError("the hub was asked")
 
-        monkeypatch.chdir(saved.parent)
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("datasets.load_dataset", load_dataset)
-        path = path.format(saved.name)
-        with pytest.raises(ConfigError, match=f"there is no file or folder '{path}'.*named organisation/name"):
-            training.read_rows(path)
+        with pytest.raises(ConfigError, match=f"no file or folder '{path.replace('*', '.')}' of rows"):
+            read(path)
         with pytest.raises(AssertionError, match="the hub was asked"):
-            training.read_rows("org/name-1.2")
+            read("org/name-1.2")
+
+
+class TestFolders:
+    def test_class_folders(self, tmp_path: Path) -> None:
+        rows = read(class_folders(tmp_path))
+        assert rows["text"][:] == ["A photo of a daisy."] * 3 + ["A photo of a lily valley."] * 3
+        assert [Path(image["path"]).parent.name for image in rows["image"]] == ["daisy"] * 3 + ["lily-valley"] * 3
+        assert read(tmp_path, template="{label}, {label}!")["text"][0] == "daisy, daisy!"
+        stream = read(tmp_path, streaming=True, template="A {label}.")
+        assert next(iter(stream))["text"] == "A daisy."
+        with pytest.raises(ConfigError, match=r"template='A flower'.*\{label\}"):
+            read(tmp_path, template="A flower")
+
+    @pytest.mark.parametrize("kind", ["metadata", "beside"])
+    def test_texts_of_pictures_by_split(self, kind: str, tmp_path: Path) -> None:
+        """With two lines for a picture, in the folders train, val and test."""
+        for folder in ("train", "val", "test"):
+            place = tmp_path / folder
+            for number in range(2):
+                picture(place, f"{number}.png", number)
+                if kind == "beside":
+                    (place / f"{number}.txt").write_text(f"{folder} {number}\n")
+            if kind == "metadata":
+                lines(place / "metadata.jsonl", *({"file_name": f"{n}.png", "text": f"{folder} {n}"} for n in range(2)))
+        picture(tmp_path / "train" / ".ipynb_checkpoints", "0.png")
+        splits = training.read_rows(tmp_path)
+        assert list(splits) == ["train", "validation", "test"] or set(splits) == {"train", "validation", "test"}
+        assert sorted(splits["validation"]["text"]) == ["val 0", "val 1"] and len(splits["train"]) == 2
+        assert training.read_rows(tmp_path, split="test")["text"][:] == ["test 0", "test 1"]
+        assert [row["text"] for row in read(tmp_path, streaming=True)] == ["train 0", "train 1"]
+
+    def test_a_picture_without_its_text(self, tmp_path: Path) -> None:
+        """It is a row without a text, which encoding names."""
+        for name in ("a", "b"):
+            picture(tmp_path, f"{name}.png")
+        (tmp_path / "a.txt").write_text("a tulip")
+        assert read(tmp_path)["text"][:] == ["a tulip", None]
+
+    def test_pictures_without_texts(self, tmp_path: Path) -> None:
+        picture(tmp_path, "a.png")
+        with pytest.raises(ConfigError, match="columns of .* are image,.*nothing for"):
+            read(tmp_path)
+        assert len(read(tmp_path, host="unet")) == 1
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset of Hugging Face on the disk."""
+    folder = tmp_path_factory.mktemp("dataset")
+    images = [Pictures.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(6)]
+    content = {"caption": [f"picture {n}" for n in range(6)], "picture": images, "source": ["here"] * 6}
+    features = Features({"caption": Value("string"), "picture": Image(), "source": Value("string")})
+    Dataset.from_dict(content, features=features).save_to_disk(str(folder))
+    return folder
+
+
+class TestDatasets:
+    COLUMNS = {"text": "caption", "image": "picture"}
+
+    def test_columns(self, saved: Path) -> None:
+        rows = read(saved, columns=self.COLUMNS)
+        assert rows.column_names == ["text", "image"] and len(rows) == 6
+        assert rows[2]["text"] == "picture 2" and mmattn.load_image(rows[2]["image"]).size == (7, 5)
+        both = read(saved, columns={**self.COLUMNS, "example": "picture"}, host="unet")
+        assert both.column_names == ["text", "image", "example"]
+        for options, values in (
+            ({}, "caption, picture, source.*nothing for"),
+            ({"columns": {"text": "title"}}, "text=title"),
+            ({"columns": {**self.COLUMNS, "label": "source"}}, "both a text and a label"),
+            ({"columns": self.COLUMNS, "template": "{label}"}, "template"),
+            ({"split": "test"}, "test"),
+        ):
+            with pytest.raises(ConfigError, match=values):
+                read(saved, **options)
+
+    def test_classes_and_splits(self, tmp_path: Path) -> None:
+        """As the image datasets of the hub have them: a column of classes, and no texts."""
+        images = [Pictures.new("RGB", (7, 5), (20 * n, 0, 0)) for n in range(4)]
+        features = Features({"image": Image(), "label": ClassLabel(names=["daisy", "lily-valley"])})
+        content = Dataset.from_dict({"image": images, "label": [0, 1, 1, 0]}, features=features)
+        DatasetDict({"train": content, "validation": content.select(range(1))}).save_to_disk(str(tmp_path / "two"))
+        splits = training.read_rows(tmp_path / "two", template="A {label}.")
+        assert splits["train"]["text"][:] == ["A daisy.", "A lily valley.", "A lily valley.", "A daisy."]
+        assert len(splits["validation"]) == 1
 
     def test_a_stream(self, saved: Path) -> None:
-        rows = training.read_rows(str(saved), columns={"text": "caption", "image": "picture"}, streaming=True)
-        kept, away = training.split_rows(rows, 2)
-        assert [row.text for row in away] == ["picture 0", "picture 1"]
-        assert [row.text for row in kept] == [row.text for row in kept] == [f"picture {n}" for n in range(2, 6)]
+        rows = read(saved, columns=self.COLUMNS, streaming=True)
+        kept, held_out = training.split_rows(rows, 2)
+        assert [row["text"] for row in held_out] == ["picture 0", "picture 1"]
+        want = [f"picture {n}" for n in range(2, 6)]
+        assert [row["text"] for row in kept] == [row["text"] for row in kept] == want
         with pytest.raises(ConfigError, match="a stream has no length"):
             training.split_rows(rows, 0.1)
         batches = training.RowBatches(kept, 3, seed=1)
-        first = [[row.text for row in batch] for batch in batches.epoch(0)]
+        first = [[row["text"] for row in batch] for batch in batches.epoch(0)]
         assert [len(batch) for batch in first] == [3, 1] and batches.batches_per_epoch is None
-        assert [[row.text for row in batch] for batch in batches.epoch(0, start=1)] == first[1:]
+        assert [[row["text"] for row in batch] for batch in batches.epoch(0, start=1)] == first[1:]
+
+    def test_lance(self, tmp_path: Path) -> None:
+        lance = pytest.importorskip("lance", reason="lance is not installed; it comes with mmattn[lance]")
+        pyarrow = pytest.importorskip("pyarrow")
+        table = pyarrow.table({"caption": ["a", "b"], "photo": pyarrow.array([b"x", b"y"], pyarrow.large_binary())})
+        lance.write_dataset(table, str(tmp_path / "data.lance"))
+        rows = read(tmp_path / "data.lance", columns={"text": "caption", "image": "photo"})
+        assert list(rows) == [{"text": "a", "image": b"x"}, {"text": "b", "image": b"y"}]
+
+
+class TestSplit:
+    def test_shares_and_numbers(self) -> None:
+        rows = Dataset.from_dict({"text": [f"row {number}" for number in range(20)]})
+        for asked, count in ((0.1, 2), (3, 3), (0.01, 1), (0, 0)):
+            kept, held_out = training.split_rows(rows, asked, seed=1)
+            assert len(held_out) == count and len(kept) == 20 - count
+            assert {*kept["text"], *held_out["text"]} == set(rows["text"])
+        seeds = [training.split_rows(rows, 3, seed)[1]["text"][:] for seed in (1, 1, 2)]
+        assert seeds[0] == seeds[1] != seeds[2]
+        with pytest.raises(ConfigError, match="leave none to train on"):
+            training.split_rows(rows, 20)
+
+    @pytest.mark.parametrize("kind", ["paths", "imagefolder", "encoded"])
+    def test_a_picture_is_on_one_side(self, kind: str, tmp_path: Path) -> None:
+        names = [f"{i % 4}.png" for i in range(20)]
+        columns: dict[str, Any] = {"text": [f"caption {i}" for i in range(20)]}
+        if kind == "imagefolder":
+            for name in set(names):
+                picture(tmp_path, name)
+            file = [{"file_name": name, "text": text} for name, text in zip(names, columns["text"], strict=True)]
+            lines(tmp_path / "metadata.jsonl", *file)
+            rows = read(tmp_path)
+        else:
+            key = "image" if kind == "paths" else "sources"
+            rows = Dataset.from_dict({**columns, key: names if kind == "paths" else [[name] for name in names]})
+        for seed in range(5):
+            kept, held_out = training.split_rows(rows, 1, seed)
+            pictures = [{int(text.split()[1]) % 4 for text in part["text"]} for part in (kept, held_out)]
+            assert pictures[0].isdisjoint(pictures[1]) and len(held_out) == 5
+
+
+def tar(path: Path, samples: dict[str, dict[str, Any]], folder: str = "") -> Path:
+    """A tar of samples: name: ending: content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as made:
+        for key, files in samples.items():
+            for ending, content in files.items():
+                raw = json.dumps(content).encode() if isinstance(content, (dict, list)) else content
+                raw = raw.encode() if isinstance(raw, str) else raw
+                about = tarfile.TarInfo(f"{folder}{key}.{ending}")
+                about.size = len(raw)
+                made.addfile(about, io.BytesIO(raw))
+    return path
+
+
+class TestTars:
+    @pytest.fixture
+    def pictures(self, tmp_path: Path) -> list[bytes]:
+        return [picture(tmp_path / "pictures", f"{n}.png", n).read_bytes() for n in range(11)]
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, pictures: list[bytes]) -> Path:
+        """Eleven samples in three tars."""
+        samples = [{"png": pictures[n], "txt": f" text {n}\n", "json": {"caption": f"other {n}"}} for n in range(11)]
+        for number, span in enumerate((range(0, 4), range(4, 5), range(5, 11))):
+            tar(tmp_path / "tars" / f"part-{number:03d}.tar", {f"{n:04d}": samples[n] for n in span})
+        return tmp_path / "tars"
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_rows(self, folder: Path, streaming: bool, pictures: list[bytes], tmp_path: Path) -> None:
+        files = f"{folder}/part-*.tar"
+        rows = list(read(files, streaming=streaming))
+        assert [row["text"] for row in rows] == [f"text {n}" for n in range(11)]
+        assert rows[4]["image"]["bytes"] == pictures[4]
+        rows = list(read(files, columns={"text": "json.caption", "image": "png"}, streaming=streaming))
+        assert rows[7]["text"] == "other 7"
+        rows = list(read(files, columns={"label": "txt"}, template="It is {label}.", streaming=streaming))
+        assert rows[2] == {"text": "It is text 2."}
+        samples = {"a": {"webp": pictures[0], "json": {"caption": "one", "prompt": "Say:", "width": 3}}}
+        (row,) = read(tar(tmp_path / "a.tar", samples, folder="deep/v1.0/"), streaming=streaming)
+        assert (row["text"], row["prompt"], row["image"]["bytes"]) == ("one", "Say:", pictures[0])
+
+    def test_damaged_tars(self, folder: Path, tmp_path: Path) -> None:
+        whole = (folder / "part-002.tar").read_bytes()
+        filled = len(whole.rstrip(b"\0"))
+        with tarfile.open(folder / "part-002.tar") as opened:
+            place = opened.getmembers()[4].offset
+        damaged = [whole[: filled - 3000], whole[: filled - 10], whole[: place + 3] + b"?" + whole[place + 4 :]]
+        for raw in (*damaged, b"nothing" * 300):
+            (tmp_path / "bad.tar").write_bytes(raw)
+            with pytest.raises(ConfigError, match=r"bad.tar'? (is truncated or damaged|cannot be read)"):
+                read(tmp_path / "bad.tar")
+        with pytest.raises(ConfigError, match="columns of .*image=jpg"):
+            read(f"{folder}/*.tar", columns={"text": "txt", "image": "jpg"})

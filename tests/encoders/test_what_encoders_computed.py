@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from torch import Tensor
 
 import mmattn
-from mmattn.data.row import Row
-from mmattn.data.row_memories import RowMemories
 from mmattn.encoders import NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
 from mmattn.errors import MmattnError
+from mmattn.training import encode_dataset, stack_memories
 from tests.computed import Ask, Cache, Change, Subject, all_of, outcome, outcome_of_files
 from tests.computed_changes import WAYS, config_changes
 from tests.data.encoded_rows import Eye
@@ -101,21 +101,22 @@ def _index_file(subject: Subject, folder: Path) -> Iterator[Ask]:
 
 @contextmanager
 def _rows(subject: Subject, folder: Path) -> Iterator[Ask]:
-    def ask() -> Tensor:
-        rows = [Row(one, passages=(one,)) for one in TEXTS]
-        return RowMemories(folder / "rows", passages=subject.model).of(rows).tokens
-
-    yield ask
+    rows = Dataset.from_dict({"passage": TEXTS})
+    yield lambda: _stacked(encode_dataset(rows, folder / "rows", passages=subject.model))
 
 
 @contextmanager
 def _pictures(subject: Subject, folder: Path) -> Iterator[Ask]:
-    pictures = []
     for seed in range(3):
-        place = folder / f"{seed}.png"
-        _paint(place, seed)
-        pictures.append(Row("a picture", images=(str(place),)))
-    yield lambda: RowMemories(folder / "rows", pictures=subject.model).of(pictures).tokens
+        _paint(folder / f"{seed}.png", seed)
+    rows = Dataset.from_dict({"image": [str(folder / f"{seed}.png") for seed in range(3)]})
+    yield lambda: _stacked(encode_dataset(rows, folder / "rows", pictures=subject.model))
+
+
+def _stacked(rows: Any) -> Tensor:
+    memory = stack_memories(rows.with_format("torch"))
+    assert memory is not None
+    return memory.tokens
 
 
 def _paint(place: Path, seed: int) -> None:

@@ -42,16 +42,16 @@ def pipe() -> Any:
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures with a caption, four captions to choose from, and a beginning of unequal length."""
-    lines = [json.loads(line) for line in (FLORA / "captions.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (FLORA / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
     file = tmp_path_factory.mktemp("docs") / "flora.jsonl"
     with open(file, "w", encoding="utf-8") as opened:
         for number, line in enumerate(lines[:7]):
-            others = [lines[(number + step) % len(lines)]["caption"] for step in (3, 5, 6)]
-            choices = [*others[: number % 4], line["caption"], *others[number % 4 :]]
+            others = [lines[(number + step) % len(lines)]["text"] for step in (3, 5, 6)]
+            choices = [*others[: number % 4], line["text"], *others[number % 4 :]]
             doc = {
-                "image": str(FLORA / line["file"]),
-                "text": line["caption"],
-                "begin": " ".join(line["caption"].split()[: number % 3]),
+                "image": str(FLORA / line["file_name"]),
+                "text": line["text"],
+                "begin": " ".join(line["text"].split()[: number % 3]),
                 "choices": choices,
                 "answer": number % 4,
             }

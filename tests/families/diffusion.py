@@ -15,7 +15,7 @@ import mmattn
 from mmattn.hosts.diffusion.guided_calls import CONDITIONAL_FIRST
 from mmattn.hosts.diffusion.heads import SHARED
 from mmattn.testing.case import rows_of, stir
-from tests import tiny_transformers
+from tests import tiny_transformers, transformer_sizes
 from tests.families import checks
 from tests.families.building import MEMORY_DIM
 from tests.families.checks import CACHED, Family, HostCannot, near
@@ -36,7 +36,7 @@ class DiffusionFamily(Family):
     """A tiny diffusion transformer, an adapter, and a batch of two pictures with memories."""
 
     def __init__(self, name: str) -> None:
-        if name not in tiny_transformers.SIZES:
+        if name not in transformer_sizes.NAMES:
             raise HostCannot("no tiny sizes are known for it here")
         self.name, self.where, self.writes, self.ids = name, None, False, _IDS
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mmattn.adapters.projected_memory import ProjectedView
+from mmattn.adapters.projection import ProjectedView
 from tests import tiny
 from tests.families.checks import WORKS
 from tests.families.matrix import GROUPS, PAGE, Group, is_wrong, row
@@ -33,8 +33,11 @@ CHOSEN = {
         "LatteTransformer3DModel",
     ),
 }
+SLOW = ("deepseek_v4", "longcat_flash", "moonshine")
 ROWS = [
-    pytest.param(group, name, id=f"{name} of {group.auto}") for group in GROUPS for name in CHOSEN.get(group.title, ())
+    pytest.param(group, name, id=f"{name} of {group.auto}", marks=[pytest.mark.slow] * (name in SLOW))
+    for group in GROUPS
+    for name in CHOSEN.get(group.title, ())
 ]
 
 

@@ -107,4 +107,4 @@ class FilmLayers(AdapterLayers):
 
     def read(self, memory: mmattn.Memory) -> mmattn.Memory:
         """The memory as every block sees it: as it is, in the dtype of the weights."""
-        return self._cast_memory(memory)
+        return memory.replace(self.cast(memory))

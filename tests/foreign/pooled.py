@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import mmattn
 from mmattn import register_adapter
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.protocols import BoundMemory, Host, Site, View
+from mmattn.adapters.projection import PreparedMemory, VectorMemory
+from mmattn.adapters.protocols import Host, Site, View
 from mmattn.adapters.settings import random_memory
 from mmattn.adapters.text_state import TextState
 
@@ -69,7 +69,7 @@ class PooledLayers(AdapterLayers):
 
     def read(self, memory: mmattn.Memory) -> mmattn.Memory:
         """The mean of the real slots of each row, as a memory of one slot, which is masked where there is none."""
-        memory = self._cast_memory(memory)
+        memory = memory.replace(self.cast(memory))
         real = torch.ones(memory.tokens.shape[:2], dtype=torch.bool) if memory.mask is None else memory.mask
         real = real.to(memory.device)
         mean = memory.tokens.sum(1, keepdim=True) / real.sum(1).clamp(min=1)[:, None, None]
@@ -80,25 +80,13 @@ class PooledLayers(AdapterLayers):
         return PooledMemory(prepared, self)
 
 
-class PooledMemory(BoundMemory):
+class PooledMemory(VectorMemory):
     """A memory bound to the adapter for one call."""
-
-    def __init__(self, prepared: PreparedMemory, adapter: PooledLayers) -> None:
-        self.prepared, self.adapter, self.rows = prepared, adapter, prepared.batch
-        self.name, self.shared = adapter.name, prepared
 
     def step(self, text: TextState) -> PooledView:
         """Return what this forward attends to."""
         self.check_rows(text)
-        return PooledView(self.prepared.read(self.adapter))
-
-    def shareable(self) -> PreparedMemory:
-        """Return the memory with what the adapter read of it, for many calls."""
-        return self.prepared
-
-    def as_memory(self, text: TextState) -> mmattn.Memory:
-        """The memory itself."""
-        return self.prepared.memory.detach()
+        return PooledView(self.prepared.read(self.adapter, self.prepared.values(self.adapter)))
 
 
 class PooledView(View):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ FAMILIES = (
 IDS = tiny.text(2, 13)
 PASSAGES = [[8, 9, 10, 11, 12, 70, 71, 72, 73, 74, 75], [40, 33, 12, 13, 50, 51, 52, 53, 54, 55, 56, 57, 58]]
 PROMPTS = [[5, 6, 7, 8, 20, 21, 22, 23, 24, 25, 26], [50, 60, 70]]
-Open = Callable[..., AbstractContextManager[Ask]]
 
 
 # Hosts ---------------------------------------------------------------------------------------------------------------
@@ -180,53 +179,55 @@ def _given(subject: Subject) -> Any:
     return subject.given
 
 
-@contextmanager
-def _prepared(subject: Subject, folder: Path, memory: Callable[[Subject], Any] = _vectors) -> Iterator[Ask]:
-    prepared = subject.model.prepare(memory(subject))
-    yield lambda: _answer(subject, prepared)
-
-
-@contextmanager
-def _in_block(subject: Subject, folder: Path, memory: Callable[[Subject], Any] = _vectors) -> Iterator[Ask]:
-    with subject.model.condition(memory(subject)):
-        if hasattr(subject.host, "conv_in"):
-            given = tiny_unets.given(b=2)[0]
-            yield lambda: subject.host(*given).sample
-        else:
-            yield lambda: subject.host(IDS).logits
-
-
-def _prepared_in_block(subject: Subject, folder: Path) -> AbstractContextManager[Ask]:
-    return _in_block(subject, folder, lambda _: subject.model.prepare(vectors()))
-
-
-@contextmanager
-def _stream(subject: Subject, folder: Path) -> Iterator[Ask]:
+def _stream(_: Subject) -> Any:
     slots = mmattn.MemoryStream(tiny.MEMORY_DIM, rows=2)
     slots.append(vectors())
-    yield lambda: _answer(subject, slots)
+    return slots
 
 
+def _selected(subject: Subject) -> Any:
+    cache = PassageCache(subject.model)
+    return cache.select([cache.add(PASSAGES, progress=False)] * 2)
+
+
+def _gathered(subject: Subject) -> Any:
+    return subject.model.bank(vectors(7, 3)).gather(HITS)
+
+
+Given = Callable[[Subject], Any]
 HITS = torch.tensor([[1, 4], [4, 6]])
 
 
-@contextmanager
-def _bank(subject: Subject, folder: Path) -> Iterator[Ask]:
+def _prepared(subject: Subject, folder: Path, stack: ExitStack, memory: Given = _vectors) -> Ask:
+    return _kept(subject, folder, stack, lambda _: subject.model.prepare(memory(subject)))
+
+
+def _kept(subject: Subject, folder: Path, stack: ExitStack, memory: Given) -> Ask:
+    given = memory(subject)
+    return lambda: _answer(subject, given)
+
+
+def _in_block(subject: Subject, folder: Path, stack: ExitStack, memory: Given = _vectors) -> Ask:
+    stack.enter_context(subject.model.condition(memory(subject)))
+    if hasattr(subject.host, "conv_in"):
+        given = tiny_unets.given(b=2)[0]
+        return lambda: subject.host(*given).sample
+    return lambda: subject.host(IDS).logits
+
+
+def _prepared_in_block(subject: Subject, folder: Path, stack: ExitStack) -> Ask:
+    return _in_block(subject, folder, stack, lambda _: subject.model.prepare(vectors()))
+
+
+def _bank(subject: Subject, folder: Path, stack: ExitStack) -> Ask:
     bank = subject.model.bank(vectors(7, 3))
-    yield lambda: _answer(subject, bank.gather(HITS))
+    return lambda: _answer(subject, bank.gather(HITS))
 
 
-@contextmanager
-def _gathered(subject: Subject, folder: Path) -> Iterator[Ask]:
-    hits = subject.model.bank(vectors(7, 3)).gather(HITS)
-    yield lambda: _answer(subject, hits)
-
-
-@contextmanager
-def _bank_file(subject: Subject, folder: Path, mapped: bool = False) -> Iterator[Ask]:
+def _bank_file(subject: Subject, folder: Path, stack: ExitStack, mapped: bool = False) -> Ask:
     if not (file := folder / "bank").exists():
         subject.model.bank(vectors(7, 3)).save(file)
-    yield lambda: _answer(subject, subject.model.load_bank(file, mapped=mapped).gather(HITS))
+    return lambda: _answer(subject, subject.model.load_bank(file, mapped=mapped).gather(HITS))
 
 
 def _after(subject: Subject, cache: PassageCache, again: int) -> Tensor:
@@ -234,41 +235,18 @@ def _after(subject: Subject, cache: PassageCache, again: int) -> Tensor:
     return _answer(subject, cache.select([numbers, numbers[1:]], recomputed_tokens=again))
 
 
-@contextmanager
-def _passages(subject: Subject, folder: Path, again: int = 0, **settings: Any) -> Iterator[Ask]:
+def _passages(subject: Subject, folder: Path, stack: ExitStack, again: int = 0, **settings: Any) -> Ask:
     cache = PassageCache(subject.model, **settings)
-    yield lambda: _after(subject, cache, again)
+    return lambda: _after(subject, cache, again)
 
 
-@contextmanager
-def _selected(subject: Subject, folder: Path) -> Iterator[Ask]:
-    cache = PassageCache(subject.model)
-    selection = cache.select([cache.add(PASSAGES, progress=False)] * 2)
-    yield lambda: _answer(subject, selection)
+def _passage_folder(subject: Subject, folder: Path, stack: ExitStack, again: int = 0, **settings: Any) -> Ask:
+    return lambda: _after(subject, PassageCache(subject.model, folder=folder / "passages", **settings), again)
 
 
-@contextmanager
-def _selected_in_block(subject: Subject, folder: Path) -> Iterator[Ask]:
-    cache = PassageCache(subject.model)
-    with subject.model.condition(cache.select([cache.add(PASSAGES, progress=False)] * 2)):
-        yield lambda: subject.host(IDS).logits
-
-
-@contextmanager
-def _passage_folder(subject: Subject, folder: Path, again: int = 0, **settings: Any) -> Iterator[Ask]:
-    yield lambda: _after(subject, PassageCache(subject.model, folder=folder / "passages", **settings), again)
-
-
-@contextmanager
-def _passage_folder_alone(subject: Subject, folder: Path) -> Iterator[Ask]:
-    cache = PassageCache(subject.model, folder=folder / "passages", max_bytes=0)
-    yield lambda: _after(subject, cache, 0)
-
-
-@contextmanager
 def _passage_file(
-    subject: Subject, folder: Path, prefix: Any = (), again: int = 0, mapped: bool = False
-) -> Iterator[Ask]:
+    subject: Subject, folder: Path, stack: ExitStack, prefix: Any = (), again: int = 0, mapped: bool = False
+) -> Ask:
     file = folder / "saved"
 
     def ask() -> Tensor:
@@ -279,35 +257,37 @@ def _passage_file(
         cache = PassageCache.load(subject.model, file, mapped=mapped)
         return _answer(subject, cache.select([[0, 1], [1]], recomputed_tokens=again))
 
-    yield ask
+    return ask
 
 
-@contextmanager
-def _hidden_states(subject: Subject, folder: Path) -> Iterator[Ask]:
-    with cached_hidden_states(subject.model, folder):
-        yield lambda: _answer(subject, vectors())
+def _hidden_states(subject: Subject, folder: Path, stack: ExitStack) -> Ask:
+    stack.enter_context(cached_hidden_states(subject.model, folder))
+    return lambda: _answer(subject, vectors())
 
 
-@contextmanager
-def _hidden_state_folder(subject: Subject, folder: Path) -> Iterator[Ask]:
+def _hidden_state_folder(subject: Subject, folder: Path, stack: ExitStack) -> Ask:
     def ask() -> Tensor:
         with cached_hidden_states(subject.model, folder):
             return _answer(subject, vectors())
 
-    yield ask
+    return ask
+
+
+def _prompts(subject: Subject, folder: Path, stack: ExitStack) -> Ask:
+    prompts = stack.enter_context(cached_prompts(subject.model, PROMPTS))
+    return lambda: subject.model(**prompts[[1, 0]], memory=vectors()).logits
+
+
+def _prompt_arguments(subject: Subject, folder: Path, stack: ExitStack) -> Ask:
+    prompts = stack.enter_context(cached_prompts(subject.model, PROMPTS))
+    arguments = [prompts[[1, 0]] for _ in range(4)]
+    return lambda: subject.model(**arguments.pop(), memory=vectors()).logits
 
 
 @contextmanager
-def _prompts(subject: Subject, folder: Path) -> Iterator[Ask]:
-    with cached_prompts(subject.model, PROMPTS) as prompts:
-        yield lambda: subject.model(**prompts[[1, 0]], memory=vectors()).logits
-
-
-@contextmanager
-def _prompt_arguments(subject: Subject, folder: Path) -> Iterator[Ask]:
-    with cached_prompts(subject.model, PROMPTS) as prompts:
-        arguments = [prompts[[1, 0]] for _ in range(4)]
-        yield lambda: subject.model(**arguments.pop(), memory=vectors()).logits
+def _opened(subject: Subject, folder: Path, ask: Callable[..., Ask], **how: Any) -> Iterator[Ask]:
+    with ExitStack() as stack:
+        yield ask(subject, folder, stack, **how)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -345,12 +325,12 @@ def _adapt_core(subject: Subject, settings: Any) -> None:
     subject.model.use_core()
 
 
-def _cache(name: str, settings: Any, opened: Open, *, follows: str = "adapter", **how: Any) -> Cache:
+def _cache(name: str, settings: Any, ask: Callable[..., Ask], *, follows: str = "adapter", **how: Any) -> Cache:
     make, adapt = (unet if settings is _DECOUPLED else lm), partial(_adapt, settings=settings)
     if "core" in name:
         adapt = partial(_adapt_core, settings=settings)
     is_file = "folder" in name or "file" in name
-    return Cache(name, make, adapt, partial(opened, **how), frozenset(follows.split()), is_file)
+    return Cache(name, make, adapt, partial(_opened, ask=ask, **how), frozenset(follows.split()), is_file)
 
 
 CACHES = [
@@ -374,9 +354,9 @@ CACHES = [
     _cache("block decoupled, core", _DECOUPLED, _in_block, follows="adapter host"),
     _cache("block composed", _COMPOSED, _in_block, memory=_given),
     _cache("block fused cache", _FUSED, _in_block, memory=_given),
-    _cache("stream", GATED, _stream),
+    _cache("stream", GATED, _kept, memory=_stream),
     _cache("bank", GATED, _bank),
-    _cache("bank, gathered", GATED, _gathered),
+    _cache("bank, gathered", GATED, _kept, memory=_gathered),
     _cache("bank, resampled", _RESAMPLED, _bank),
     _cache("bank file", GATED, _bank_file),
     _cache("bank file, mapped", GATED, _bank_file, mapped=True),
@@ -384,12 +364,12 @@ CACHES = [
     _cache("passages", _PASSAGES, _passages, follows="host"),
     _cache("passages, prefix", _PASSAGES, _passages, follows="host", prefix=_BEGIN),
     _cache("passages, recomputed", _PASSAGES, _passages, follows="host", again=2),
-    _cache("passages, selected", _PASSAGES, _selected, follows="host"),
-    _cache("passages, block", _PASSAGES, _selected_in_block, follows="host"),
+    _cache("passages, selected", _PASSAGES, _kept, follows="host", memory=_selected),
+    _cache("passages, block", _PASSAGES, _in_block, follows="host", memory=_selected),
     _cache("passage folder", _PASSAGES, _passage_folder, follows="host"),
     _cache("passage folder, prefix", _PASSAGES, _passage_folder, follows="host", prefix=_BEGIN),
     _cache("passage folder, recomputed", _PASSAGES, _passage_folder, follows="host", again=2),
-    _cache("passage folder, nothing in memory", _PASSAGES, _passage_folder_alone, follows="host"),
+    _cache("passage folder, nothing in memory", _PASSAGES, _passage_folder, follows="host", max_bytes=0),
     _cache("passage file", _PASSAGES, _passage_file, follows="host"),
     _cache("passage file, mapped", _PASSAGES, _passage_file, follows="host", mapped=True),
     _cache("passage file, prefix, recomputed", _PASSAGES, _passage_file, follows="host", prefix=_BEGIN, again=2),

@@ -209,7 +209,6 @@ def _train(subject: Subject) -> None:
     subject.model.train()
 
 
-NEVER = Change("none", lambda subject: None, is_equal=True)
 CALL = [
     Change("call: autocast bfloat16", lambda _: torch.autocast("cpu", torch.bfloat16), is_of_host=False),
     Change("call: autocast float16", lambda _: torch.autocast("cpu", torch.float16), is_of_host=False),

@@ -145,26 +145,6 @@ def test_calls_inside_generators_have_their_own_memories(asked):
         assert asked() == "B"
 
 
-def test_some_of_several_adapters_are_disabled(ids):
-    """A block that disables one adapter leaves the other its memory, in either order of leaving."""
-    model = tiny.attach(tiny.make("llama"))
-    tiny.attach(model, name="other")
-    memory = tiny.memory(3)
-    with torch.no_grad():
-        only = {name: model(ids, memory={name: memory}).logits for name in ("default", "other")}
-        gives, takes = model.condition(memory), model.disable_adapter("other")
-        gives.__enter__()
-        takes.__enter__()
-        assert torch.equal(model.host(ids).logits, only["default"])
-        gives.__exit__(None, None, None)
-        assert torch.equal(model.host(ids).logits, model(ids).logits)
-        with model.condition(memory):
-            assert torch.equal(model.host(ids).logits, only["default"])
-        takes.__exit__(None, None, None)
-        with model.condition(memory), model.disable_adapter("default"):
-            assert torch.equal(model.host(ids).logits, only["other"])
-
-
 def test_an_interrupted_forward_leaves_nothing(asked):
     """Ctrl-C in the middle of a layer: a part of the host called afterwards is the host's own."""
 

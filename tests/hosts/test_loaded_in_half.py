@@ -8,11 +8,12 @@ import torch
 from mmattn.errors import AttachError
 from mmattn.testing.case import cast
 from tests import tiny, tiny_transformers
+from tests.transformer_sizes import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = 2
 #: diffusers itself makes none from this config.
-FAMILIES = ["stable", *(family for family in tiny_transformers.SIZES if family != "Transformer2DModel")]
+FAMILIES = ["stable", *(family for family in NAMES if family != "Transformer2DModel")]
 FAST = (
     "stable",
     "WanTransformer3DModel",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmattn.errors import AttachError
-from tests import tiny, tiny_unets
+from tests import tiny
 from tests.tiny import differs, own
 
 pytestmark = [
@@ -160,24 +160,3 @@ def test_others_may_ask_an_adapted_model_for_its_peft_config():
     assert not hasattr(model, "peft_config")
     guest = peft.get_peft_model(tiny.make("llama"), KINDS["lora"]())
     assert tiny.attach(guest).peft_config is guest.peft_config
-
-
-def test_lora_of_a_unet_in_every_order():
-    """diffusers puts it in by `add_adapter` and `load_lora_adapter`'s relatives, without a model around it."""
-    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_k"])
-    for order in ("apA", "paA", "apPA", "paPA"):
-        unet, model = tiny_unets.make(), None
-        for event in order:
-            if event == "a":
-                model = tiny_unets.attach(unet)
-            elif event == "A":
-                model.unload()
-            elif event == "p":
-                unet.add_adapter(config, "default")
-            else:
-                unet.delete_adapters("default")
-            lora = {name for name, _ in unet.named_parameters() if "lora_" in name}
-            if lora:
-                assert trained(unet) == lora, (order, event)
-    with pytest.raises(AttachError, match=r"get_peft_model\(model\.host"):
-        peft.get_peft_model(tiny_unets.attach(tiny_unets.make()), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,8 @@ def test_a_sound_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     processor.save_pretrained(tmp_path / "model")
     for number, row in enumerate(rows):
         row["images"][0].save(tmp_path / f"{number}.png")
-    lines = [f'{{"prompt": "{r["prompt"]}", "file": "{n}.png", "text": "{r["text"]}"}}' for n, r in enumerate(rows)]
-    (tmp_path / "captions.jsonl").write_text("\n".join(lines))
+    lines = [json.dumps({**row, "images": None, "file_name": f"{n}.png"}) for n, row in enumerate(rows)]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
     code, out, err = run(capsys, "--model", tmp_path / "model", "--data", tmp_path)
     assert code == 0 and "\nok    looks" in out, out + err
 

@@ -17,28 +17,26 @@ from tests.interop import tokenised
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    given = {
-        "output_dir": str(folder),
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": 3,
-    }
-    return TrainingArguments(**(given | changes))
+    own = {"output_dir": str(folder), "per_device_train_batch_size": 4, "seed": 3}
+    return TrainingArguments(**(tokenised.ARGUMENTS | own | changes))
 
 
 def collator(**settings: Any) -> training.MemoryCollator:
     return training.MemoryCollator(DataCollatorForSeq2Seq(tokenised.make_tokenizer()), **settings)
 
 
-@pytest.mark.parametrize("kind", ["Trainer", "AdapterTrainer"])
-@pytest.mark.parametrize(("family", "bf16"), [("llama", ""), ("gpt2", ""), ("llama", "autocast"), ("llama", "host")])
+WAYS = [("llama", ""), ("gpt2", ""), ("llama", "autocast"), ("llama", "host")]
+QUICK = (("AdapterTrainer", "llama", ""), ("Trainer", "gpt2", ""))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "bf16"),
+    [
+        pytest.param(kind, *way, marks=() if (kind, *way) in QUICK else pytest.mark.slow)
+        for kind in ("Trainer", "AdapterTrainer")
+        for way in WAYS
+    ],
+)
 def test_it_trains_and_its_folder_loads(kind: str, family: str, bf16: str, tmp_path: Path) -> None:
     """Both keep the host out of their checkpoints, and both resume from them."""
     host = tiny.make(family, loss_type="ForCausalLM")

@@ -24,68 +24,41 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 
-STEPS = 3
-
 
 def trainer(folder: Path, model: Any, dataset: Any = None, data_collator: Any = "memory", **changes: Any) -> Any:
-    given = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 11,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "adam_beta2": 0.98,
-        "optim": "adamw_torch",
-        "bf16": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "remove_unused_columns": False,
-    }
+    own = {"output_dir": str(folder), "per_device_train_batch_size": 11, "bf16": False, "remove_unused_columns": False}
     if data_collator == "memory":
         data_collator = training.MemoryCollator(DataCollatorForLanguageModeling(pad_token_id=0))
     return trl.SFTTrainer(
         model=model,
-        args=trl.SFTConfig(**(given | changes)),
+        args=trl.SFTConfig(**(tokenised.ARGUMENTS | own | changes)),
         train_dataset=tokenised.dataset() if dataset is None else dataset,
         processing_class=tokenised.make_tokenizer(),
         data_collator=data_collator,
     )
 
 
-@pytest.mark.parametrize("changes", [{"data_collator": None}, {"data_collator": None, "remove_unused_columns": True}])
-def test_a_memory_that_trl_drops_is_missed(changes: dict[str, Any], tmp_path: Path) -> None:
-    """With its own collator, it would train three steps and change nothing."""
-    made = trainer(tmp_path, tiny.attach(tiny.make("llama")), **changes)
-    with pytest.raises(ConditionError, match=r"without a memory.*MemoryCollator"):
-        made.train()
-
-
-def test_a_memory_given_around_the_training_is_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unused", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_memory_that_trl_drops_is_missed(unused: bool, tmp_path: Path) -> None:
+    """With its own collator, it would train three steps and change nothing; given around the training it is seen."""
     model = tiny.attach(tiny.make("llama"))
     before = tokenised.weights(model)
-    made = trainer(tmp_path, model, data_collator=None, remove_unused_columns=True)
+    made = trainer(tmp_path, model, data_collator=None, remove_unused_columns=unused)
+    with pytest.raises(ConditionError, match=r"without a memory.*MemoryCollator"):
+        made.train()
     with model.condition(tiny.memory(11)):
         made.train()
     assert tokenised.unmoved(model, before) == []
 
 
+@pytest.mark.slow
 def test_evaluation_and_rows_without_a_memory(tmp_path: Path) -> None:
     rows = tokenised.rows(6)
     for row in rows[::2]:
         row["memory"] = None
     model = tiny.attach(tiny.make("llama"))
     collator = training.MemoryCollator(DataCollatorForLanguageModeling(pad_token_id=0), memory_dim=tiny.MEMORY_DIM)
-    made = trainer(
-        tmp_path,
-        model,
-        tokenised.datasets.Dataset.from_list(rows),
-        collator,
-        per_device_train_batch_size=1,
-        max_steps=6,
-    )
+    made = trainer(tmp_path, model, tokenised.datasets.Dataset.from_list(rows), collator, max_steps=2)
     before = tokenised.weights(model)
     made.train()
     assert tokenised.unmoved(model, before) == []

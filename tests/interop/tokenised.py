@@ -11,6 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
 
+#: Of a Trainer: three steps on the CPU that write nothing.
+ARGUMENTS: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+ARGUMENTS |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+ARGUMENTS |= {"optim": "adamw_torch", "adam_beta2": 0.98, "dataloader_pin_memory": False}
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Of the vocabulary of the tiny hosts: 0 pads, 1 begins, 2 ends, 3 is unknown."""

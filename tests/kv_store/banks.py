@@ -134,5 +134,6 @@ def reload(model):
 
 def read_and_project(prepared, adapter, layer, queries=1):
     """The memory as an adapter reads it, and its cached keys and values for the block at a host layer."""
-    memory = prepared.read(adapter)
-    return memory, prepared.project(adapter, [layer], memory, queries)[layer]
+    values = prepared.values(adapter)
+    memory = prepared.read(adapter, values)
+    return memory, prepared.project(adapter, [layer], memory, queries, values)[layer]

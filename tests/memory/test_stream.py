@@ -88,9 +88,9 @@ def test_the_doctor_finds_what_comes_too_early(monkeypatch: pytest.MonkeyPatch) 
     assert any(ok for ok, name, _ in report.lines if name == "slots for later tokens"), report
     own = TextState.arrived_slots
 
-    def leak(text: TextState, count: int) -> Tensor | None:
-        seen = own(text, count)
-        return None if seen is None else seen.roll(1, -1) | seen  # one slot too early
+    def leak(text: TextState, count: int, device: torch.device) -> Tensor:
+        seen = own(text, count, device)
+        return seen.roll(1, -1) | seen  # one slot too early
 
     monkeypatch.setattr(TextState, "arrived_slots", leak)
     assert mmattn.doctor(model, batch).failed == ["slots for later tokens"]

@@ -140,9 +140,9 @@ def test_the_command_line(pipe: Any, adapter: Path, tmp_path: Path, capsys: pyte
 
 def test_the_adapter_that_is_shipped_names_what_it_sees() -> None:
     """Seven of the eight shipped pictures, and none from the picture of another."""
-    lines = Path("assets/flora/captions.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = Path("assets/flora/metadata.jsonl").read_text(encoding="utf-8").splitlines()
     known = [json.loads(line) for line in lines]
     pipe = mmattn.pipeline("assets/vision/adapter", device="cpu")
-    texts = pipe([f"assets/flora/{one['file']}" for one in known])
+    texts = pipe([f"assets/flora/{one['file_name']}" for one in known])
     assert sum(one["species"] in text for one, text in zip(known, texts, strict=True)) == 7
     assert not any(one["species"] in text for one, text in zip(known, texts[1:] + texts[:1], strict=True))

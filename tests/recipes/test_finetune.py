@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from pydantic import ValidationError
 
@@ -94,9 +95,9 @@ class TestLanguage:
     def test_no_memory_is_the_host(self, recipe: SimpleNamespace, run: Path) -> None:
         rows = {row["name"]: row["loss"] for row in json.loads((run / "table.json").read_text())["rows"]}
         settings = recipe.settings.Config(**short(run.parent))
-        _, away = training.split_rows(training.read_folder(FLORA), 2, 0)
+        _, held_out = training.split_rows(training.read_rows(FLORA, split="train"), 2, 0)
         host = recipe.language.Language(settings, training.make_accelerator(device="cpu"))
-        total, count = training.sum_nats(host.lm, host.collator(None).batch(away))
+        total, count = training.sum_nats(host.lm, host.collator(text_only=True).batch(list(held_out)))
         assert rows["adapter, no memory"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
 
     def test_cached_hidden_states_and_a_loss_in_chunks(
@@ -226,7 +227,7 @@ class TestData:
         capsys.readouterr()
         out = recipe.train.main(asked)
         said = capsys.readouterr().out
-        assert "6 pictures in 2 class folders" in said and "held out, val: 2 pictures in 2 class folders" in said
+        assert "num_rows: 6" in said and "held out, validation: " in said
         assert "5 rows to train on, 2 held out" in said
         assert said.count("1 left out, because it cannot be used (data.strict=true stops instead):") == 2
         broken = flowers / "train" / "daffodil" / "2.png"
@@ -244,16 +245,17 @@ class TestData:
     def test_the_attention_to_passages(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
         lm, tokenizer = recipe.language.load_lm(recipe.settings.Config(lm="assets/lm"), "cpu")
         reader = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
-        memories = training.RowMemories(tmp_path, passages=reader)
-        model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=memories.dim, every=3, num_heads=2, head_dim=8))
-        row = training.Row("It is red.", "What is it?", passages=("Roses are red.", "Violets are blue."))
-        (trace,) = recipe.language.trace_texts(model, tokenizer, [row], ["It is blue."], memories)
-        assert trace.sources == row.passages and "".join(trace.words).strip().startswith("It is blue.")
+        passages = ["Roses are red.", "Violets are blue."]
+        rows = Dataset.from_list([{"text": "It is red.", "prompt": "What is it?", "passages": passages}])
+        rows = training.encode_dataset(rows, tmp_path, passages=reader).with_format("torch")
+        model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=reader.dim, every=3, num_heads=2, head_dim=8))
+        (trace,) = recipe.language.trace_texts(model, tokenizer, list(rows), ["It is blue."], None)
+        assert trace.sources == tuple(passages) and "".join(trace.words).strip().startswith("It is blue.")
         resampled = mmattn.GatedAdapter(
-            memory_dim=memories.dim, every=3, num_heads=2, head_dim=8, resampler=mmattn.Resampler(num_latents=2)
+            memory_dim=reader.dim, every=3, num_heads=2, head_dim=8, resampler=mmattn.Resampler(num_latents=2)
         )
         hidden = mmattn.attach(model.unload(), resampled)
-        assert recipe.language.trace_texts(hidden, tokenizer, [row], ["It is blue."], memories) == []
+        assert recipe.language.trace_texts(hidden, tokenizer, list(rows), ["It is blue."], None) == []
 
 
 class TestUNet:
@@ -316,9 +318,8 @@ class TestUNet:
         settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
         text_tower = mmattn.encoders.load_text_encoder(str(ROOT / "assets" / "clip"))
         assert settings["encoder"] == text_tower.fingerprint, "no picture is an example for itself"
-        memories = training.RowMemories(tmp_path / "cache", passages=text_tower)
-        one, two = (memories.of([training.Row("", passages=(text,))]).tokens for text in ("a zebra", "a lion"))
-        assert not torch.equal(one, two)
+        zebra, lion = text_tower(["a zebra", "a lion"]).tokens
+        assert not torch.equal(zebra, lion)
 
 
 class TestSettings:

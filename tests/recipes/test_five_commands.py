@@ -55,16 +55,16 @@ def test_the_page(
         shutil.copytree(FLORA, tmp_path / name)
     else:
         datasets = pytest.importorskip("datasets", reason="datasets is not installed; it comes with mmattn[train]")
-        rows = training.read_folder(FLORA)
-        columns = {"caption": [row.text for row in rows], "photo": [row.images[0] for row in rows]}
+        rows = training.read_rows(FLORA, split="train")
+        columns = {"caption": rows["text"][:], "photo": [image["path"] for image in rows["image"]]}
         data = datasets.Dataset.from_dict(columns).cast_column("photo", datasets.Image())
         data.save_to_disk(tmp_path / name)
     shutil.copy(FLORA / "daffodil.png", tmp_path / "photo.jpg")
     encode, copy, train, caption, serve = lines
     monkeypatch.chdir(tmp_path)
-    assert "EncodedDataset(rows=8" in said(*encode)
+    assert "num_rows: 8" in said(*encode)
     said(*copy)
     trained = said(*train, "optim.max_steps=3", "device=cpu")
-    assert "encoded rows (pictures by efficientnet-lite0" in trained and "the adapter is in" in trained
+    assert "memories of width 112" in trained and "the adapter is in" in trained
     assert said(*caption).startswith("photo.jpg: ")
     assert ask(tmp_path, *serve)

@@ -92,7 +92,7 @@ def test_the_data_set_is_deterministic_and_its_splits_share_no_picture(flora) ->
 
 def test_the_demo_pictures_are_those_that_were_drawn(flora, tmp_path: Path) -> None:
     flora.save_demo(tmp_path)
-    shipped = ASSETS / "flora" / "captions.jsonl"
+    shipped = ASSETS / "flora" / "metadata.jsonl"
     assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
     for file in tmp_path.glob("*.png"):
         with Image.open(file) as drawn, Image.open(ASSETS / "flora" / file.name) as picture:

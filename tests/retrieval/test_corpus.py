@@ -1,4 +1,4 @@
-"""A corpus in shards: rows and vectors as given, the same after any interruption and by any workers."""
+"""A corpus in shards: rows and vectors as given, and broken lines named."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, TextError
 from mmattn.retrieval import embed_corpus
-from mmattn.training import EncodedDataset
+from mmattn.training import encoding_of
 from tests.tiny_texts import WIDTH, save_encoder
-
-pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
 
 
 @pytest.fixture(scope="module")
@@ -37,46 +35,36 @@ def files(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a.jsonl", tmp_path / "b.txt"]
 
 
-def contents(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-
 def test_rows_and_vectors_come_back(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
-    dataset = embed_corpus(files, tmp_path / "out", encoder, texts_per_shard=7)
-    assert (len(dataset), dataset.dim, dataset.fingerprint) == (35, WIDTH, encoder.fingerprint)
-    parts = list(EncodedDataset(tmp_path / "out").entries(6))
-    assert [len(ids) for ids, _, _, _ in parts] == [6] * 5 + [5]
-    ids, texts, metadata = ([entry for part in parts for entry in part[i]] for i in range(3))
-    assert ids[:12] == [f"a.jsonl:{n}" for n in (*range(1, 12), 13)]
-    assert (ids[31:], texts[31:]) == (
-        ["b.txt:1", "b.txt:3", "b.txt:4", "b.txt:5"],
-        ["one wood", "two woods", "the wood", "in spring"],
-    )
-    assert texts[30] == "flower 30 ü"
+    rows, left_out = embed_corpus(files, tmp_path / "out", encoder, rows_per_shard=7)
+    encoding = encoding_of(rows)
+    assert encoding is not None and (len(rows), left_out) == (35, [])
+    assert (encoding.dim, encoding.fingerprint) == (WIDTH, encoder.fingerprint)
+    assert rows["id"][:12] == [f"a.jsonl:{n}" for n in (*range(1, 12), 13)]
+    assert rows["id"][31:] == ["b.txt:1", "b.txt:3", "b.txt:4", "b.txt:5"]
+    assert rows["text"][30:] == ["flower 30 ü", "one wood", "two woods", "the wood", "in spring"]
+    metadata = [json.loads(value) for value in rows["metadata"]]
     assert metadata[:2] == [{"key": 0, "more": [0, None]}, {"key": 1, "more": [1, None]}]
     assert metadata[31:] == [{}] * 4
-    vectors = torch.cat([part[3] for part in parts])
+    vectors = torch.cat(list(rows.with_format("torch")["memory"]))
     assert torch.isfinite(vectors).all()
-    torch.testing.assert_close(vectors, encoder.encode(texts).tokens[:, 0])
+    torch.testing.assert_close(vectors, encoder.encode(rows["text"][:]).tokens[:, 0])
 
 
-def test_one_file_one_shard_and_ids_of_its_own(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
-    ((ids, texts, metadata, vectors),) = embed_corpus(files[0], tmp_path / "out", encoder, id_field="key").entries()
-    assert ids == [str(n) for n in range(31)]
-    assert metadata[3] == {"more": [3, None]}
-    assert vectors.shape == (31, WIDTH)
+def test_ids_and_fields_of_a_file(files: list[Path], encoder: TextEncoder, tmp_path: Path) -> None:
+    rows, _ = embed_corpus(files[0], tmp_path / "out", encoder, id_field="key")
+    assert rows["id"][:] == [str(n) for n in range(31)] and json.loads(rows["metadata"][3]) == {"more": [3, None]}
     (tmp_path / "c.ndjson").write_text('{"body": "a", "text": 3}\n')
-    ((ids, texts, metadata, _),) = embed_corpus(tmp_path / "c.ndjson", tmp_path / "c", encoder, field="body").entries()
-    assert (ids, texts, metadata) == (["c.ndjson:1"], ["a"], [{"text": 3}])
+    rows, _ = embed_corpus(tmp_path / "c.ndjson", tmp_path / "c", encoder, field="body")
+    assert (rows["id"][:], rows["text"][:], rows["metadata"][:]) == (["c.ndjson:1"], ["a"], ['{"text": 3}'])
 
 
 def test_blank_lines_an_empty_file_and_equal_texts(encoder: TextEncoder, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n\n\nb\na\n")
     (tmp_path / "b.txt").write_text("")
-    dataset = embed_corpus([tmp_path / "b.txt", tmp_path / "a.txt"], tmp_path / "out", encoder, texts_per_shard=1)
-    ((ids, texts, _, vectors),) = dataset.entries()
-    assert (ids, texts) == (["a.txt:1", "a.txt:4", "a.txt:5"], ["a", "b", "a"])
-    assert torch.equal(vectors[0], vectors[2]) and dataset.manifest.contents == 2
+    rows, _ = embed_corpus([tmp_path / "b.txt", tmp_path / "a.txt"], tmp_path / "out", encoder)
+    assert (rows["id"][:], rows["text"][:]) == (["a.txt:1", "a.txt:4", "a.txt:5"], ["a", "b", "a"])
+    assert rows["memory"][0] == rows["memory"][2]
 
 
 def test_broken_lines_are_named_and_skipped_only_when_asked(encoder: TextEncoder, tmp_path: Path) -> None:
@@ -95,18 +83,17 @@ def test_broken_lines_are_named_and_skipped_only_when_asked(encoder: TextEncoder
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ConfigError) as caught:
-        embed_corpus(path, tmp_path / "out", encoder, texts_per_shard=3)
+        embed_corpus(path, tmp_path / "out", encoder)
     message = str(caught.value)
-    assert message.startswith("8 of 10 rows of a.jsonl cannot be used:")
+    assert message.startswith("8 of 10 lines cannot be used:")
     for words in ("a.jsonl:2 is not sound JSON", "a.jsonl:3 holds no JSON object but list", "a.jsonl:4 has no text in"):
         assert words in message
-    assert "got 5" in message and not contents(tmp_path / "out")
-    dataset = embed_corpus(path, tmp_path / "out", encoder, texts_per_shard=3, skip_broken=True)
-    assert [row.id for row in dataset] == ["a.jsonl:1", "a.jsonl:10"]
-    skipped = dataset.left_out
+    assert "got 5" in message and not (tmp_path / "out").exists()
+    rows, skipped = embed_corpus(path, tmp_path / "out", encoder, skip_broken=True)
+    assert rows["id"][:] == ["a.jsonl:1", "a.jsonl:10"]
     assert [reason.split()[0] for reason in skipped] == [f"a.jsonl:{n}" for n in range(2, 10)]
     assert "not UTF-8" in skipped[5] and "surrogate" in skipped[6] and "twice" in skipped[7]
-    with pytest.raises(ConfigError, match="10 of 10 rows"):
+    with pytest.raises(ConfigError, match="10 of 10 lines"):
         embed_corpus(path, tmp_path / "other", encoder, id_field="key", skip_broken=True)
 
 
@@ -159,8 +146,8 @@ def test_files_are_read_right_or_named_with_their_line(
         with pytest.raises(ConfigError, match="\n".join(f"  a.{suffix}:{fault}.*" for fault in faults)):
             embed_corpus(path, tmp_path / "out", encoder, skip_broken=not texts)
     if texts:
-        dataset = embed_corpus(path, tmp_path / "out", encoder, skip_broken=True)
-        assert [row.text for row in dataset] == texts
+        rows, _ = embed_corpus(path, tmp_path / "out", encoder, skip_broken=True)
+        assert rows["text"][:] == texts
 
 
 def test_long_lines_are_read_and_longer_ones_named(
@@ -170,39 +157,21 @@ def test_long_lines_are_read_and_longer_ones_named(
     (tmp_path / "a.txt").write_text(f"one\n{long}\ntwo\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": long}) + "\n")
     with pytest.warns(UserWarning, match="cut"):
-        dataset = embed_corpus([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "out", encoder, texts_per_shard=2)
-    assert [row.text for row in dataset] == ["one", long.strip(), "two", long]
+        rows, _ = embed_corpus([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "out", encoder)
+    assert rows["text"][:] == ["one", long.strip(), "two", long]
     monkeypatch.setattr("mmattn.retrieval.corpus.MAX_LINE", 99)
     for name, line in (("a", "x" * 100), ("b", "x" * 1001), ("c", "x" * 200 + "\ny" + " " * 97)):
         (tmp_path / f"{name}.txt").write_text(f"one\n{line}\ntwo")
-        with pytest.raises(ConfigError, match=f"^1 of . rows of {name}.txt .*\n  {name}.txt:2 has more than 99 byte"):
+        with pytest.raises(ConfigError, match=f"^1 of . lines .*\n  {name}.txt:2 has more than 99 byte"):
             embed_corpus(tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder)
-        dataset = embed_corpus(tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder, skip_broken=True)
-        assert [row.text for row in dataset] == ["one", *(text.strip() for text in line.split("\n")[1:]), "two"]
-
-
-def test_another_encoder_or_corpus_is_refused(
-    files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    embed_corpus(files, out, encoder, texts_per_shard=7)
-    before = contents(out)
-    for given, other, words in (
-        (files, TextEncoder(folder, pooling="max"), "was encoded otherwise .passages by .*give the same again"),
-        (files[:1], encoder, "has the rows of a.jsonl, b.txt: name another folder"),
-        (files[::-1], encoder, "has the rows of a.jsonl, b.txt"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            embed_corpus(given, out, other, texts_per_shard=7)
-        assert contents(out) == before
+        rows, _ = embed_corpus(tmp_path / f"{name}.txt", tmp_path / f"{name} out", encoder, skip_broken=True)
+        assert rows["text"][:] == ["one", *(text.strip() for text in line.split("\n")[1:]), "two"]
 
 
 def test_settings_that_cannot_be(files: list[Path], encoder: TextEncoder, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="executor must be one of 'local', 'ray'"):
-        embed_corpus(files, out, encoder, executor="spark")
-    with pytest.raises(ConfigError, match="contents_per_shard"):
-        embed_corpus(files, out, encoder, texts_per_shard=0)
+    with pytest.raises(ConfigError, match="rows_per_shard"):
+        embed_corpus(files, out, encoder, rows_per_shard=0)
     with pytest.raises(ConfigError, match="at least one file"):
         embed_corpus([], out, encoder)
     with pytest.raises(ConfigError, match="two files of the corpus are called 'b.txt'"):
@@ -222,4 +191,4 @@ def test_vectors_that_are_not_finite_are_refused(files: list[Path], folder: Path
         next(broken.parameters()).fill_(float("nan"))
     with pytest.raises(NonFiniteError):
         embed_corpus(files, tmp_path / "out", broken)
-    assert not list((tmp_path / "out").rglob("vectors-*"))
+    assert not list((tmp_path / "out").glob("*.arrow"))

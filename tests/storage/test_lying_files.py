@@ -16,8 +16,6 @@ import pytest
 import torch
 
 import mmattn
-from mmattn import training
-from mmattn.data.encoded_files import rows_schema
 from mmattn.encoders.style import StyleEncoder, StyleNetwork
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError, NonFiniteError
 from mmattn.hosts import PassageCache
@@ -229,84 +227,6 @@ def test_passages_that_no_host_has_read(lie: Any, mapped: bool, tmp_path: Path, 
     write_tensors(tmp_path / "file", {**tensors, **lie[1]}, metadata)
     with pytest.raises(AdapterFileError):
         PassageCache.load(host, tmp_path / "file", mapped=mapped)
-
-
-class TestEncodedDatasets:
-    """Encoded datasets of which a shard, the rows or `encoded.json` lies."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        rows = [
-            training.Row(f"text {n}", prompt="ask" if n % 2 else "", memory=tiny.memory(1, m=1 + n % 3, seed=n))
-            for n in range(9)
-        ]
-        training.encode_rows(rows, tmp_path / "data", contents_per_shard=3, block_bytes=40)
-        return tmp_path / "data"
-
-    @staticmethod
-    def use(folder: Path) -> list[torch.Tensor]:
-        """Everything in a dataset, row by row and block by block."""
-        dataset = training.EncodedDataset(folder)
-        assert len(dataset) == 9
-        rows = [*dataset, *(row for batch in training.EncodedBatches(dataset, 4).epoch(0) for row in batch)]
-        assert all(isinstance(row.text, str) and isinstance(row.prompt, str) for row in rows)
-        return [row.memory.tokens.float() for row in rows if row.memory is not None]
-
-    def test_shards(self, folder: Path) -> None:
-        """Invariant 133. A block that lies under a right checksum is refused when a row of it is read."""
-        path, draw, refused = folder / "vectors-000001.arrow", random.Random(3), 0
-        good, manifest = path.read_bytes(), json.loads((folder / "encoded.json").read_text())
-        for _ in range(150):
-            raw, described = bytearray(good), copy.deepcopy(manifest)
-            place = draw.choice(described["shards"][1]["blocks"])
-            for _ in range(draw.choice((1, 1, 4))):
-                raw[draw.randrange(place["start"], place["end"])] = draw.choice((0, 1, 127, 128, 255))
-            place["sha256"] = hashlib.sha256(raw[place["start"] : place["end"]]).hexdigest()
-            path.write_bytes(raw)
-            (folder / "encoded.json").write_text(json.dumps(described))
-            refused += refused_or_sound(lambda: self.use(folder))
-        assert refused > 20
-
-    def test_rows(self, folder: Path) -> None:
-        """Invariant 133. Rows that name contents which are not there, or have other columns, are refused."""
-        pyarrow = pytest.importorskip("pyarrow")
-        manifest = json.loads((folder / "encoded.json").read_text())
-        columns = training.EncodedDataset(folder)._table.to_pydict()
-        lies = {"contents": [[9]] * 9, "text": columns["text"][:-1], "prompt": [None] * 9, "keys": [[b"x"]] * 9}
-        for name, lie in lies.items():
-            changed = {one: values[: len(lie)] for one, values in columns.items()} | {name: lie}
-            schema = pyarrow.schema([field.with_nullable(True) for field in rows_schema()])
-            if name == "keys":
-                schema = schema.set(3, pyarrow.field("keys", pyarrow.list_(pyarrow.binary())))
-            batches = pyarrow.table(changed, schema=schema).to_batches()
-            used = schema if name in ("prompt", "keys") else rows_schema()
-            parts = [used.serialize(), *(batch.serialize() for batch in batches), b"\xff\xff\xff\xff\0\0\0\0"]
-            raw = b"".join(map(bytes, parts))
-            (folder / "rows-000.arrow").write_bytes(raw)
-            manifest["sources"][0] |= {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-            (folder / "encoded.json").write_text(json.dumps(manifest))
-            with pytest.raises(AdapterFileError, match=r"rows"):
-                self.use(folder)
-
-    def test_its_description(self, folder: Path) -> None:
-        """Invariant 133. A description that lies is refused."""
-        good, draw, refused = (folder / "encoded.json").read_text(), random.Random(5), 0
-        for _ in range(150):
-            manifest = json.loads(good)
-            change_json(draw, manifest)
-            (folder / "encoded.json").write_text(json.dumps(manifest))
-            refused += refused_or_sound(lambda: self.use(folder))
-        assert refused > 80
-
-    def test_a_lost_shard(self, folder: Path) -> None:
-        """Invariant 133. A dataset does not open without its last shard, or without some blocks of it."""
-        manifest = json.loads((folder / "encoded.json").read_text())
-        last = manifest["shards"].pop()
-        for shards in ([], [{**last, "blocks": last["blocks"][:-1]}]):
-            described = {**manifest, "shards": [*manifest["shards"], *shards]}
-            (folder / "encoded.json").write_text(json.dumps(described))
-            with pytest.raises(AdapterFileError, match=r"encoded\.json"):
-                training.EncodedDataset(folder)
 
 
 @pytest.mark.parametrize("store", ["exact", "hnsw"])

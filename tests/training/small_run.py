@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def rows(count: int = 23) -> list[training.Row]:
     return made
 
 
+def shuffled(rows: Sequence[training.Row]) -> list[training.Row]:
+    """Rows with a memory, each with that of the next; the others as they are."""
+    memories = [row.memory for row in rows if row.has_memory]
+    moved = iter([*memories[1:], *memories[:1]])
+    return [replace(row, memory=next(moved)) if row.has_memory else row for row in rows]
+
+
 def attach(shard: bool = False, tensor_parallel: str | None = None, **settings: Any) -> Any:
     """A tiny host, whole or in pieces on several processes, with a fresh adapter after every layer."""
     host = tiny.make("llama")
@@ -72,7 +80,7 @@ def attach(shard: bool = False, tensor_parallel: str | None = None, **settings: 
 
 def collator(folder: Path) -> training.RowCollator:
     """Of these rows, whose memories need no encoder."""
-    return training.RowCollator(Letters(), training.RowMemories(folder, dim=tiny.MEMORY_DIM))
+    return training.RowCollator(Letters())
 
 
 class Killed:
@@ -158,7 +166,7 @@ def run(
             accelerator,
             collate=collate if collated else None,
             eval_rows=held_out,
-            shuffled_rows=training.shuffle_memories(held_out) if reported else (),
+            shuffled_rows=shuffled(held_out) if reported else (),
             folder=folder / "checkpoints",
             log=log,
             measure=mmattn.inspect.AdapterMetrics(model, forward, 2) if reported else None,

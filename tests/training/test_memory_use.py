@@ -16,47 +16,7 @@ import mmattn
 from mmattn import training
 from mmattn.training import evaluation
 from tests import tiny
-from tests.data.encoded_rows import Eye, captions, encode_captions
 from tests.training import small_run
-
-
-def sources(rows: Sequence[training.Row]) -> list[tuple[Any, ...]]:
-    return [row.images for row in training.shuffle_memories(rows)]
-
-
-class TestShuffledMemories:
-    def test_each_row_gets_that_of_the_next(self) -> None:
-        rows = [training.Row(text, images=(f"{text}.png",)) for text in "abc"]
-        assert sources(rows) == [("b.png",), ("c.png",), ("a.png",)]
-        shuffled = training.shuffle_memories(rows)
-        assert [row.text for row in shuffled] == ["a", "b", "c"] and [row.text for row in shuffled[1:]] == ["b", "c"]
-
-    def test_rows_without_a_memory_stay(self) -> None:
-        rows = [training.Row("a", images=("a.png",)), training.Row("b"), training.Row("c", passages=("c",))]
-        assert [(row.images, row.passages) for row in training.shuffle_memories(rows)] == [
-            ((), ("c",)),
-            ((), ()),
-            (("a.png",), ()),
-        ]
-        assert not training.shuffle_memories(rows[:2]), "one memory has none to be exchanged with"
-
-    def test_not_with_one_of_the_same_class(self) -> None:
-        """In class folders the next row has the same text: its memory would do as well."""
-        rows = [training.Row(f"a {kind}", images=(f"{kind}/{n}.png",)) for kind in ("rose", "iris") for n in range(5)]
-        assert all(row.text.split()[1] not in row.images[0] for row in training.shuffle_memories(rows))
-
-    def test_not_with_the_same_picture(self) -> None:
-        """A picture with five captions stands in five rows, one after the other."""
-        for image in (lambda n: f"{n}.png", lambda n: bytes([n])):
-            rows = [training.Row(f"{n} {k}", images=(image(n),)) for n in range(3) for k in range(5)]
-            assert all(own.images != other.images for own, other in zip(rows, training.shuffle_memories(rows)))  # noqa: B905
-
-    def test_rows_of_a_store_by_their_contents(self, tmp_path: Path) -> None:
-        """A store has the same picture once: no row that shows it gets it back."""
-        folder = captions(tmp_path / "pictures", [3, 3, 3, 7, 7, 7])
-        store = encode_captions(folder, tmp_path / "store", Eye())
-        for own, other in zip(store, training.shuffle_memories(store), strict=True):
-            assert other.text == own.text and not torch.equal(other.memory.tokens, own.memory.tokens)
 
 
 class TestEvaluation:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,24 +52,6 @@ def test_a_setting_of_the_first_version(old: str) -> None:
 def test_values_that_cannot_be(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         training.TrainingConfig(max_steps=3, **settings)
-
-
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        ("file", {"split": "test"}),
-        ("file", {"streaming": True}),
-        ("file", {"columns": {"text": "caption"}}),
-        ("file", {"template": "A {label}."}),
-        ("folder", {"columns": {"text": "caption"}}),
-    ],
-)
-def test_what_only_a_dataset_has(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}))
-    path = str(tmp_path / "rows.jsonl") if kind == "file" else str(tmp_path)
-    (name,) = given
-    with pytest.raises(ConfigError, match=f"{name} only applies to (a dataset of Hugging Face|class folders)"):
-        training.read_rows(path, **given)
 
 
 def test_gates_without_gates() -> None:

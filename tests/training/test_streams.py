@@ -122,7 +122,7 @@ def test_the_loop_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> Non
     batches = {
         "an iterator": lambda: iter([rows[:4], rows[4:]]),
         "a loader": lambda: DataLoader(Once(left), batch_size=4, collate_fn=list),
-        "a stream of rows": lambda: training.RowBatches(StreamOnce(left), 4),
+        "a stream of rows": lambda: training.RowBatches(Once(left), 4),
     }[kind]()
     model, seen = small_run.attach(), []
 
@@ -163,16 +163,6 @@ def test_a_loader_of_known_length_is_begun_anew_by_training(tmp_path: Path) -> N
     training.train(model, loss, loaders[1], config, training.make_accelerator(device="cpu"), progress=False)
     assert first != order[:4], "another order"
     assert drawn == [*first, *order[:8]]
-
-
-class StreamOnce(training.StreamRows):
-    """A stream of rows that goes on where it was left."""
-
-    def __init__(self, rows: Iterator[training.Row]) -> None:
-        self.left = rows
-
-    def __iter__(self) -> Iterator[training.Row]:
-        yield from self.left
 
 
 @pytest.mark.slow

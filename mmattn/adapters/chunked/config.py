@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from mmattn.adapters.gated.block import BlockLayers, SlotAdapter
 from mmattn.adapters.gated.config import first_reaching
-from mmattn.adapters.prepared_memory import PreparedMemory, check_projected, project_layers
-from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
+from mmattn.adapters.projection import PreparedMemory, ProjectedView, check_projected, project_layers
+from mmattn.adapters.protocols import BoundMemory, PackedView, Site
 from mmattn.adapters.settings import random_memory, register_adapter
-from mmattn.adapters.text_state import Keywords, TextState
+from mmattn.adapters.text_state import Keywords, PackedText, TextState
 from mmattn.core.attention_inputs import visible_rows
 from mmattn.core.kv_cache import KeyValue
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
@@ -176,7 +176,7 @@ class ChunkMemory(BoundMemory):
             self.unchecked = None if memory.finite_checked else memory
 
     @torch.compiler.disable  # which chunks have ended depends on values
-    def step(self, text: TextState) -> ChunkView:
+    def step(self, text: TextState) -> PackedView:
         """Return what this forward attends to: each token the neighbours of the last chunk that has ended."""
         self.check_rows(text)
         real = text.whole[0].cpu()
@@ -185,8 +185,34 @@ class ChunkMemory(BoundMemory):
         rows = torch.arange(len(latest), device=latest.device)[:, None]
         labels, tokens = grouped(torch.where(latest < 0, -1, latest + rows * count).flatten())
         places = self.neighbours.places([divmod(label, count) for label in labels], text, self.adapter)
-        numbers = [number for number, place in enumerate(places) if place is not None]
-        return ChunkView(self, tokens[numbers], [place for place in places if place is not None])
+        found = [number for number, place in enumerate(places) if place is not None]
+        tokens, real = tokens[found], tokens[found] >= 0
+        # Shorter rows are filled with a token of their own, which is as finite as the row, and dropped again.
+        chunks = PackedText(latest, tokens[real], torch.where(real, tokens, tokens[:, :1]), real)
+        return PackedView(self._see([place for place in places if place is not None]), chunks)
+
+    def _see(self, places: list[Place]) -> ProjectedView:
+        """Return keys and values with a row for each chunk."""
+        adapter, projected, may_cache = self.adapter, {}, True
+        for batch in {id(batch): batch for batch, _ in places}.values():
+            values = batch.values(adapter)
+            read, may_cache = batch.read(adapter, values), may_cache and values is not None
+            # Rows are gathered one by one, which layouts for few queries do not allow.
+            projected[id(batch)] = (
+                check_projected(adapter, batch.memory, project_layers(adapter, adapter.layers, read))
+                if values is None
+                else batch.project(adapter, adapter.layers, read, 1, values)
+            )
+        gathered = {}
+        for layer in adapter.layers if places else ():
+            rows = [(projected[id(batch)][layer], row) for batch, row in places]
+            name = adapter.name, layer
+            gathered[layer] = self.neighbours.gather(name, rows) if may_cache else KeyValue.gather(rows)
+        if not gathered:
+            return ProjectedView({})
+        first = gathered[adapter.layers[0]]
+        allowed = None if first.mask is None else first.mask[:, None, None]
+        return ProjectedView(gathered, seen=visible_rows(allowed, first.batch, first.slots, device=first.keys.device))
 
     def shareable(self) -> object:
         """Return the memory, or the neighbours that were retrieved: they may serve many calls, too."""
@@ -194,48 +220,6 @@ class ChunkMemory(BoundMemory):
 
     def as_memory(self, text: TextState) -> Memory:
         return self.neighbours.as_memory(text, self.adapter)
-
-
-class ChunkView(View):
-    """The neighbours of chunks as the tokens of one forward attend to them."""
-
-    def __init__(self, memory: ChunkMemory, tokens: Tensor, places: list[Place]) -> None:
-        self.memory, self.tokens, self.places = memory, tokens, places
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        """Return the output of a block for x (b, l, d); tokens without neighbours stay as they are, bit for bit."""
-        if not self.places:
-            return x
-        memory = self._project(layer)
-        tokens = self.tokens.to(x.device)
-        real = tokens >= 0
-        flat = x.flatten(0, 1)
-        # Shorter rows are filled with a token of their own, which is as finite as the row, and dropped again.
-        queries = flat[torch.where(real, tokens, tokens[:, :1])]
-        allowed = None if memory.mask is None else memory.mask[:, None, None]
-        seen = visible_rows(allowed, len(queries), memory.slots, device=x.device)
-        out = block(queries, memory, seen=seen, adapter_scale=adapter_scale)
-        return flat.index_copy(0, tokens[real], out[real]).view_as(x)
-
-    def _project(self, layer: int) -> KeyValue:
-        """Return keys and values at a host layer, a row for each chunk."""
-        adapter, neighbours = self.memory.adapter, self.memory.neighbours
-        batches = {id(batch): batch for batch, _ in self.places}
-
-        def rows(projected: dict[int, KeyValue]) -> list[tuple[KeyValue, int]]:
-            return [(projected[id(batch)], row) for batch, row in self.places]
-
-        if any(batch.is_uncached(adapter) for batch in batches.values()):
-            projected = {}
-            for key, batch in batches.items():
-                read = project_layers(adapter, [layer], batch.read(adapter))
-                projected[key] = check_projected(adapter, batch.memory, read)[layer]
-            return KeyValue.gather(rows(projected))
-        queries = self.tokens.shape[1]
-        cached = {
-            key: batch.project(adapter, [layer], batch.read(adapter), queries)[layer] for key, batch in batches.items()
-        }
-        return neighbours.gather((adapter.name, layer), rows(cached))
 
 
 def grouped(labels: Tensor) -> tuple[list[int], Tensor]:

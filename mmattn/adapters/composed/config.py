@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.composed.augmenting_model import AugmentedText, AugmentingModel, token_places
 from mmattn.adapters.gated.block import AttentionSettings, BlockAdapter, BlockLayers
-from mmattn.adapters.protocols import BoundMemory, Scale, Site, View
+from mmattn.adapters.projection import ProjectedView
+from mmattn.adapters.protocols import BoundMemory, Site
 from mmattn.adapters.settings import augmenting_layers_of, register_adapter, settle_augmenting_layers
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
@@ -134,7 +135,7 @@ class AugmentedMemory(BoundMemory):
         self.name, self.shared = adapter.name, model
         self._read: dict[None, AugmentedText] = {}
 
-    def step(self, text: TextState) -> AugmentedView:
+    def step(self, text: TextState) -> ProjectedView:
         """Return what this forward attends to: the model reads as far as the text has come."""
         keep = not torch.is_grad_enabled() and self.model.caches
         # Taken out: no two threads ever fill one cache.
@@ -145,56 +146,45 @@ class AugmentedMemory(BoundMemory):
         read = self.model.read(text, layers, before, self.name, keep)
         if keep:
             self._read[None] = read
-        return AugmentedView(read, self.adapter)
+        return self._see(read, text)
+
+    def _see(self, read: AugmentedText, text: TextState) -> ProjectedView:
+        """Return the states as the last l tokens attend to them, each up to its own; padding stays as it is."""
+        rows, length, total = text.rows, text.length, read.length
+        mask = None if may_read(read.real) and bool(read.real.all()) else read.real
+        rule = causal(length, total, total - length, device=read.real.device).tensor if length > 1 else None
+        allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
+        projected = {layer: self._project(read, layer, mask) for layer in self.adapter.layers}
+        seen = visible_rows(allowed, rows, total, device=read.real.device)
+        return ProjectedView(projected, rule, seen, token_places(read.real)[:, total - length :])
+
+    def _project(self, read: AugmentedText, layer: int, mask: Tensor | None) -> KeyValue:
+        """Return keys and values of the states for a host layer; cached if nothing is trained."""
+        adapter, states = self.adapter, read.states[self.adapter.augmenting_layers[layer]]
+        attention = adapter.attention(layer)
+        device = attention.q_proj.weight.device
+        cached = read.projected.get(layer)
+        past = 0 if cached is None else cached.slots
+
+        def project() -> KeyValue:
+            new = Memory(states[:, past:], read.real[:, past:], check_finite=False)
+            positions = token_places(read.real.to(device))[:, past:]
+            return attention.project(adapter.read(new).tokens.to(device), memory_positions=positions)
+
+        if read.cache is None:
+            projected = project()
+        else:
+            if cached is None or past < read.length:
+                with torch.inference_mode(False), torch.no_grad():
+                    cached = read.projected[layer] = project() if cached is None else cached.append(project())
+            projected = cached
+        return replace(projected, mask=None if mask is None else mask.to(device), visible=None, additive=None)
 
     def as_memory(self, text: TextState) -> Memory:
         raise ConfigError(
             f"adapter {self.name!r} reads the states of another model, which no other memory can stand for: give a "
             "batch with a memory for the other adapters"
         )
-
-
-class AugmentedView(View):
-    """The states of an augmenting model as the tokens of one forward attend to them: up to each token's own."""
-
-    def __init__(self, text: AugmentedText, adapter: ComposedLayers) -> None:
-        self.text, self.adapter = text, adapter
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        """Return the output of a block for x (b, l, d) of the last l tokens; padding stays as it is, bit for bit."""
-        rows, length = x.shape[:2]
-        total, real = self.text.length, self.text.real.to(x.device)
-        mask = None if may_read(real) and bool(real.all()) else real
-        rule = causal(length, total, total - length, device=x.device).tensor if length > 1 else None
-        allowed = combine_masks(mask, rule, (rows, rows, 1, length, total))
-        return block(
-            x,
-            replace(self._project(layer, x.device), mask=mask, visible=None, additive=None),
-            attention_mask=rule,
-            query_positions=token_places(real)[:, total - length :],
-            seen=visible_rows(allowed, rows, total, device=x.device),
-            adapter_scale=adapter_scale,
-        )
-
-    def _project(self, layer: int, device: torch.device) -> KeyValue:
-        """Return keys and values of the states for a host layer; cached if nothing is trained."""
-        text, adapter = self.text, self.adapter
-        states = text.states[adapter.augmenting_layers[layer]]
-        cached = text.projected.get(layer)
-        past = 0 if cached is None else cached.slots
-
-        def project() -> KeyValue:
-            new = Memory(states[:, past:], text.real[:, past:], check_finite=False)
-            positions = token_places(text.real.to(device))[:, past:]
-            tokens = adapter.read(new).tokens.to(device)
-            return adapter.attention(layer).project(tokens, memory_positions=positions)
-
-        if text.cache is None:
-            return project()
-        if cached is None or past < text.length:
-            with torch.inference_mode(False), torch.no_grad():
-                cached = text.projected[layer] = project() if cached is None else cached.append(project())
-        return cached
 
 
 def _begin_at_own_place(attention: CrossAttention) -> None:

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled.unet import InsideAdapter
-from mmattn.adapters.prepared_memory import PreparedMemory, check_read
-from mmattn.adapters.projected_memory import VectorMemory
-from mmattn.adapters.protocols import HeadSizes, Scale, Site, View
+from mmattn.adapters.projection import PreparedMemory, ProjectedView, VectorMemory, check_read
+from mmattn.adapters.protocols import HeadSizes, Scale, Site
 from mmattn.adapters.settings import register_adapter
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
@@ -187,8 +186,17 @@ class JointDecoupledBlock(nn.Module):
         self.q_norm, self.k_norm, self.memory_k_norm = (nn.RMSNorm(size.head_dim, eps=1e-6) for _ in range(3))
         self.gate = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: Tensor, memory: Memory, time: Tensor) -> Tensor:
-        """Compute the attention (b, h, l, k), 0 in rows without a memory."""
+    def forward(
+        self,
+        x: Tensor,
+        resampled: tuple[Memory, Tensor],
+        *,
+        attention_mask: None = None,
+        seen: None = None,
+        adapter_scale: Scale = 1.0,
+    ) -> Tensor:
+        """Return the attention (b, h, l, k) of x (b, 3h, l, k) over picture and latents, 0 in rows without a memory."""
+        memory, time = resampled
         q, k, v = x.to(self.gate.dtype).split(self.num_heads, 1)
         shift, scale = self.modulation(F.silu(time))[:, None].chunk(2, 2)
         tokens = F.layer_norm(memory.tokens, memory.tokens.shape[-1:], eps=1e-6) * (1 + scale) + shift
@@ -202,7 +210,7 @@ class JointDecoupledBlock(nn.Module):
         if memory.mask is not None:
             # A row has all of its latents, or none.
             heads = torch.where(memory.mask[:, :1, None, None], heads, 0)
-        return (heads * self.gate).to(x.dtype)
+        return (heads * self.gate).to(x.dtype) * adapter_scale
 
 
 class JointDecoupledLayers(AdapterLayers):
@@ -210,6 +218,7 @@ class JointDecoupledLayers(AdapterLayers):
 
     # Latents attend to each other beside the slots.
     counts_slots = True
+    follows_text = True
 
     def __init__(self, config: JointDecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -236,29 +245,17 @@ class TimedMemory(VectorMemory):
     """A prepared memory bound to an adapter that resamples it at every time step."""
 
     adapter: JointDecoupledLayers
-    follows_text = True
 
-    def step(self, text: TextState) -> TimedView:
-        timestep = text.timestep
+    def step(self, text: TextState) -> ProjectedView:
+        timestep, adapter = text.timestep, self.adapter
         if timestep is None:
             raise ConditionError(
                 f"adapter {self.name!r} needs one timestep for each row: call the whole host with a timestep (b,)"
             )
-        latents, time = self.adapter.resample(self.prepared.read(self.adapter), timestep)
+        resampled = adapter.resample(self.prepared.read(adapter, self.prepared.values(adapter)), timestep)
 
         def resample_row(row: Memory) -> list[Tensor]:
-            return [self.adapter.resample(self.adapter.read(row), timestep[:1])[0].tokens]
+            return [adapter.resample(adapter.read(row), timestep[:1])[0].tokens]
 
-        check_read(self.adapter, self.prepared.memory, [latents.tokens], resample_row)
-        return TimedView(latents, time)
-
-
-class TimedView(View):
-    """Latents (b, n, d) of a memory at one time step, embedded as (b, c)."""
-
-    def __init__(self, latents: Memory, time: Tensor) -> None:
-        self.latents, self.time = latents, time
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        """Return the attention (b, h, l, k) over picture x (b, 3h, l, k) and memory, times the scale."""
-        return block(x, self.latents, self.time) * adapter_scale
+        check_read(adapter, self.prepared.memory, [resampled[0].tokens], resample_row)
+        return ProjectedView(dict.fromkeys(adapter.layers, resampled))

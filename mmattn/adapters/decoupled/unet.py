@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers, AttachedHost
-from mmattn.adapters.projected_memory import ProjectedView
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
-from mmattn.core.key_value_projection import KeyValueProjection
+from mmattn.core.key_value_projection import Attended, KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -145,14 +144,21 @@ class DecoupledBlock(KeyValueProjection):
         k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
         super().__init__(k_proj, v_proj, **size.heads(), memory_dim=memory_dim)
 
-
-class DecoupledView(ProjectedView):
-    """A memory beside the text of a host's attention layer."""
-
-    def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        """Return the attention (b, h, l, k) of the host's queries x to the memory, times the scale."""
-        heads: Tensor = block(x, self.projected[layer])
-        return heads if isinstance(adapter_scale, float) and adapter_scale == 1 else heads * adapter_scale
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        memory: Attended,
+        *,
+        attention_mask: None = None,
+        seen: Tensor | None = None,
+        adapter_scale: Scale = 1.0,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the attention (b, h, l, k) of the host's queries, times the scale; 0 where a row sees nothing."""
+        attended = super().forward(q, memory, return_weights=return_weights)
+        heads, weights = attended if isinstance(attended, tuple) else (attended, None)
+        heads = heads if isinstance(adapter_scale, float) and adapter_scale == 1 else heads * adapter_scale
+        return heads if weights is None else (heads, weights)
 
 
 @runtime_checkable
@@ -168,7 +174,6 @@ class DecoupledLayers(AdapterLayers):
 
     config: DecoupledAdapter
     separable = True
-    view = DecoupledView
 
     def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
@@ -209,7 +214,7 @@ class DecoupledLayers(AdapterLayers):
 
     def read(self, memory: Memory) -> Memory:
         """Return the memory as every block attends to it: resampled, projected to slots, normalised."""
-        memory = self._cast_memory(memory)
+        memory = memory.replace(self.cast(memory))
         memory = memory if self.resampler is None else self.resampler(memory)
         n = self.config.tokens
         if self.projection is not None and n is not None:

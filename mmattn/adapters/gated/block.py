@@ -23,7 +23,7 @@ from mmattn.adapters.settings import (
 )
 from mmattn.core.cross_attention import CrossAttention, check_score_settings
 from mmattn.core.kv_cache import KeyValue
-from mmattn.errors import ConfigError, ShapeError, check_bool, check_choice, check_float, check_int
+from mmattn.errors import ConfigError, check_bool, check_choice, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import is_distributed
 
@@ -351,11 +351,6 @@ class BlockLayers(AdapterLayers):
 
     def attention(self, layer: int) -> CrossAttention:
         return self.block(layer).attention
-
-    def check_memory(self, memory: Memory) -> None:
-        super().check_memory(memory)
-        if self.score_bias and memory.scores is None:
-            raise ShapeError(f"adapter {self.name!r} was made with score_bias=True and the memory has no scores")
 
     def slot_norm(self) -> nn.LayerNorm | None:
         """Return the norm of the memory, which is all that `read` does to a slot if nothing is resampled."""

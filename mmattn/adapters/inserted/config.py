@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -29,9 +30,8 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AttachedHost
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots, JoinedView
-from mmattn.adapters.prepared_memory import PreparedMemory, check_read
-from mmattn.adapters.projected_memory import VectorMemory
+from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots
+from mmattn.adapters.projection import PreparedMemory, check_read
 from mmattn.adapters.protocols import Site, check_one_row
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
@@ -151,6 +151,31 @@ class InsertedLayers(BeforeTextLayers):
     def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
         return InsertedMemory(prepared, self)
 
+    def slots_for(self, prepared: PreparedMemory, text: TextState | None) -> JoinedSlots:
+        """Return the slots for a text, or as the host computes them now.
+
+        Without gradients the host computes keys and values once for each state of memory, projector and host, in
+        evaluation mode; with gradients, and in training mode, in each forward of the text. A text that continues keeps
+        the slots that it began with.
+        """
+        reader, grad = self.reader, torch.is_grad_enabled()
+        cache = None if text is None else text.cache
+        # These fall with the adapter's weights, the memory and autocast; slots depend on the host, too.
+        values = prepared.cache.values(self)
+        by_text: WeakKeyDictionary[object, JoinedSlots] = cached(values, "by text", WeakKeyDictionary)
+        if text is not None and text.past and not grad and cache in by_text:
+            return by_text[cache]
+        sources = [*prepared.memory.tensors(), *self.reading_parameters(), *reader.tensors()]
+        if reader.is_training or (grad and any(one.requires_grad for one in sources)):
+            return self.insert(prepared.memory)
+        if "unchanged" not in values or not values["unchanged"]():
+            values.pop("slots", None)
+            values["unchanged"] = reader.unchanged()
+        slots = cached(values, "slots", lambda: self.insert(prepared.memory))
+        if cache is not None:
+            by_text[cache] = slots
+        return slots
+
     def attach_to(self, host: AttachedHost) -> None:
         """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
         assert isinstance(host, EmbeddingHost)
@@ -183,48 +208,23 @@ class InsertedLayers(BeforeTextLayers):
         return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets, lengths)
 
 
-class InsertedMemory(VectorMemory, JoinedMemory):
-    """A prepared memory bound to the adapter that inserts it before a text.
+class InsertedMemory(JoinedMemory):
+    """A prepared memory bound to the adapter that inserts it before a text."""
 
-    Without gradients the host computes keys and values once for each state of memory, projector and host, in evaluation
-    mode; with gradients, and in training mode, in each forward of the text.
-    """
+    def __init__(self, prepared: PreparedMemory, adapter: InsertedLayers) -> None:
+        super().__init__(adapter.name, prepared.batch, partial(adapter.slots_for, prepared), prepared)
+        self.memory = prepared.memory
+        self.unchecked = None if self.memory.finite_checked else self.memory
 
-    adapter: InsertedLayers
-    follows_text = True
+    def as_memory(self, text: TextState) -> Memory:
+        return self.memory.detach()
 
-    def step(self, text: TextState) -> JoinedView:
-        self.check_text(text)
-        return JoinedView(self._slots_for(text.cache, bool(text.past)).repeated(text.rows // max(self.rows or 1, 1)))
-
-    @property
-    def slots(self) -> JoinedSlots:
-        """A row for each row of the memory, as the host computes them now."""
-        return self._slots_for(None, False)
-
-    def _slots_for(self, cache: object, continues: bool) -> JoinedSlots:
-        """Return the slots for a text in a cache of the host; one that continues keeps those that it began with."""
-        prepared, adapter, reader = self.prepared, self.adapter, self.adapter.reader
-        grad = torch.is_grad_enabled()
-        # These fall with the adapter's weights, the memory and autocast; slots depend on the host, too.
-        values = prepared.cache.values(adapter)
-        by_text: WeakKeyDictionary[object, JoinedSlots] = cached(values, "by text", WeakKeyDictionary)
-        if continues and not grad and cache in by_text:
-            return by_text[cache]
-        sources = [*prepared.memory.tensors(), *adapter.reading_parameters(), *reader.tensors()]
-        if reader.is_training or (grad and any(one.requires_grad for one in sources)):
-            return adapter.insert(prepared.memory)
-        if "unchanged" not in values or not values["unchanged"]():
-            values.pop("slots", None)
-            values["unchanged"] = reader.unchanged()
-        slots = cached(values, "slots", lambda: adapter.insert(prepared.memory))
-        if cache is not None:
-            by_text[cache] = slots
-        return slots
+    def sources(self) -> list[Tensor]:
+        return self.memory.tensors()
 
     def for_request(self) -> JoinedMemory | None:
         """Return the slots as the host computes them now: in a step of transformers' manager its attention differs."""
         check_one_row(self)
         with torch.no_grad():
-            slots = self.slots
-        return JoinedMemory(slots, self.name, self.prepared) if slots.keys else None
+            slots = self.slots(None)
+        return JoinedMemory(self.name, 1, lambda text: slots, self.shared) if slots.keys else None

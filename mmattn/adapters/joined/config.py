@@ -17,8 +17,9 @@ paper's section 3.2, log C − log m is added to the scores of m slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,10 +28,11 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import JoinedVectors
-from mmattn.adapters.prepared_memory import PreparedMemory
-from mmattn.adapters.protocols import HeadSizes, Site
+from mmattn.adapters.joined.slots import JoinedRequests, JoinedView, slots_of
+from mmattn.adapters.projection import ProjectedMemory
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, JoinRequests, KeepFinite, Site
 from mmattn.adapters.settings import LayeredAdapter, default_norm, register_adapter, settle
+from mmattn.adapters.text_state import TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import check_choice, check_float
@@ -132,5 +134,21 @@ class JoinedLayers(AdapterLayers):
     def attention(self, layer: int) -> nn.Module:
         return self.block(layer)
 
-    def bind_vectors(self, prepared: PreparedMemory) -> JoinedVectors:
-        return JoinedVectors(prepared, self)
+    def view(
+        self,
+        text: TextState,
+        projected: Mapping[int, KeyValue],
+        attention_mask: Tensor | None,
+        seen: Tensor | None,
+    ) -> JoinedView:
+        """Return the slots without positions; rows of the memory are repeated for the beams of a text."""
+        slots = slots_of(projected)
+        repeated = slots.repeated(text.rows // max(slots.batch, 1))
+        return JoinedView(repeated, None if attention_mask is None else attention_mask[:, 0].to(slots.mask.device))
+
+    def join_requests(
+        self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite
+    ) -> JoinedRequests:
+        vectors = {n: one for n, one in enumerate(requests) if isinstance(one, ProjectedMemory)}
+        slots = {n: partial(lambda one: slots_of(one.project_all()), one) for n, one in vectors.items()}
+        return JoinedRequests(self.name, len(requests), slots)

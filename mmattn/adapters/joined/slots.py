@@ -5,8 +5,9 @@ Slots may stand in the text, at positions before it, which then begins after the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers, AttachedHost
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.projected_memory import ProjectedMemory, ProjectedView
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
@@ -88,7 +88,7 @@ class JoinedView(View):
     """
 
     def __init__(self, slots: JoinedSlots, visible: Tensor | None = None, is_packed: bool = False) -> None:
-        self.slots, self.is_packed = slots, is_packed
+        self.slots, self._is_packed = slots, is_packed
         self.stands_in_text = slots.positions is not None
         lengths, all_slots = slots.lengths, slots.mask.shape[1]
         self.is_empty = not all_slots or (lengths is not None and not any(lengths))
@@ -118,6 +118,8 @@ class JoinedView(View):
 
     def pack(self, text: PackedText) -> JoinedView:
         """Return the view of packed rows, whose documents are the rows of this: tokens attend to their own slots."""
+        if self._is_packed:
+            return self
         documents, _, m = self.visible.shape
         keys, values = (
             {layer: one.transpose(0, 1).flatten(1, 2)[None] for layer, one in part.items()}
@@ -190,25 +192,24 @@ class BeforeTextLayers(AdapterLayers):
 
 
 class JoinedMemory(BoundMemory):
-    """Slots before the text of a call, bound to the adapter that reads them."""
+    """Slots before the text of a call, bound to the adapter that reads them.
+
+    Args:
+        name: of the adapter.
+        rows: of the memory.
+        slots: returns the slots for a text, or with None as they are now.
+        shared: what other adapters of the call are given in place of the memory.
+    """
 
     # A part of a host that is called by itself does not tell the positions of its tokens.
     follows_text = True
 
-    def __init__(self, slots: JoinedSlots, name: str, shared: object = None) -> None:
-        self._slots, self.name, self.shared = slots, name, shared
-        self.rows = slots.batch
-
-    @property
-    def slots(self) -> JoinedSlots:
-        return self._slots
+    def __init__(
+        self, name: str, rows: int, slots: Callable[[TextState | None], JoinedSlots], shared: object = None
+    ) -> None:
+        self.name, self.rows, self.slots, self.shared = name, rows, slots, shared
 
     def step(self, text: TextState) -> JoinedView:
-        self.check_text(text)
-        return JoinedView(self.slots.repeated(text.rows // max(self.rows or 1, 1)))
-
-    def check_text(self, text: TextState) -> None:
-        """Check that slots can stand before the text of a forward."""
         if text.packed is not None:
             raise ConditionError(
                 f"the memory of adapter {self.name!r} stands before a text, and packed rows hold several texts: give "
@@ -220,6 +221,7 @@ class JoinedMemory(BoundMemory):
                 f"the memory of adapter {self.name!r} stands before the text, whose positions it moves, and only a "
                 "part of the host was called: call the object that was given to attach"
             )
+        return JoinedView(self.slots(text).repeated(text.rows // max(self.rows or 1, 1)))
 
     def shareable(self) -> object:
         return self.shared
@@ -229,10 +231,11 @@ class JoinedMemory(BoundMemory):
         return self
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        return JoinedRequests(requests, self.name)
+        slots = {n: partial(one.slots, None) for n, one in enumerate(requests) if isinstance(one, JoinedMemory)}
+        return JoinedRequests(self.name, len(requests), slots)
 
     def projected(self) -> list[Tensor]:
-        return self.slots.tensors()
+        return self.slots(None).tensors()
 
     def as_memory(self, text: TextState) -> Memory:
         raise ConditionError(
@@ -241,40 +244,26 @@ class JoinedMemory(BoundMemory):
         )
 
 
-class JoinedVectors(ProjectedMemory):
-    """A prepared memory bound to an adapter whose slots have no position in the text."""
-
-    @property
-    def slots(self) -> JoinedSlots:
-        """A row for each row of the memory, for tokens that are written one by one."""
-        return _slots_of(self.project_all())
-
-    def see(self, text: TextState) -> JoinedView:  # type: ignore[override]
-        """Compute what this forward attends to; rows of the memory are repeated for the beams of a text."""
-        view: ProjectedView = super().see(text)
-        slots, visible = _slots_of(view.key_values()), view.attention_mask
-        repeated = slots.repeated(text.rows // max(self.prepared.batch, 1))
-        return JoinedView(repeated, None if visible is None else visible[:, 0].to(slots.mask.device))
-
-    def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        return JoinedRequests(requests, self.name)
-
-
 class JoinedRequests(BoundMemory):
-    """The slots of the requests in one step of continuous batching, which share one packed row."""
+    """The slots of the requests in one step of continuous batching, which share one packed row.
+
+    Args:
+        name: of the adapter.
+        rows: number of requests.
+        slots: by number of a request with a memory, what returns its slots.
+    """
 
     follows_text = True
 
-    def __init__(self, requests: Sequence[BoundMemory | None], name: str) -> None:
-        self.requests = [one if isinstance(one, (JoinedMemory, JoinedVectors)) else None for one in requests]
-        self.name, self.rows = name, len(requests)
+    def __init__(self, name: str, rows: int, slots: Mapping[int, Callable[[], JoinedSlots]]) -> None:
+        self.name, self.rows, self._slots = name, rows, slots
 
     def step(self, text: TextState) -> JoinedView:
         """Return what this forward attends to: each request its own slots."""
         self.check_rows(text)
         assert text.packed is not None, "transformers says where the requests of a step begin"
         numbers = text.packed.numbers
-        slots = {number: one.slots for number, one in enumerate(self.requests) if one is not None}
+        slots = {number: compute() for number, compute in self._slots.items()}
         owner = torch.cat([torch.full((one.mask.shape[1],), number) for number, one in slots.items()])
         visible = numbers[:, :, None] == owner.to(numbers.device)
         return JoinedView(_in_one_row(slots, numbers), visible, is_packed=True)
@@ -330,7 +319,7 @@ def _in_one_row(slots: Mapping[int, JoinedSlots], numbers: Tensor) -> JoinedSlot
     return JoinedSlots(keys, values, mask, torch.cat(positions, 1).to(numbers.device), offsets, lengths)
 
 
-def _slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:
+def slots_of(projected: Mapping[int, KeyValue]) -> JoinedSlots:
     """Return projected keys and values by layer as slots without positions."""
     first = next(iter(projected.values()))
     mask, lengths = first.mask, None

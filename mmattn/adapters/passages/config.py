@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.rotation import KeyRotation
-from mmattn.adapters.joined.slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots, JoinedView
+from mmattn.adapters.joined.slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
 from mmattn.adapters.text_state import TextState
@@ -114,20 +114,15 @@ class PassageLayers(BeforeTextLayers):
             return memory
         if not isinstance(memory, Passages):
             raise ShapeError(_NO_PASSAGES.format(name=self.name, memory=type(memory).__name__))
-        return PassageMemory(memory, self)
+        slots = memory.slots(self)
 
+        def slots_for(text: TextState | None) -> JoinedSlots:
+            # Where a text begins, the host must compute as when it read the passages.
+            if text is not None and not text.past and not torch.compiler.is_compiling():
+                memory.slots(self)
+            return slots
 
-class PassageMemory(JoinedMemory):
-    """Passages of one call or block; where a text begins, the host must compute as when it read them."""
-
-    def __init__(self, passages: Passages, adapter: PassageLayers) -> None:
-        super().__init__(passages.slots(adapter), adapter.name, passages)
-        self._passages, self._adapter = passages, adapter
-
-    def step(self, text: TextState) -> JoinedView:
-        if not text.past and not torch.compiler.is_compiling():
-            self._passages.slots(self._adapter)
-        return super().step(text)
+        return JoinedMemory(self.name, slots.batch, slots_for, memory)
 
 
 _NO_PASSAGES = (

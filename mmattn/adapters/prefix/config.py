@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from mmattn.adapters.language_models import to_device
 from mmattn.adapters.passages.config import PassageLayers, Passages
 from mmattn.adapters.protocols import HeadSizes, Host, Site
 from mmattn.adapters.settings import register_adapter
+from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import KeyValueCache
@@ -154,8 +156,15 @@ class PrefixLayers(BeforeTextLayers):
     def read(self, memory: Memory) -> Memory:
         raise ShapeError(f"adapter {self.name!r} (kind 'prefix') reads no vectors: give the numbers of its prefixes")
 
-    def bind_memory(self, memory: object, host: nn.Module) -> PrefixMemory:
-        return PrefixMemory(PrefixRows.of(memory, self.config.num_prefixes, self.name), self)
+    def bind_memory(self, memory: object, host: nn.Module) -> JoinedMemory:
+        rows = PrefixRows.of(memory, self.config.num_prefixes, self.name)
+        return JoinedMemory(self.name, rows.batch, partial(self._cached_slots, rows), rows)
+
+    def _cached_slots(self, rows: PrefixRows, text: TextState | None) -> JoinedSlots:
+        """Compute keys and values once if no gradients are needed, and again after a change of the weights."""
+        if torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters()):
+            return self.slots(rows)
+        return rows.cache.get(self, "slots", lambda: self.slots(rows))
 
 
 class PrefixRows:
@@ -195,22 +204,6 @@ class PrefixRows:
     def nbytes(self) -> int:
         """Return the bytes of the keys and values computed for these rows."""
         return self.cache.nbytes()
-
-
-class PrefixMemory(JoinedMemory):
-    """The prefixes of the rows of one call."""
-
-    def __init__(self, prefixes: PrefixRows, adapter: PrefixLayers) -> None:
-        self.shared = self.prefixes = prefixes
-        self.adapter, self.name, self.rows = adapter, adapter.name, prefixes.batch
-
-    @property
-    def slots(self) -> JoinedSlots:
-        """Keys and values, computed once if no gradients are needed, and again after a change of the weights."""
-        adapter, prefixes = self.adapter, self.prefixes
-        if torch.is_grad_enabled() and any(one.requires_grad for one in adapter.parameters()):
-            return adapter.slots(prefixes)
-        return prefixes.cache.get(adapter, "slots", lambda: adapter.slots(prefixes))
 
 
 def _row(row: object, name: str) -> list[int]:

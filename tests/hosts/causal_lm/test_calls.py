@@ -50,28 +50,6 @@ def test_memory_can_be_demanded(ids):
         assert torch.equal(model(ids).logits, tiny.make("llama")(ids).logits)
 
 
-@torch.no_grad()
-def test_a_memory_stays_with_its_host(ids):
-    left, right = (tiny.attach(tiny.make("llama", seed)) for seed in (0, 1))
-    one, two = tiny.memory(ROWS), tiny.memory(ROWS, m=11, seed=1)
-    want = left(ids, memory=one).logits, right(ids, memory=two).logits
-    with left.condition(one):
-        assert torch.equal(right.host(ids).logits, tiny.make("llama", 1)(ids).logits)
-        with right.condition(two):
-            assert torch.equal(right.host(ids).logits, want[1])
-            assert torch.equal(left.host(ids).logits, want[0])
-        with right.disable_adapter():
-            assert torch.equal(left.host(ids).logits, want[0])
-
-
-def test_an_assistant_with_a_memory_of_its_own():
-    ids, memory = tiny.text(1), tiny.memory(1)
-    model, helper = (tiny.attach(tiny.make("llama", seed)) for seed in (0, 1))
-    want = generate(model, ids, memory=memory)
-    with helper.condition(tiny.memory(1, m=11, seed=3)):
-        assert torch.equal(generate(model, ids, memory=memory, assistant_model=helper.host), want)
-
-
 # Images inside the text: each token looks at the latest one
 
 

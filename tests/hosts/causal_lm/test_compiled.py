@@ -133,6 +133,7 @@ def test_other_memories_compile_nothing_again(read, dynamo):
     assert dynamo.frame_count == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_other_scales_compile_once_more(read, dynamo):
     """Invariant 211: once for the first number, once for any number, and once without the adapter."""

@@ -242,6 +242,7 @@ def test_the_name_of_a_request_says_nothing_of_its_memory(names: tuple[Any, ...]
         assert gathered(manager, 1) == {names[0]: plain[0]}
 
 
+@pytest.mark.slow
 def test_names_that_are_taken() -> None:
     """Invariant 117."""
     model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 3))

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from mmattn.encoders.audio_input import load_audio, stream_audio
     from mmattn.encoders.base import ImageEncoder, load_image_encoder, load_text_encoder, register_encoder
     from mmattn.encoders.images import ImageProcessor, load_image
-    from mmattn.encoders.multi_vector import MultiVectorEncoder
     from mmattn.encoders.names import NameEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.series import SeriesEncoder
@@ -29,7 +28,6 @@ __all__ = [
     "ImageEncoder",
     "ImageProcessor",
     "LogMelEncoder",
-    "MultiVectorEncoder",
     "NameEncoder",
     "SeriesEncoder",
     "StyleEncoder",

@@ -92,7 +92,7 @@ class Config(Strict):
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16"] = "no"
     lm: str = "assets/rag"
-    controls: bool = True  # LoRA without memory, facts in the prompt, and kNN-LM or facts read beforehand
+    controls: bool = True  # LoRA without memory, facts in the prompt or read beforehand
     progress: bool = True
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()

@@ -74,7 +74,6 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     rows = measure.rows("closed book, frozen LM", lm, None)
     if config.controls and tokenizer.chat_template is None:
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
-        rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
     elif config.controls:
         reader = Reader(config, lm, tokenizer)
         rows += measure.rows("closed book, chat template", reader, "closed")

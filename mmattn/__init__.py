@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mmattn.adapters.composed import AugmentingModel, ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
-    from mmattn.adapters.settings import register_adapter
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.cross_attention import CrossAttention, SelfAttention
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.attach import attach, register_host
     from mmattn.hosts.diffusion.guidance import Guidance
     from mmattn.hosts.loading import load, load_published
-    from mmattn.inspect.diagnosis import doctor
+    from mmattn.inspect.doctor.run import doctor
     from mmattn.memory import Memory, MemoryStream, SharedMemory
     from mmattn.pipelines.base import pipeline
     from mmattn.retrieval.index import Index
@@ -82,6 +82,7 @@ _ROOMS = (
     "adapters",
     "core",
     "encoders",
+    "extend",
     "hosts",
     "inspect",
     "models",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import secrets
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -18,7 +17,6 @@ from mmattn.errors import ConfigError, TextError, check_int
 
 if TYPE_CHECKING:
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-    from tokenizers import AddedToken
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -30,8 +28,6 @@ class _Copy(NamedTuple):
     lock: Lock
 
 
-#: Stands for the special token of this id where other spellings of it are plain text; no text can contain it.
-_STAND_IN = f"\ue000{secrets.token_hex(8)}-{{}}\ue001"
 _COPIES: WeakKeyDictionary[PreTrainedTokenizerBase, _Copy] = WeakKeyDictionary()
 _COPYING = Lock()
 
@@ -84,8 +80,8 @@ def check_text(texts: str | Iterable[str]) -> list[str]:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise TextError(
-                f"text {number} has half a surrogate pair ({text[error.start]!r}) at character {error.start}, which no "
-                "file can hold; read it with the right encoding, or repair it: text.encode('utf-8', 'replace').decode()"
+                f"text {number} has half a surrogate pair ({text[error.start]!r}) at character {error.start}. "
+                "Repair it: text.encode('utf-8', 'replace').decode()"
             ) from error
     return checked
 
@@ -108,9 +104,8 @@ def tokenize(
     rows = [list(row) for row in call_tokenizer(tokenizer, checked, **options)["input_ids"]]
     special = {*tokenizer.all_special_ids, *reserved} - {tokenizer.unk_token_id}
     for number, row in enumerate(rows):
-        found = special.intersection(row)
-        if found:
-            raise _spells(f"text {number}", tokenizer, min(found))
+        if spelled := special.intersection(row):
+            raise _spells(f"text {number}", tokenizer, min(spelled))
     before, after = _ends(tokenizer, options) if add_special_tokens else ([], [])
     extra = len(before) + len(after)
     if max_length is not None and max_length < extra:
@@ -140,15 +135,15 @@ def ids_with_plain(tokenizer: PreTrainedTokenizerBase, text: str, plain: Contain
     tokens = [match[0] for match in pattern.finditer(text) if match.start() not in plain]
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     ids = list(call_tokenizer(tokenizer, text, **options)["input_ids"])
-    more = Counter(one for one in ids if one in numbers) - Counter(special[token] for token in tokens)
-    if more and getattr(tokenizer, "backend_tokenizer", None) is not None:
-        private, names = _private(tokenizer), {token: _STAND_IN.format(special[token]) for token in tokens}
-        renamed = pattern.sub(lambda match: match[0] if match.start() in plain else names[match[0]], text)
-        with private.lock:
-            private.tokenizer.add_tokens([_stand_in(tokenizer, special[token], names[token]) for token in names])
-            ids = list(private.tokenizer(renamed, split_special_tokens=True, **options)["input_ids"])
-            back = {private.tokenizer.convert_tokens_to_ids(name): special[token] for token, name in names.items()}
-        more, ids = Counter(numbers.intersection(ids)), [back.get(one, one) for one in ids]
+    more = Counter(number for number in ids if number in numbers) - Counter(special[token] for token in tokens)
+    if more:  # the text spells tokens that are to stay plain: what lies between the others is read piece by piece
+        ids, start, options["split_special_tokens"] = [], 0, True
+        for match in pattern.finditer(text):
+            if match.start() not in plain:
+                ids += [*_plain_ids(tokenizer, text[start : match.start()], options), special[match[0]]]
+                start = match.end()
+        ids += _plain_ids(tokenizer, text[start:], options)
+        more = Counter(number for number in ids if number in numbers) - Counter(special[token] for token in tokens)
     if more:
         raise _spells("the text", tokenizer, min(more))
     return ids
@@ -159,13 +154,8 @@ def special_pattern(special: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
 
-def _stand_in(tokenizer: PreTrainedTokenizerBase, token: int, name: str) -> AddedToken:
-    """Return a token of another name that takes the blanks beside it as a special token does."""
-    from tokenizers import AddedToken
-
-    flags = tokenizer.added_tokens_decoder.get(token, AddedToken(name, normalized=False))
-    about = {key: getattr(flags, key) for key in ("single_word", "lstrip", "rstrip", "normalized")}
-    return AddedToken(name, special=False, **about)
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]) -> list[int]:
+    return list(call_tokenizer(tokenizer, text, **options)["input_ids"]) if text else []
 
 
 def _spells(text: str, tokenizer: PreTrainedTokenizerBase, token: int) -> TextError:

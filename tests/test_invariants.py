@@ -59,14 +59,3 @@ def test_a_number_in_a_test_is_a_promise_that_names_its_file() -> None:
                 said += 1
                 assert where in files.get(number, set()), f"{where} says Invariant {number}, and the page does not"
     assert said > 50
-
-
-def test_these_checks_can_fail() -> None:
-    with pytest.raises(AssertionError, match="promise 3 follows promise 4"):
-        promises("1. One.\n   - `tests/core/test_masks.py::test_x`\n4. Four.\n3. Three.\n")
-    assert promises("1. One,\n   in two lines.\n   - `tests/core/test_masks.py::test_x`\n2. Two.\n") == {
-        1: ["tests/core/test_masks.py::test_x"],
-        2: [],
-    }
-    assert said_in('"""Invariants 2, 15: both."""  # Invariant 7') == {2, 7, 15}
-    assert "TestRules::test_causal" in functions_of(ROOT / "tests" / "core" / "test_masks.py")

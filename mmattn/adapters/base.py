@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.projection import PreparedMemory, ProjectedMemory, Reader
-from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Host, Site
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Host, Site, Traits
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.adapters.text_state import Keywords
 from mmattn.errors import ConditionError, ShapeError
@@ -48,24 +49,11 @@ class AdapterLayers(Reader):
         sites: where it acts.
 
     Attributes:
-        score_bias: the memory must have scores.
-        reads_whole_text: its memory depends on the whole text, which `generate` must then note.
-        orders_slots: the order of the slots means something to it.
-        counts_slots: a slot that is there twice means something else.
-        starts_as_nothing: a new adapter leaves the output of the host unchanged, bit for bit.
-        moves_text: its slots stand before the text, whose positions they move.
-        follows_text: the slots that a token attends to depend on the text.
-        changes_all: blocks change tokens that attend to nothing, too.
-        adds_to_block: "inside" attention, it adds to the output of the block around the attention.
+        traits: what hosts and the shared tests must know of the adapter.
         separable: its slots can be attended to in parts, so that a memory may be shared, streamed or searched.
     """
 
-    reads_whole_text = False
-    orders_slots = False
-    counts_slots = False
-    starts_as_nothing = True
-    moves_text = False
-    adds_to_block = False
+    traits = Traits()
     separable = False
 
     def __init__(self, config: AdapterConfig, sites: Sequence[Site]) -> None:
@@ -90,7 +78,7 @@ class AdapterLayers(Reader):
         if resampler is not None:
             self.resampler = PerceiverResampler(resampler, self.config.memory_dim)
             # Its latents attend to each other beside the slots.
-            self.counts_slots = True
+            self.traits = replace(self.traits, duplicates_matter=True)
 
     def bind(self, memory: object, host: nn.Module) -> BoundMemory:
         """Validate a memory given as `memory=` and bind it to this adapter, for one call.

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not debug:
             # Recipes import what they need as any program does; the package names the extra itself.
-            from mmattn.inspect.environment import missing_extra
+            from mmattn.cli.environment import missing_extra
 
             error = missing_extra(error.name) or error
         if debug or not isinstance(error, (MmattnError, OSError)):

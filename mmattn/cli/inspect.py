@@ -58,13 +58,13 @@ def doctor(
     """
     import json
 
-    from mmattn.inspect.diagnosis import diagnose, doctor as examine
-    from mmattn.inspect.evidence import plain_pictures
-    from mmattn.inspect.report import LookingReport, Report
+    from mmattn.inspect.doctor.questions import plain_pictures
+    from mmattn.inspect.doctor.report import Report
+    from mmattn.inspect.doctor.run import diagnose, doctor as examine
     from mmattn.storage.files import write_text
 
-    if sum(one is not None for one in (folder, model, url)) != 1:
-        raise ConfigError("doctor examines one thing: an adapter's folder, --model or --url")
+    if (folder, model, url).count(None) != 2:
+        raise ConfigError("doctor examines an adapter's folder, --model or --url: give exactly one")
     if folder is not None and any((data, questions, batch_size, out)):
         raise ConfigError("--data, --questions, --batch-size and --out are for --model and --url, not for a folder")
     if folder is None and host is not None:
@@ -77,7 +77,6 @@ def doctor(
         report = examine(subject, rows, processor=processor, batch_size=batch_size or 8, max_questions=count)
     typer.echo(str(report))
     for path in out or ():
-        assert isinstance(report, LookingReport)
         write_text(path, json.dumps(report.as_dict(), indent=1) if path.suffix == ".json" else report.to_html())
     if not report.ok:
         raise typer.Exit(1)
@@ -85,12 +84,14 @@ def doctor(
 
 def _subject(name: str) -> tuple[object, object]:
     """Load the pipeline of an adapter's folder, or a model with its processor."""
-    from mmattn.models.loading import load_with_processor
+    from mmattn.models.loading import load_model, load_part
     from mmattn.pipelines import default_device, pipeline
 
     if name.startswith("assets/") or (Path(name) / "pipeline_config.json").is_file():
         return pipeline(name), None
-    processor, model = load_with_processor(name)
+    what = "model of pictures and texts"
+    processor = load_part("AutoProcessor", name, what)
+    model = load_model("AutoModelForImageTextToText", name, what, dtype="float32")
     return model.to(default_device()), processor
 
 
@@ -155,7 +156,7 @@ def env() -> None:
 
     Plain text, to be pasted into a bug report.
     """
-    from mmattn.inspect.environment import describe
+    from mmattn.cli.environment import describe
 
     typer.echo(describe())
 

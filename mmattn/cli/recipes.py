@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ def demo() -> None:
     The table holds the controls beside the good row: no picture, shuffled pictures, a text-only LoRA of equal size.
     It ends with a page that shows what the answers attended to (see `mmattn explore`).
     """
-    from mmattn.inspect.environment import check_extras
+    from mmattn.cli.environment import check_extras
     from mmattn.inspect.trace import FILE
     from mmattn.models.loading import without_progress_bars
     from mmattn.recipes import find_recipe, load_recipe
@@ -62,29 +61,15 @@ def train(
         typer.echo(run_seeds(config, overrides or (), _numbers(seeds)))
 
 
-def list_all(
-    runs: Annotated[Path, typer.Option(help="Where trained adapters are looked for.")] = Path("runs"),
-) -> None:
-    """List the recipes and the adapters trained here."""
+def list_all() -> None:
+    """List the recipes."""
     from mmattn.recipes import list_recipes
 
     recipes = list_recipes()
-    example = next((recipe.name for recipe in recipes if (recipe.folder / "train.py").is_file()), "RECIPE")
-    typer.echo(f"recipes (copy one with: mmattn cp {example})")
     width = max((len(recipe.name) for recipe in recipes), default=0)
     for recipe in recipes:
-        typer.echo(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
-    found = sorted(path.parent for path in runs.rglob("adapter_config.json")) if runs.is_dir() else []
-    # The folders of checkpoints: ours, and those of the Trainer of transformers.
-    steps = re.compile(r"(step|checkpoint)-\d+")
-    adapters = [path for path in found if not any(steps.fullmatch(part) for part in path.relative_to(runs).parts)]
-    typer.echo(f"adapters in {runs}")
-    for folder in adapters:
-        typer.echo(f"  {folder}")
-    if len(found) > len(adapters):
-        typer.echo(f"  and {len(found) - len(adapters)} checkpoints of them")
-    if not found:
-        typer.echo("  none yet: mmattn demo, or mmattn train CONFIG")
+        typer.echo(f"{recipe.name:<{width}}  {recipe.summary}".rstrip())
+    typer.echo("copy one: mmattn cp RECIPE; or run it: mmattn train CONFIG")
 
 
 def copy(

@@ -17,7 +17,7 @@ from mmattn.encoders.audio_input import MAX_SECONDS, SAMPLING_RATE, load_audio, 
 from mmattn.encoders.base import FrozenEncoder, Source
 from mmattn.errors import AudioError, ConfigError, check_float, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.models.loading import load_feature_extractor, load_model
+from mmattn.models.loading import load_model, load_part
 from mmattn.progress import tracked
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class AudioEncoder(SoundEncoder):
         device: str | torch.device | None = None,
     ) -> None:
         if isinstance(name, (str, os.PathLike)):
-            feature_extractor = feature_extractor or load_feature_extractor(name)
+            feature_extractor = feature_extractor or load_part("AutoFeatureExtractor", name, "feature extractor")
             # Weights of the pretraining may be random.
             name = load_model("AutoModel", name, "audio encoder", unused=("masked_spec_embed",))
         elif feature_extractor is None:

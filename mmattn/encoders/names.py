@@ -18,7 +18,7 @@ from mmattn.encoders.base import TextEncoderBase, register_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_float, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text, refuse_empty
 
@@ -198,7 +198,7 @@ class NameEncoder(TextEncoderBase):
             AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
         """
         state, metadata = read_tensors(Path(path), FORMAT)
-        with making_sense(path, "NameEncoder"):
+        with parse_errors(path, "NameEncoder"):
             name, words = (
                 validated(key, kind, metadata[key]) for key, kind in (("name", str), ("common_words", list[str]))
             )

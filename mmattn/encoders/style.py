@@ -18,7 +18,7 @@ from mmattn.encoders.images import MAX_PIXELS, each_image
 from mmattn.errors import ConfigError, ImageError, check_int
 from mmattn.models.loading import read_weights
 from mmattn.storage.files import replacing
-from mmattn.storage.json_files import making_sense
+from mmattn.storage.json_files import parse_errors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -132,7 +132,7 @@ class StyleEncoder(ImageEncoder):
         from safetensors import safe_open
 
         state = {name: value.float() for name, value in read_weights(path).items()}
-        with making_sense(path, "StyleEncoder, as its save writes them"):
+        with parse_errors(path, "StyleEncoder, as its save writes them"):
             with safe_open(path, "pt") as file:
                 size = json.loads(file.metadata()["style_encoder"])["size"]
             network = StyleNetwork(state["body.0.weight"].shape[1], len(state["head.bias"]))

@@ -11,19 +11,15 @@ from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mmattn.inspect.attribution import attribute, media_names
-    from mmattn.inspect.diagnosis import doctor
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_mask
     from mmattn.inspect.record_attention import AdapterMetrics, record
-    from mmattn.inspect.report import LookingReport
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 __all__ = [
     "AdapterMetrics",
-    "LookingReport",
     "Trace",
     "attribute",
-    "doctor",
     "load_traces",
     "media_names",
     "plot_curves",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError, ShapeError, check_choice
-from mmattn.storage.json_files import making_sense
+from mmattn.storage.json_files import parse_errors
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text
 
@@ -199,7 +199,7 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
             "call save_traces(traces, folder)"
         )
     tensors, about = read_tensors(file, FORMAT)
-    with making_sense(file, "traces"):
+    with parse_errors(file, "traces"):
         return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
 
 

@@ -27,7 +27,7 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFini
 from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory
 from mmattn.storage.fingerprints import fingerprint
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import DTYPES, NAMES, read_tensors, write_tensors
 from mmattn.storage.tensor_cache import TensorVersion, autocast_dtype
 
@@ -217,7 +217,7 @@ def read_bank(
 
     Raises AdapterFileError if the file is torn, changed or something else, or the pages are of another adapter.
     """
-    with making_sense(path, "bank"):
+    with parse_errors(path, "bank"):
         tables, metadata = read_tensors(path, BANK, mapped=mapped)
         names = _check_adapters(path, model, validated("adapters", dict[str, str], metadata.get("adapters")))
         dtype = metadata["dtype"] if metadata["dtype"] is None else DTYPES[metadata["dtype"]]

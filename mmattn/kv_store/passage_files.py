@@ -13,7 +13,7 @@ from mmattn.adapters.files import check_tensors
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError
 from mmattn.kv_store.passage_selection import Passage, as_one
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 PASSAGES = "mmattn-passages"
@@ -56,7 +56,7 @@ def read_passages(
     Raises AdapterFileError if the file is torn, changed or something else, another host has read the passages, or the
     file holds what no host can have read.
     """
-    with making_sense(path, "passages"):
+    with parse_errors(path, "passages"):
         tables, metadata = read_tensors(path, PASSAGES, mapped=True)
         if metadata.get("host") != host:
             raise AdapterFileError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmattn.core.device_checks import Checks, collect_checks, refuse_unless_finite, watch_checks
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
-from mmattn.storage.json_files import dump_json, making_sense, validated
+from mmattn.storage.json_files import dump_json, parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.storage.tensor_cache import TensorVersion
 
@@ -308,7 +308,7 @@ class Memory:
             AdapterFileError: the file is torn, changed or something else.
             NonFiniteError: NaN or infinity.
         """
-        with making_sense(path, "memory"):
+        with parse_errors(path, "memory"):
             tensors, metadata = read_tensors(path, FORMAT, check_finite=False)
             sources = validated("sources", list[list[Source]] | None, json.loads(metadata["sources"]))
             memory = cls(**tensors, sources=sources, check_finite=False)

@@ -47,7 +47,7 @@ def convert_efficientnet(files: Sequence[Path], folder: Path) -> None:
         model = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     # The same tensors in the same order, under other names.
     names, tensors = model.state_dict(), torch.load(file, map_location="cpu", weights_only=True)
-    contiguous = [one.contiguous() for one in tensors.values()]  # as safetensors wants them
+    contiguous = [tensor.contiguous() for tensor in tensors.values()]  # as safetensors wants them
     model.load_state_dict(dict(zip(names, contiguous, strict=True)), assign=True)
     timm.models.save_for_hf(model, str(folder), safe_serialization=True)
 

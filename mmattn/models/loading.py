@@ -18,7 +18,6 @@ from mmattn.storage.safetensors import check_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.feature_extraction_utils import FeatureExtractionMixin
 
 
 @contextmanager
@@ -39,31 +38,17 @@ def load_pretrained(
     kind: str, name: str | os.PathLike[str], what: str, unused: tuple[str, ...] = (), **options: object
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Load the tokenizer and the model under a short name, a name on the hub or in a folder, as `load_model` does."""
-    import transformers
-
-    name = resolve(name)
     revision = {"revision": options["revision"]} if "revision" in options else {}
-    with _loading(name, what):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **revision)
-    return tokenizer, load_model(kind, name, what, unused, **options)
+    return load_part("AutoTokenizer", name, what, **revision), load_model(kind, name, what, unused, **options)
 
 
-def load_with_processor(name: str) -> tuple[Any, PreTrainedModel]:
-    """Load a model that answers about pictures, and its processor, in float32."""
-    import transformers
-
-    with _loading(name, "processor of pictures and texts"):
-        processor = transformers.AutoProcessor.from_pretrained(resolve(name), trust_remote_code=False)
-    return processor, load_model("AutoModelForImageTextToText", name, "model of pictures and texts", dtype="float32")
-
-
-def load_feature_extractor(name: str | os.PathLike[str]) -> FeatureExtractionMixin:
-    """Load the feature extractor of waveforms under a short name, a name on the hub or in a folder."""
+def load_part(kind: str, name: str | os.PathLike[str], what: str, **options: object) -> Any:
+    """Load a tokenizer, processor or feature extractor with a class of transformers, such as "AutoTokenizer"."""
     import transformers
 
     name = resolve(name)
-    with _loading(name, "feature extractor"):
-        return transformers.AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
+    with _loading(name, what):
+        return getattr(transformers, kind).from_pretrained(name, trust_remote_code=False, **options)
 
 
 def load_model(

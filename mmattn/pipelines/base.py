@@ -21,6 +21,7 @@ from mmattn.models.loading import without_progress_bars
 from mmattn.models.shipped import find_asset
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
+from mmattn.pipelines.generation import Prompt, prompt_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +70,10 @@ class Pipeline:
         """Load the models that `config` names, and the adapter."""
         host, tokenizer = load_host(config.host, folder, device, dtype)
         return cls(config, load(host, folder).eval(), tokenizer, folder, index)
+
+    def make_prompt(self, text: str = "") -> Prompt:
+        """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
+        return prompt_with(self.tokenizer, self.config.prompt, text)
 
     @property
     def device(self) -> torch.device:

@@ -193,7 +193,7 @@ class PipelineConfig(_Strict):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
+            wrong = "; ".join(f"{'.'.join(map(str, issue['loc']))}: {issue['msg']}" for issue in error.errors()[:5])
             raise AdapterFileError(f"{path} cannot be read: {wrong}") from error
 
     def card(self, plain: str) -> str:
@@ -213,9 +213,9 @@ class PipelineConfig(_Strict):
             'pipe = mmattn.pipeline("this folder", index="index")\n'
             'answer = pipe("a question")\nprint(answer.text, answer.sources[0].text)'
         )
-        asked = ', "a question"' if "{question}" in self.prompt else ""
+        question = ', "a question"' if "{question}" in self.prompt else ""
         call = {
-            "image-to-text": f'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"{asked}))',
+            "image-to-text": f'pipe = mmattn.pipeline("this folder")\nprint(pipe("photo.jpg"{question}))',
             "question-answering": answering,
             "passage-answering": answering,
             "memory-to-text": 'pipe = mmattn.pipeline("this folder")\n'
@@ -244,7 +244,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     if not vocabulary:
         raise ConfigError(f"{type(tokenizer).__name__} has no vocabulary, so it has no fingerprint")
     digest = hashlib.sha256()
-    for word, number in sorted(vocabulary.items(), key=lambda one: one[1]):
+    for word, number in sorted(vocabulary.items(), key=lambda pair: pair[1]):
         digest.update(f"{number} {word!r}\n".encode())
     digest.update(repr(sorted(map(str, tokenizer.all_special_tokens))).encode())
     return digest.hexdigest()

@@ -50,8 +50,8 @@ def end_ids(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     """Return the ids that end a text: of the tokenizer, and of the host's generation config."""
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
-    others = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return list(dict.fromkeys([bos_and_eos(tokenizer)[1], *others]))
+    more = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return list(dict.fromkeys([bos_and_eos(tokenizer)[1], *more]))
 
 
 def left_padded(
@@ -122,8 +122,8 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
-    own = {} if memory is None else {"memory": memory}
-    return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), **own})
+    memories = {} if memory is None else {"memory": memory}
+    return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), **memories})
 
 
 def stream_generate(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords) -> Iterator[str]:

@@ -19,7 +19,6 @@ from mmattn.pipelines.generation import (
     generate_texts,
     left_padded,
     prompt_rows,
-    prompt_with,
     stream_text,
 )
 from mmattn.tokenization import check_text
@@ -83,10 +82,6 @@ class ImageToTextPipeline(ImagePipeline):
     def inputs(self, image: object, text: str = "") -> tuple[Prompt, Memory]:
         """Return the prompt, and the memory (1, m, e) of an image."""
         return self.make_prompt(text), self.make_memory([image])
-
-    def make_prompt(self, text: str = "") -> Prompt:
-        """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
-        return prompt_with(self.tokenizer, self.config.prompt, text)
 
     @torch.no_grad()
     def trace(self, image: object, text: str = "") -> Trace:

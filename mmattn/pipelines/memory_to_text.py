@@ -9,7 +9,7 @@ from torch import Tensor
 from mmattn.errors import ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
-from mmattn.pipelines.generation import Prompt, generate_texts, prompt_with, stream_text
+from mmattn.pipelines.generation import generate_texts, stream_text
 from mmattn.tokenization import check_text
 
 
@@ -40,7 +40,7 @@ class MemoryToTextPipeline(Pipeline):
         rows = generate_texts(
             self.model,
             self.tokenizer,
-            [self.make_prompt(one) for one in texts],
+            list(map(self.make_prompt, texts)),
             self._rows(memory, len(texts)),
             batch_size=batch_size,
             options=self.config.generation | options,
@@ -52,10 +52,6 @@ class MemoryToTextPipeline(Pipeline):
         rows = self._rows(memory, 1)
         settings = self.config.generation | options
         return stream_text(self.model, self.tokenizer, self.make_prompt(text), rows, options=settings)
-
-    def make_prompt(self, text: str = "") -> Prompt:
-        """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
-        return prompt_with(self.tokenizer, self.config.prompt, text)
 
     def _rows(self, memory: Memory | Tensor | None, texts: int) -> Memory | None:
         if memory is None:

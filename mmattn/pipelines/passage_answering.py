@@ -46,7 +46,7 @@ class _PassageHits(PassageSelection):
 
 
 class PassageAnsweringPipeline(QuestionAnsweringPipeline):
-    """Answers from the texts of an index, as the language model has read them. Arguments as for `IndexPipeline`.
+    """Answers from the texts of an index, as the language model has read them. Arguments: `QuestionAnsweringPipeline`.
 
     Passages in the adapter's `passages.safetensors` were read beforehand; other texts are read when they are first
     found, and kept as far as 4 GB of keys and values reach. Where the prompt has {passages}, the text before
@@ -125,11 +125,11 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
         if len(self.passages):
             self.passages.save(Path(folder) / FILE)
 
-    def make_prompt(self, question: str) -> Prompt:
+    def make_prompt(self, text: str = "") -> Prompt:
         """Return the prompt of a question; of a template with "{passages}" what stands behind them."""
         if self._template is None:
-            return super().make_prompt(question)
-        return template_ids(self.tokenizer, self._template, {"{question}": question.strip()})
+            return super().make_prompt(text)
+        return template_ids(self.tokenizer, self._template, {"{question}": text.strip()})
 
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Raise ConfigError: passages are K/V of every layer, and a trace leaves out slots of a memory."""

@@ -71,8 +71,8 @@ class Answer:
     refused: bool = False
 
 
-class IndexPipeline(Pipeline):
-    """A pipeline that answers from an index: that of the pipeline, or one given at each call."""
+class QuestionAnsweringPipeline(Pipeline):
+    """Answers from the entries of an index: that of the pipeline, or the index given at a call."""
 
     def _set_up(self, index: IndexSource | None) -> None:
         self.encoder = load_text_encoder(self.config, self.folder, saved_fingerprint(self.folder), self.device)
@@ -98,10 +98,6 @@ class IndexPipeline(Pipeline):
                 "run, or one that mmattn index build made"
             )
         return chosen
-
-
-class QuestionAnsweringPipeline(IndexPipeline):
-    """Answers from the entries of an index."""
 
     def __call__(
         self,
@@ -145,10 +141,6 @@ class QuestionAnsweringPipeline(IndexPipeline):
         words = [self.tokenizer.decode([token]) for token in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(prompt_ids), title=f"{prompt} {text}")
 
-    def make_index(self, rows: Sequence[Mapping[str, object]]) -> Index:
-        """Build an index of JSON objects with the fields that the adapter reads, as `build_index` does."""
-        return build_index(rows, self.config, self.encoder)
-
     def inputs(self, question: str, index: IndexSource | None = None) -> tuple[Prompt, Any]:
         """Return the prompt of a question, and the memory (one row) of its hits."""
         (question,) = _check_questions(question)
@@ -185,9 +177,9 @@ class QuestionAnsweringPipeline(IndexPipeline):
         ]
         return tuple(sorted(sources, key=lambda source: -source.weight))
 
-    def make_prompt(self, question: str) -> Prompt:
+    def make_prompt(self, text: str = "") -> Prompt:
         """Return the prompt of a question."""
-        return self.config.prompt.replace("{question}", question.strip())
+        return self.config.prompt.replace("{question}", text.strip())
 
     def make_memory(self, questions: list[str], index: IndexSource | None = None) -> Any:
         """Return the memory of the hits of questions."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +14,18 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import ConfigError, MmattnError
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
-from mmattn.serving.engine import BusyError, Engine, Job, Piece, StoppedError
-from mmattn.serving.formats import Format, as_event, error_content
+from mmattn.serving.engine import Engine, Job, Piece
+from mmattn.serving.formats import Echo, Format, as_event, error_content
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.middleware import Metrics
-from mmattn.serving.requests import ChatRequest, CompletionRequest
+from mmattn.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from mmattn.tokenization import tokenize
 
 #: Pictures that are encoded at once, so that a slow one does not hold up the others.
 PICTURES = 4
-_STOPPED = "the model of this server has stopped: try again"
 
 
 class Answering:
@@ -42,18 +44,11 @@ class Answering:
         if answers > limits.max_requests:
             raise ConfigError(f"{answers} answers to one request are more than {limits.max_requests}: ask for fewer")
         max_tokens = self._max_tokens(body.token_limits)
-        try:
-            self.engine.enter(answers)
-        except BusyError:
-            message = f"{limits.max_requests} requests run or wait already: try again"
-            raise HTTPException(429, message, {"Retry-After": "1"}) from None
+        self.engine.enter(answers)
         streams = False
         try:
             deadline = asyncio.get_running_loop().time() + limits.timeout
-            try:
-                jobs, form = await asyncio.wait_for(self._begin(body, max_tokens, choices), limits.timeout)
-            except asyncio.TimeoutError:
-                raise self._late() from None
+            jobs, form = await self._in_time(self._begin(body, max_tokens, choices))
             if body.stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
                 streams = True  # the end of the stream leaves
@@ -62,6 +57,12 @@ class Answering:
         finally:
             if not streams:
                 self.engine.leave(answers)
+
+    async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await asyncio.wait_for(work, self.engine.limits.timeout)
+        except asyncio.TimeoutError:
+            raise self.engine.late() from None
 
     def check_model(self, name: str) -> None:
         """Raise 404 for the name of another model."""
@@ -82,6 +83,27 @@ class Answering:
         running.add_done_callback(end)
         return await asyncio.shield(running)
 
+    async def embed(self, body: EmbeddingRequest, encoder: TextEncoderBase) -> JSONResponse:
+        """Return the vectors of texts by the encoder of an index."""
+        self.check_model(body.model)
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        self.engine.enter()
+        try:
+            memory = await self._in_time(self._encode(encoder.encode, texts))
+        finally:
+            self.engine.leave()
+        if memory.length != 1:
+            raise ConfigError("the encoder of this model turns a text into several vectors: ask another for embeddings")
+        rows: Any = memory.tokens[:, 0].float().cpu()
+        if body.encoding_format == "base64":
+            rows = [base64.b64encode(row.numpy().tobytes()).decode() for row in rows]
+        else:
+            rows = rows.tolist()
+        data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
+        tokens = sum(map(len, tokenize(self.engine.pipe.tokenizer, texts)[0]))
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+
     def _max_tokens(self, asked: Sequence[int]) -> int:
         most = self.engine.limits.max_tokens
         if not asked:
@@ -95,19 +117,30 @@ class Answering:
         self, body: ChatRequest | CompletionRequest, max_tokens: int, choices: int
     ) -> tuple[list[Job], Format]:
         """Encode the inputs of a request; return its answers as jobs, and their format."""
-        engine = self.engine
+        engine, tokenizer = self.engine, self.engine.pipe.tokenizer
         inputs = await self._encode(make_inputs, engine.pipe, body, engine.limits)
         rows = [engine.ids_of(prompt, max_tokens) for prompt, _ in inputs]
+        echoes = isinstance(body, CompletionRequest) and bool(body.echo)
         jobs = [
-            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops)
+            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops, echoes)
             for ids, (_, memory) in zip(rows, inputs, strict=True)
             for choice in range(choices)
         ]
-        form = Format(isinstance(body, ChatRequest), self.name, engine.pipe.tokenizer, sum(map(len, rows)), body.top)
+        form = Format(isinstance(body, ChatRequest), self.name, tokenizer, sum(map(len, rows)), body.top)
+        if echoes:
+            for number, ids in enumerate(rows):
+                echo = Echo(tokenizer.decode(ids), ids)
+                if body.top is not None:
+                    echo.logprobs = await asyncio.to_thread(engine.score, ids, inputs[number][1], body.top)
+                form.echoes |= dict.fromkeys(range(number * choices, (number + 1) * choices), echo)
         return jobs, form
 
     async def _pieces(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of all answers, and count their tokens."""
+        if not jobs[0].max_tokens:
+            for number in range(len(jobs)):
+                yield number, Piece("", 0, "length")
+            return
         begin, counts = time.perf_counter(), dict.fromkeys(range(len(jobs)), 0)
         async with contextlib.aclosing(self.engine.answer(jobs, deadline)) as pieces:
             async for number, piece in pieces:
@@ -132,10 +165,6 @@ class Answering:
                 if await request.is_disconnected():
                     return Response(status_code=499)
             answers = writing.result()
-        except asyncio.TimeoutError:
-            raise self._late() from None
-        except StoppedError:
-            raise HTTPException(503, _STOPPED, {"Retry-After": "1"}) from None
         finally:
             writing.cancel()
             with contextlib.suppress(BaseException):
@@ -144,7 +173,7 @@ class Answering:
             form.choice(number, replace(answers[number], text=answers[number].text.rstrip()))
             for number in sorted(answers)
         ]
-        return JSONResponse(form.response(choices, tokens=sum(one.tokens for one in answers.values())))
+        return JSONResponse(form.response(choices, tokens=sum(answer.tokens for answer in answers.values())))
 
     async def _events(
         self, jobs: Sequence[Job], form: Format, deadline: float, with_usage: bool
@@ -159,13 +188,8 @@ class Answering:
             yield "data: [DONE]\n\n"
         except MmattnError as error:
             yield as_event(error_content(400, str(error)))
-        except StoppedError:
-            yield as_event(error_content(503, _STOPPED))
-        except asyncio.TimeoutError:
-            yield as_event(error_content(504, str(self._late().detail)))
-
-    def _late(self) -> HTTPException:
-        return HTTPException(504, f"no answer within {self.engine.limits.timeout:g} s")
+        except HTTPException as error:
+            yield as_event(error_content(error.status_code, error.detail))
 
 
 class Events(StreamingResponse):

@@ -14,10 +14,11 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException as StarletteError
 
 from mmattn.errors import MmattnError
+from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
 from mmattn.serving.answers import Answering
 from mmattn.serving.engine import Engine
 from mmattn.serving.middleware import AccessLog, BodyLimit, Metrics, as_error
-from mmattn.serving.requests import ChatRequest, CompletionRequest
+from mmattn.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmattn.serving.schema import errors, served_schema
 
 _BEARER = HTTPBearer(auto_error=False)
@@ -82,6 +83,13 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await answering.answer(request, body)
 
+    pipe = engine.pipe
+    if isinstance(pipe, QuestionAnsweringPipeline) and getattr(pipe.encoder, "pooling", None) != "none":
+
+        @app.post("/v1/embeddings", responses=errors(400, 401, 404, 413, 429, 500, 504), **guarded)
+        async def embeddings(body: EmbeddingRequest) -> JSONResponse:
+            return await answering.embed(body, pipe.encoder)
+
     return app
 
 
@@ -97,8 +105,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        # Of the kinds that a field may have, the one that went furthest is meant.
-        wrong = max(error.errors(), key=lambda one: len(one["loc"]))
+        # Of the alternatives of a field, the error of the deepest is the relevant one.
+        wrong = max(error.errors(), key=lambda issue: len(issue["loc"]))
         # Between names stand kinds of values, such as "list[str]".
         place = ".".join(str(part) for part in wrong["loc"][1:] if part != "str" and "[" not in str(part))
         message = str(wrong["msg"]).removeprefix("Value error, ")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from fastapi import HTTPException
 
 from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, TextError, check_float, check_int
+from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
 from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
-from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers
+from mmattn.serving.sampling import KEY, Sampler, SamplingSettings, TokenLogprob, add_samplers, token_logprob
+from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,16 +26,13 @@ if TYPE_CHECKING:
     from mmattn.pipelines.base import Pipeline
 
 PAGE = 16
+#: Tokens of a prompt that say how the text of an answer continues.
+_BEFORE = 4
 #: Of a step on the CPU, so that a long prompt does not hold up those who write.
 TOKENS = 512
 
 
-class BusyError(Exception):
-    """The server has as many requests as it takes."""
-
-
-class StoppedError(Exception):
-    """The engine has stopped, and takes or ends no request."""
+RETRY = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Job:
         max_tokens: new tokens, at most.
         sampling: how they are chosen.
         stops: texts that end it.
+        echoes: the answer stands behind its prompt, so that its first blank counts.
     """
 
     ids: list[int]
@@ -81,6 +82,7 @@ class Job:
     max_tokens: int
     sampling: SamplingSettings = SamplingSettings()
     stops: Sequence[str] = ()
+    echoes: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Writer:
         self.job, self.tokenizer, self.ends = job, tokenizer, ends
         self.sampler = None if job.sampling.is_greedy else Sampler(job.sampling, device)
         self._sent, self._scored = 0, 0  # characters, log-probabilities
-        self._offset = 0  # of the last token with a log-probability
+        self._special = set(special_ids(tokenizer).values()) if job.echoes else set()
 
     def read(self, tokens: Sequence[int], is_last: bool) -> Piece | None:
         """Return what is new in the text of all tokens so far; None while a character or a stop text may go on."""
@@ -115,26 +117,26 @@ class Writer:
                 return None
             held = _held(raw, self.job.stops)
             end = len(raw) - held if held else None
-        text = raw[:end].lstrip()
+        text = raw[:end] if self.job.echoes else raw[:end].lstrip()
         new, self._sent = text[self._sent :], max(self._sent, len(text))
         return Piece(new, len(tokens), reason, self._logprobs(tokens, end))
 
     def _text(self, tokens: Sequence[int]) -> str:
+        if self.job.echoes:  # the first blank of an answer is there behind a prompt only
+            before, new = self.job.ids[-_BEFORE:], [token for token in tokens if token not in self._special]
+            head, whole = self.tokenizer.decode(before), self.tokenizer.decode([*before, *new])
+            if whole.startswith(head):
+                return str(whole[len(head) :])
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _logprobs(self, tokens: Sequence[int], end: int | None) -> list[TokenLogprob]:
         """Return the log-probabilities that no piece had yet, of the tokens that begin before the end of the text."""
-        new: list[TokenLogprob] = []
-        if self.sampler is not None and self.sampler.settings.logprobs is not None:
-            for number in range(self._scored, len(tokens)):
-                before = self._text(tokens[:number])
-                if end is not None and len(before) >= end:
-                    break
-                # A part of a character may be decoded as several characters that stand for nothing.
-                self._offset = max(self._offset, len(before.rstrip("\N{REPLACEMENT CHARACTER}").lstrip()))
-                new.append(replace(self.sampler.logprobs[number], offset=self._offset))
-        self._scored += len(new)
-        return new
+        if self.sampler is None or self.sampler.settings.logprobs is None:
+            return []
+        begin = self._scored
+        numbers = [n for n in range(begin, len(tokens)) if end is None or len(self._text(tokens[:n])) < end]
+        self._scored += len(numbers)
+        return [self.sampler.logprobs[n] for n in numbers]
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
@@ -161,9 +163,11 @@ class Engine:
         if pipe.config.task == "text-to-image":
             raise ConfigError("the adapter is for text-to-image, and a server writes texts: use mmattn.pipeline")
         greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": pipe.config.generation.get("max_new_tokens")}
-        others = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
-        if others:
-            raise ConfigError(f"`mmattn serve` does not support {', '.join(others)} in pipeline_config.json: remove it")
+        unsupported = [name for name, value in pipe.config.generation.items() if greedy.get(name, ...) != value]
+        if unsupported:
+            raise ConfigError(
+                f"`mmattn serve` does not support {', '.join(unsupported)} in pipeline_config.json: remove it"
+            )
         self.pipe, self.limits = pipe, limits
         self.running = 0
         self._numbers = itertools.count()
@@ -206,9 +210,10 @@ class Engine:
         return int(self.manager.memories.nbytes())
 
     def enter(self, answers: int = 1) -> None:
-        """Take a request for so many answers; `leave` must follow. BusyError at the limit."""
-        if self.running + answers > self.limits.max_requests:
-            raise BusyError
+        """Accept a request for so many answers; `leave` must follow. 429 at the limit."""
+        most = self.limits.max_requests
+        if self.running + answers > most:
+            raise HTTPException(429, f"{most} requests run or wait already: try again", RETRY)
         self.running += answers
         self._idle.clear()
 
@@ -229,12 +234,20 @@ class Engine:
             raise TextError(f"{len(ids)} tokens and {max_tokens} to be written are more than the cache's {room}")
         return ids
 
+    @torch.no_grad()
+    def score(self, ids: list[int], memory: Memory | None, top: int) -> list[TokenLogprob]:
+        """Return the log-probabilities of the ids of a prompt but the first."""
+        with paused(self.pipe.model):
+            arguments = {} if memory is None else {"memory": memory}
+            logits = self.pipe.model(torch.tensor([ids], device=self.pipe.device), **arguments).logits[0]
+        return [token_logprob(row, token, top) for row, token in zip(logits, ids[1:], strict=False)]
+
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the answers to some jobs piece by piece, each with its number; leaving the loop cancels them.
+        """Yield the answers to jobs piece by piece, each with its number; leaving the loop cancels them.
 
         Args:
             jobs: to be answered.
-            deadline: in seconds of the loop's clock; TimeoutError after it.
+            deadline: in seconds of the loop's clock; 504 after it.
         """
         results: asyncio.Queue[tuple[int, GenerationOutput | None]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -251,12 +264,12 @@ class Engine:
             while names:
                 number, result = await results.get()
                 if result is None:
-                    raise asyncio.TimeoutError
+                    raise self.late()
                 if number not in names:  # it came to a stop text
                     continue
                 if result.error is not None:
                     if not self.healthy():
-                        raise StoppedError
+                        raise self._stopped()
                     raise ConditionError(f"the request failed: {result.error}")
                 piece = writers[number].read(result.generated_tokens, result.is_finished())
                 if piece is None:
@@ -280,10 +293,17 @@ class Engine:
         adding = asyncio.ensure_future(asyncio.to_thread(self.manager.add_request, job.ids, name, **options))
         try:
             if await asyncio.shield(adding) is None:
-                raise StoppedError
+                raise self._stopped()
         except asyncio.CancelledError:
             adding.add_done_callback(lambda done: done.exception() or self.manager.cancel_request(name))
             raise
+
+    def late(self) -> HTTPException:
+        """Return the error of a request that takes too long."""
+        return HTTPException(504, f"no answer within {self.limits.timeout:g} s")
+
+    def _stopped(self) -> HTTPException:
+        return HTTPException(503, "the model of this server has stopped: try again", RETRY)
 
     def _end(self, name: str, is_finished: bool) -> None:
         if not is_finished:

@@ -8,16 +8,27 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmattn.serving.engine import Piece
 from mmattn.serving.sampling import TokenLogprob
+from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
+    from tokenizers.decoders import DecodeStream
     from transformers import PreTrainedTokenizerBase
 
 Content = dict[str, Any]
+
+
+@dataclass
+class Echo:
+    """A prompt that stands before its answers, and the log-probabilities of its ids."""
+
+    text: str
+    ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] | None = None  # of all ids but the first
 
 
 @dataclass
@@ -30,6 +41,7 @@ class Format:
         tokenizer: of the model.
         prompt_tokens: of all prompts.
         logprobs: the most likely tokens at each place; None for no log-probabilities.
+        echoes: by answer.
     """
 
     chat: bool
@@ -37,11 +49,15 @@ class Format:
     tokenizer: PreTrainedTokenizerBase
     prompt_tokens: int
     logprobs: int | None
+    echoes: dict[int, Echo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": number, "created": int(time.time()), "model": self.model}
         self._begun: set[int] = set()
+        self._decoded: dict[int, tuple[DecodeStream, str]] = {}
+        # The text of an answer has no special tokens.
+        self._special = set() if self.logprobs is None else set(special_ids(self.tokenizer).values())
         self._bytes_of = functools.cache(functools.partial(token_bytes, self.tokenizer))
 
     def response(self, choices: Sequence[Content], is_chunk: bool = False, tokens: int | None = None) -> Content:
@@ -61,9 +77,10 @@ class Format:
         self._begun.add(number)
         choice: Content = {"index": number, "finish_reason": piece.finish_reason, "logprobs": None}
         if not self.chat:
+            echo = self.echoes.get(number) if is_first else None
             if self.logprobs is not None:
-                choice["logprobs"] = self._text_logprobs(piece.logprobs)
-            return choice | {"text": piece.text}
+                choice["logprobs"] = self._text_logprobs(number, piece.logprobs, echo)
+            return choice | {"text": piece.text if echo is None else echo.text + piece.text}
         if self.logprobs is not None:
             content = [
                 self._token(token.token, token.logprob) | {"top_logprobs": [self._token(*other) for other in token.top]}
@@ -79,16 +96,33 @@ class Format:
     def _token(self, token: int, logprob: float) -> Content:
         return {"token": self._text_of(token), "logprob": logprob, "bytes": list(self._bytes_of(token))}
 
-    def _text_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Content:
+    def _text_logprobs(self, number: int, logprobs: Sequence[TokenLogprob], echo: Echo | None) -> Content:
+        prompt = [] if echo is None else list(echo.ids)
+        scored = [*((echo.logprobs or ()) if echo is not None else ()), *logprobs]
+        new, unscored = [token.token for token in logprobs], [None] * bool(prompt)
         return {
-            "tokens": [self._text_of(token.token) for token in logprobs],
-            "token_logprobs": [token.logprob for token in logprobs],
-            "top_logprobs": [self._top_texts(token) for token in logprobs],
-            "text_offset": [token.offset for token in logprobs],
+            "tokens": [self._text_of(token) for token in (*prompt, *new)],
+            "token_logprobs": [*unscored, *(token.logprob for token in scored)],
+            "top_logprobs": [*unscored, *map(self._top_texts, scored)],
+            "text_offset": self._offsets(number, prompt, new),
         }
 
+    def _offsets(self, number: int, prompt: Sequence[int], new: Sequence[int]) -> list[int]:
+        """Return where tokens begin in the text of an answer; parts of a character begin where it does."""
+        from tokenizers.decoders import DecodeStream
+
+        stream, text = self._decoded.get(number) or (DecodeStream(skip_special_tokens=False), "")
+        backend: Any = self.tokenizer.backend_tokenizer
+        offsets = []
+        for place, token in enumerate((*prompt, *new)):
+            offsets.append(len(text if number in self.echoes else text.lstrip()))
+            if place < len(prompt) or token not in self._special:
+                text += stream.step(backend, token) or ""  # None within a character
+        self._decoded[number] = stream, text
+        return offsets
+
     def _top_texts(self, token: TokenLogprob) -> Content:
-        """Return the most likely tokens by their texts; parts of characters that look alike are told by their bytes."""
+        """Return the most likely tokens by their texts, or by their bytes where parts of characters look alike."""
         texts: Content = {}
         for number, logprob in token.top:
             text = self._text_of(number)

@@ -1,4 +1,4 @@
-"""Prompts and memories of requests: the pipeline's own for a question, the host's chat template for a conversation."""
+"""Prompts and memories of requests: the pipeline's prompt for a question, the chat template for a conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.generation import Prompt
 from mmattn.pipelines.image_to_text import ImageToTextPipeline
-from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, build_index
 from mmattn.pipelines.templates import chat_ids, template_ids
 from mmattn.retrieval.index import Index
 from mmattn.serving.engine import Limits
@@ -25,18 +25,18 @@ from mmattn.serving.requests import AssistantMessage, ChatRequest, CompletionReq
 
 def make_inputs(pipe: Any, body: ChatRequest | CompletionRequest, limits: Limits) -> list[tuple[Prompt, Memory | None]]:
     """Return the prompt of each answer, and its memory: None for the bare host. Documents replace the index."""
-    memory = _own_memory(pipe, body, limits.max_pixels)
-    index = _own_index(pipe, body.documents, limits.max_documents)
+    memory = _request_memory(pipe, body, limits.max_pixels)
+    index = _request_index(pipe, body.documents, limits.max_documents)
     if isinstance(body, CompletionRequest):
         return [_input(pipe, prompt, memory, index) for prompt in body.prompts]
-    question = next((one.text for one in reversed(body.messages) if one.role == "user"), "")
+    question = next((message.text for message in reversed(body.messages) if message.role == "user"), "")
     prompt, memory = _input(pipe, question, memory, index)
     if len(body.messages) > 1 or body.messages[0].role != "user":
         prompt = _chat_ids(pipe, body.messages)
     return [(prompt, memory)]
 
 
-def _own_memory(pipe: Pipeline, body: ChatRequest | CompletionRequest, max_pixels: int) -> Memory | None:
+def _request_memory(pipe: Pipeline, body: ChatRequest | CompletionRequest, max_pixels: int) -> Memory | None:
     """Return the memory that comes with a request, of pictures or of vectors (m, e)."""
     sources = {"a picture": body.pictures, "documents": body.documents, "memory": body.memory}
     named = [name for name, source in sources.items() if source]
@@ -53,15 +53,16 @@ def _own_memory(pipe: Pipeline, body: ChatRequest | CompletionRequest, max_pixel
     return pipe.make_memory([load_image(decode_data_url(body.pictures[0]), max_pixels=max_pixels)])
 
 
-def _own_index(pipe: Any, documents: list[dict[str, JsonValue]] | None, max_documents: int) -> Index | None:
+def _request_index(pipe: Any, documents: list[dict[str, JsonValue]] | None, max_documents: int) -> Index | None:
     if documents is None:
         return None
     if not isinstance(pipe, QuestionAnsweringPipeline):
         raise ConfigError("this model reads no documents: leave them out")
     if len(documents) > max_documents:
         raise ConfigError(f"{len(documents)} documents are more than the {max_documents} that are allowed")
-    # Nothing of an answer names a document by its id.
-    return pipe.make_index([{key: value for key, value in one.items() if key != "id"} for one in documents])
+    # No answer names a document by its id.
+    rows = [{key: value for key, value in document.items() if key != "id"} for document in documents]
+    return build_index(rows, pipe.config, pipe.encoder)
 
 
 def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None) -> tuple[Prompt, Memory | None]:

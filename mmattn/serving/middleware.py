@@ -16,7 +16,7 @@ from mmattn.serving.engine import Engine
 from mmattn.serving.formats import error_content
 
 log = logging.getLogger("mmattn.serving")
-PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/health", "/metrics")
 
 
 class Metrics:

@@ -20,6 +20,8 @@ from mmattn.serving.middleware import as_error
 
 #: Of the application in Ray Serve.
 NAME = "mmattn"
+#: Sends requests of one `x-session-id` to one replica, and others to any.
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 #: Environment of a Ray instance that this process starts, where the user has set nothing else.
 LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -76,7 +78,7 @@ def serve_replicas(
                 autoscaling_config=target,
                 ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
                 max_ongoing_requests=2 * limits.max_requests,  # beyond its limit the engine answers 429
-                request_router_config={"request_router_class": "mmattn.serving.session_router.SessionRouter"},
+                request_router_config={"request_router_class": ROUTER},
                 health_check_period_s=1,
                 graceful_shutdown_wait_loop_s=0.5,
                 graceful_shutdown_timeout_s=limits.timeout,

@@ -94,7 +94,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Annotated[list[str], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)] = ""
     image: str | None = None  # a data URL
-    echo: No = None
+    max_tokens: Annotated[int | None, Field(ge=0), Whole] = None  # 0 scores a prompt that is echoed
+    echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20), Whole] = None
     best_of: Annotated[int | None, Field(ge=1, le=1), Whole] = None
     suffix: Literal[""] | None = None
@@ -228,3 +229,13 @@ class ChatRequest(GenerationRequest):
     def pictures(self) -> list[str]:
         """Data URLs of the pictures of all messages."""
         return [url for message in self.messages if isinstance(message, Message) for url in message.pictures]
+
+
+class EmbeddingRequest(Strict):
+    """POST /v1/embeddings."""
+
+    model: str
+    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = None
+    user: str | None = None

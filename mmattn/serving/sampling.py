@@ -42,7 +42,6 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    offset: int = 0  # of its first character in the answer; a part of a character begins where the character does
 
 
 class Sampler:
@@ -112,7 +111,7 @@ def add_samplers(manager: ContinuousBatchingManager) -> None:
             int32_tensor.zero_()
 
         def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
-            self.samplers = [one.state.logit_processor_kwargs.get(KEY) for one in requests_with_new_token]
+            self.samplers = [request.state.logit_processor_kwargs.get(KEY) for request in requests_with_new_token]
             return torch.zeros(len(self.samplers), dtype=torch.int32)
 
         def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:

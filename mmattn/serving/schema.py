@@ -56,6 +56,9 @@ def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
         if not isinstance(engine.pipe, ImageToTextPipeline):
             kinds["Message"]["properties"]["content"]["anyOf"][1]["items"] = {"$ref": "#/components/schemas/TextPart"}
             del kinds["PicturePart"], kinds["ImageUrl"]
+        if "EmbeddingRequest" in kinds:
+            single, several = kinds["EmbeddingRequest"]["properties"]["input"]["anyOf"]
+            single["pattern"] = several["items"]["pattern"] = _TEXT
         app.openapi_schema = schema
     return app.openapi_schema
 
@@ -65,7 +68,9 @@ def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
     pipe, limits, width = engine.pipe, engine.limits, memory_width(engine.pipe)
     most = {"max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens, "n": limits.max_requests}
     # Scores come with the hits of a search alone.
-    needs_scores = any(getattr(pipe.model.adapter(one).config, "score_bias", False) for one in pipe.model.active)
+    needs_scores = any(
+        getattr(pipe.model.adapter(adapter).config, "score_bias", False) for adapter in pipe.model.active
+    )
     read = {
         "documents": bool(_document_fields(pipe)),
         "image": isinstance(pipe, ImageToTextPipeline),

@@ -1,4 +1,4 @@
-"""Files: atomic writes, locks, folders at addresses, and the kind of a damaged file for error messages.
+"""Files: atomic writes, locks, and the kind of a damaged file for error messages.
 
 A write goes to a temporary file beside the target, which is fsync'ed and renamed over it, and the folder is fsync'ed:
 a killed process or a full disk leaves the old file or the new one. What a killed process leaves behind is removed by
@@ -17,12 +17,9 @@ import stat
 import time
 from collections.abc import Iterator
 from os import PathLike
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-from mmattn.errors import AdapterFileError, ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mmattn.errors import AdapterFileError
 
 try:
     import fcntl
@@ -151,67 +148,34 @@ def write_text(path: Path, text: str) -> None:
 
 _STARTS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with: git lfs pull"),
-    (b"/annex/objects/", "a git-annex pointer, not the file itself"),
-    (b"\x1f\x8b", "a gzip archive; unpack it first"),
-    (b"BZh", "a bzip2 archive; unpack it first"),
-    (b"\xfd7zXZ", "an xz archive; unpack it first"),
-    (b"\x28\xb5\x2f\xfd", "a zstd archive; unpack it first"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a numpy array"),
-    (b"GGUF", "a GGUF file"),
-    (b"%PDF", "a PDF document"),
-    (b"\x89PNG", "a PNG picture"),
-    (b"\xff\xd8\xff", "a JPEG picture"),
+    (b"<", "a page of HTML or XML (a failed download, or an error of a server)"),
+    (b"{", "JSON text"),
+    (b"[", "JSON text"),
+    (b"PK\x03\x04", "a zip archive, such as of torch.save, whose pickles can run code; save it as safetensors"),
+    (b"\x80", "a pickle, which can run code; save it as safetensors"),
+    (codecs.BOM_UTF16_LE, "text in UTF-16; save it as UTF-8"),
+    (codecs.BOM_UTF16_BE, "text in UTF-16; save it as UTF-8"),
 )
 
 
-def describe_start(head: bytes, size: int) -> str:
+def guess_file_type(head: bytes, size: int) -> str:
     """Return the kind of a file in words, from its first 512 bytes and its size."""
     if not size:
         return "an empty file"
-    for start, words in _STARTS:
-        if head.startswith(start):
-            return words
-    if head.startswith(b"PK\x03\x04"):
-        if b".pkl" in head:
-            return "a torch.save file (a zip with a pickle inside), which can run code; save it as safetensors"
-        return "a zip archive; unpack it first"
-    if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        return "a pickle, which can run code; save it as safetensors"
-    if head[257:262] == b"ustar":
-        return "a tar archive; unpack it first"
+    if head[8:9] == b"{":
+        length = int.from_bytes(head[:8], "little")
+        if length > size - 8:
+            return f"a truncated safetensors file: a header of {length:,} bytes in a file of {size:,}"
+        return "a safetensors file"
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if words := next((words for start, words in _STARTS if text.startswith(start)), None):
+        return words
     if not head.strip(b"\0"):
         return "nothing but zeros (a crash before the data reached the disk)"
-    return _describe_text(head, size) or _describe_safetensors(head, size)
-
-
-def _describe_text(head: bytes, size: int) -> str | None:
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
-        return "an HTML page (a failed download or a login page)"
-    if text.startswith(b"<"):
-        return "an XML document (an error message of a server?)"
-    if text.startswith((b"{", b"[")):
-        return "JSON text"
-    if head[8:9] == b"{":
-        return None
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "text in UTF-16; save it as UTF-8"
     with contextlib.suppress(UnicodeDecodeError):
         # The head may end within a character.
         if codecs.getincrementaldecoder("utf-8")().decode(head, len(head) == size).isprintable() or b"\n" in head:
             return "a text file"
-    return None
-
-
-def _describe_safetensors(head: bytes, size: int) -> str:
-    length = int.from_bytes(head[:8], "little")
-    if head[8:9] == b"{":
-        if length > size - 8:
-            return f"a truncated safetensors file: a header of {length:,} bytes in a file of {size:,}"
-        return "a safetensors file"
-    if size < 8:
-        return f"a truncated file: {size} bytes, and a safetensors file has at least 8"
     return f"no format known here (it begins with {head[:8]!r})"
 
 
@@ -219,7 +183,7 @@ def describe(path: Path) -> str:
     """Return the kind of the file at a path in words, or why it cannot be read."""
     try:
         with open_regular(path) as (file, size):
-            return describe_start(file.read(512), size)
+            return guess_file_type(file.read(512), size)
     except AdapterFileError as error:
         return str(error)
 
@@ -243,52 +207,6 @@ def open_regular(path: Path) -> Iterator[tuple[IO[bytes], int]]:
         yield file, os.fstat(handle).st_size
 
 
-# Folders at addresses -----------------------------------------------------------------------------------------------
-
-
-class FileFolder:
-    """The files of a folder on this machine or at an address of fsspec, listed in `sizes` when it is opened."""
-
-    def __init__(self, address: Path) -> None:
-        import fsspec
-
-        self.address = os.fspath(address)
-        try:
-            self._system, self._root = fsspec.core.url_to_fs(self.address)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"{self.address!r} cannot be read by fsspec: {error}") from error
-        if not self._system.isdir(self._root):
-            raise AdapterFileError(f"there is no folder {self.address!r}")
-        self.is_local = isinstance(self._system, fsspec.get_filesystem_class("file"))
-        files = [one for one in self._system.ls(self._root, detail=True) if one["type"] == "file"]
-        self.sizes = {os.path.basename(one["name"]): one["size"] for one in files}
-
-    def path(self, name: str) -> str:
-        """Return the path or address of a file."""
-        return f"{self._root.rstrip('/')}/{name}"
-
-    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
-        """Read bytes start to end of a file into a (end - start,) uint8 tensor; safe in several threads."""
-        import torch
-
-        path, end = self.path(name), self.sizes.get(name, 0) if end is None else end
-        try:
-            raw = bytearray(self._system.cat_file(path, start=start, end=end))
-        except FileNotFoundError as error:
-            raise AdapterFileError(f"cannot read {path!r}: there is no such file") from error
-        if len(raw) != end - start:
-            raise AdapterFileError(f"cannot read {path!r}: it ends before byte {end:,}, so it is truncated")
-        return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-    def mapped(self, name: str) -> Tensor:
-        """Map a local file to a (n,) uint8 tensor; writing to it does not change the file."""
-        import torch
-
-        path = self.path(name)
-        with open_regular(path) as (_, size):
-            return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
-
-
 def files_below(folder: Path) -> list[str]:
     """Return the files of a folder and of the folders in it, sorted; none that are hidden or that macOS leaves behind.
 
@@ -303,8 +221,3 @@ def files_below(folder: Path) -> list[str]:
         folders[:] = [name for name, target in targets.items() if target not in trail]
         trails |= {os.path.join(place, name): trail | {targets[name]} for name in folders}
     return sorted(paths)
-
-
-def is_address(path: Path) -> bool:
-    """Return True for an address with a scheme, which fsspec reads."""
-    return "://" in os.fspath(path)

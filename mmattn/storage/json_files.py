@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mmattn.errors import AdapterFileError, ConfigError, MmattnError
-from mmattn.storage.files import Path, describe_start, open_regular, write_text
+from mmattn.storage.files import Path, guess_file_type, open_regular, write_text
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -29,7 +29,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
     """Read a JSON file in UTF-8 strictly; AdapterFileError for any other file, and for damaged or too large JSON."""
     with open_regular(path) as (file, size):
         raw = file.read(max_bytes + 1)
-    looks = describe_start(raw[:512], size)
+    looks = guess_file_type(raw[:512], size)
     if looks not in ("JSON text", "a text file"):
         raise AdapterFileError(f"cannot read {str(path)!r} as JSON: it looks like {looks}")
     return parse_json(repr(str(path)), raw, max_bytes)
@@ -100,7 +100,7 @@ def validated(what: str, kind: Any, value: Any) -> Any:
 
 
 @contextmanager
-def making_sense(path: Path, what: str) -> Iterator[None]:
+def parse_errors(path: Path, what: str) -> Iterator[None]:
     """Turn errors of the block into an AdapterFileError that `path` holds no sound `what`.
 
     Checksums say that a file is as it was written, and anybody can write one. Errors of the operating system and

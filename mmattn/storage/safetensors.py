@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
-from mmattn.storage.files import Path, describe_start, open_regular, replacing
+from mmattn.storage.files import Path, guess_file_type, open_regular, replacing
 from mmattn.storage.json_files import dump_json, parse_json, validated
 
 #: Of every tensor file; all begin at 1 with mmattn 1.0.
@@ -177,10 +177,12 @@ def _check_header(path: Path) -> None:
     with open_regular(path) as (file, size):
         start = file.read(512)
         if len(start) < 9 or start[8:9] != b"{":
-            raise AdapterFileError(f"cannot read {str(path)!r} as tensors: it looks like {describe_start(start, size)}")
+            raise AdapterFileError(
+                f"cannot read {str(path)!r} as tensors: it looks like {guess_file_type(start, size)}"
+            )
         length = int.from_bytes(start[:8], "little")
         if length > size - 8:
-            raise AdapterFileError(f"cannot read {str(path)!r}: it looks like {describe_start(start, size)}")
+            raise AdapterFileError(f"cannot read {str(path)!r}: it looks like {guess_file_type(start, size)}")
         if length > MAX_HEADER:
             raise AdapterFileError(
                 f"cannot read {str(path)!r}: its header has {length:,} bytes; at most {MAX_HEADER:,} are read"

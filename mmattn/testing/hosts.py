@@ -19,7 +19,7 @@ from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import adapted_model, attach, host_kind, host_kinds
 from mmattn.hosts.context import Call
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.diagnosis import doctor, random_batch
+from mmattn.inspect.doctor.run import doctor, random_batch
 from mmattn.testing.case import Case, MakeHost, answer_of, differ, no_trace, refuses, same, stir, traces
 
 

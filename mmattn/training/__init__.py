@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmattn.lazy import lazy_exports
 
@@ -20,26 +20,31 @@ if TYPE_CHECKING:
         SavedRun,
         compare_runs,
         curves_of,
+        markdown_table,
         mean_and_spread,
         read_run,
         read_seeds,
         spread_table,
     )
     from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
+    from mmattn.training.cost import CostForecast, DryRunEnded, dry_run
     from mmattn.training.distributed import end_training, make_accelerator, shard_host
     from mmattn.training.evaluation import mean_loss
     from mmattn.training.hidden_states import cached_hidden_states
     from mmattn.training.loop import train, train_run
     from mmattn.training.lora import add_lora, load_lora, matched_lora
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-    from mmattn.training.metrics import DryRunEnded, MetricsLog, dry_run, memory_warning, read_metrics
+    from mmattn.training.metrics import MetricsLog, memory_warning, read_metrics
     from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
     from mmattn.training.prompt_cache import PromptCache, cached_prompts
-    from mmattn.training.run_folder import RunFolder, markdown_table
+    from mmattn.training.run_folder import RunFolder, RunLog
+    from mmattn.training.settings import OptimSettings, RunSettings, Settings
+    from mmattn.training.trainer import AdapterTrainer
 
 __all__ = [
     "AdapterTrainer",
     "Collate",
+    "CostForecast",
     "DryRunEnded",
     "EncoderInfo",
     "Encoding",
@@ -47,13 +52,17 @@ __all__ = [
     "Loss",
     "MemoryCollator",
     "MetricsLog",
+    "OptimSettings",
     "PairSampler",
     "PromptCache",
     "Row",
     "RowBatches",
     "RowCollator",
     "RunFolder",
+    "RunLog",
+    "RunSettings",
     "SavedRun",
+    "Settings",
     "TextBatch",
     "TrainingConfig",
     "TrainingResult",
@@ -107,13 +116,4 @@ __all__ = [
 ]
 
 
-_exported, __dir__ = lazy_exports(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    # On first use: its base class is one of transformers'.
-    if name == "AdapterTrainer":
-        from mmattn.training.trainer import adapter_trainer
-
-        return adapter_trainer()
-    return _exported(name)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.files import sync_folder
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import check_values, read_tensors, write_tensors
 from mmattn.training.config import TrainingResult
 
@@ -126,7 +126,7 @@ class RunState:
             return
         where = str(paths[-1])
         tensors, about = load_checkpoint(paths[-1])
-        with making_sense(paths[-1], "checkpoint"):
+        with parse_errors(paths[-1], "checkpoint"):
             done = _resumed(about["at"])
             identity = validated("its run", dict[str, object], about["run"])
             scaler = validated("its scaler", dict[str, object] | None, about["scaler"])
@@ -141,7 +141,7 @@ class RunState:
                 "name another folder, or begin anew with resume=false"
             )
         groups = {name: with_prefix(tensors, name) for name in ("weights", "averaged", "best", "moments")}
-        with making_sense(paths[-1], "checkpoint of this run"):
+        with parse_errors(paths[-1], "checkpoint of this run"):
             for name in ("weights", "averaged", "best"):
                 if groups[name] or name == "weights":
                     _check_fits(self.parameters, groups[name], where)
@@ -206,7 +206,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a checkpoint, and the JSON object that was written with them."""
-    with making_sense(path / STATE, "state of a run"):
+    with parse_errors(path / STATE, "state of a run"):
         tensors, about = read_tensors(path / STATE, FORMAT, check_finite=False)
         for name, tensor in tensors.items():
             check_values(name, tensor)

@@ -12,7 +12,6 @@ from pathlib import Path
 from mmattn.errors import ConfigError
 from mmattn.storage.json_files import read_json
 from mmattn.training.metrics import Figures, read_metrics
-from mmattn.training.run_folder import flattened, markdown_table
 
 
 @dataclass(frozen=True)
@@ -283,3 +282,41 @@ def mean_and_spread(values: Sequence[object], scale: float, form: str, unit: str
     mean, spread = sum(numbers) / len(numbers), (max(numbers) - min(numbers)) / 2
     about = "" if len(numbers) == 1 or "," in form else f" ± {spread:{form.lstrip('+')}}"
     return f"{mean:{form}}{about}{unit}"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table with aligned columns: the first one to the left, the others to the right.
+
+    Args:
+        header: a cell for each column.
+        rows: cells of each line.
+
+    >>> print(markdown_table(["row", "bits"], [["seen", "3.5"]]))
+    | row  | bits |
+    | ---- | ---: |
+    | seen |  3.5 |
+    """
+    widths = [max(4, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        placed = [cells[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True))]
+        return "| " + " | ".join(placed) + " |"
+
+    rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
+    return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
+
+
+def flattened(settings: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """Return settings without sections, each a number, a text, True, False or None.
+
+    >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})
+    {'seed': 0, 'optim.max_steps': 40, 'optim.betas': '[0.9, 0.98]'}
+    """
+    flat: dict[str, object] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{before}{name}.")
+        else:
+            plain = value is None or isinstance(value, (bool, int, float, str))
+            flat[f"{before}{name}"] = value if plain else str(value)
+    return flat

@@ -18,7 +18,7 @@ from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, check_int
 from mmattn.hosts.causal_lm.generation import inputs_of
 from mmattn.hosts.context import Keywords, Positional, step_of
-from mmattn.storage.json_files import making_sense, validated
+from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.lower_layers import LowerLayers, count_below, lower_layers
 
@@ -127,7 +127,7 @@ def _write(file: Path, states: Tensor, dtype: torch.dtype) -> None:
 
 def _read(file: Path) -> tuple[Tensor, torch.dtype]:
     """Return hidden states (l, d) and the dtype in which the host computed them."""
-    with making_sense(file, "hidden states"):
+    with parse_errors(file, "hidden states"):
         tensors, metadata = read_tensors(file, FORMAT)
         if metadata.get("of") != _of(file):
             raise AdapterFileError(

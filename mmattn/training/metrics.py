@@ -1,4 +1,4 @@
-"""The metrics of a run: as JSON lines, in trackers of accelerate; the speed of its steps, and its cost (`dry_run`)."""
+"""The metrics of a run: as JSON lines, in trackers of accelerate; the speed of its steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import contextlib
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,8 +28,6 @@ PATIENCE = 3
 """Evaluations in a row that must agree."""
 ERRORS = 2.0
 """Standard errors that a gain must exceed to be one."""
-MEASURED = 10
-"""Steps of a dry run that are measured; one more comes first, in which memory is allocated and kernels are chosen."""
 #: Dense bfloat16 operations a second, as NVIDIA states them, of cards by the name that torch gives them.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -46,7 +41,6 @@ PEAKS = {
     "NVIDIA L40S": 362e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
-_DRY_RUN: ContextVar[bool] = ContextVar("mmattn_dry_run", default=False)
 
 
 class MetricsLog:
@@ -265,52 +259,3 @@ def flops_per_token(model: Any) -> float:
     numbers = (products, upper.keys() | trained.keys(), trained.keys() - host.keys(), trained.keys())
     every = host | trained | upper
     return 2.0 * sum(every[one].numel() for group in numbers for one in group)
-
-
-# Dry runs -------------------------------------------------------------------------------------------------------------
-
-
-class DryRunEnded(Exception):
-    """Raised by `train` inside `dry_run`; the message is the cost of the whole run."""
-
-
-@contextlib.contextmanager
-def dry_run() -> Iterator[None]:
-    """Inside the block `train` measures its first steps and raises `DryRunEnded` with the cost of the whole run.
-
-    It reads their batches and trains the model: give it a stream and a model of its own.
-    """
-    token = _DRY_RUN.set(True)
-    try:
-        yield
-    finally:
-        _DRY_RUN.reset(token)
-
-
-def is_dry_run() -> bool:
-    """Return True inside a `dry_run` block."""
-    return _DRY_RUN.get()
-
-
-def cost(
-    model: nn.Module, label: str, rows: int, steps: int, seconds: float, waiting: float, accelerator: Accelerator
-) -> str:
-    """Return the cost of a training run as text, from the seconds of a step and the share that waits for rows."""
-    parameters, processes, device = list(model.parameters()), accelerator.num_processes, accelerator.device
-    trained = [one for one in parameters if one.requires_grad]
-    weights = sum(one.nbytes for one in parameters) / 1e9
-    # AdamW has two moments for each weight.
-    state = 3 * sum(one.nbytes for one in trained) / 1e9
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return (
-        f"{label}: {sum(one.numel() for one in trained):,} of {sum(one.numel() for one in parameters):,} parameters "
-        f"are trained\n"
-        f"bytes on {device}: {weights:.2f} GB of weights, {state:.2f} GB of gradients and moments, "
-        f"{peak / 1e9:.2f} GB at most so far\n"
-        f"steps: {steps:,} of {rows} rows in {processes} process{'es' * (processes > 1)}, {seconds:.2f} s each, of "
-        f"which {100 * waiting:.1f} % waiting for rows\n"
-        f"time: {steps * seconds / 3600:.2f} hours, without evaluations"
-    )

@@ -1,14 +1,25 @@
-"""The folder of a run: settings, metrics line by line, texts, tables. Files are written whole or not at all."""
+"""The folder of a run: settings, metrics line by line, plots, texts, tables; and the trainings that write into it."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from mmattn.inspect.plots import plot_curves
+from mmattn.progress import tracked
 from mmattn.storage.files import write_text
+from mmattn.training.cost import CostForecast, is_dry_run
+from mmattn.training.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class RunFolder:
@@ -75,6 +86,50 @@ class RunFolder:
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(_plain(figures)) + "\n")
 
+    def forget(self, model: str, step: int) -> None:
+        """Drop the lines of `metrics.jsonl` after a step of a model.
+
+        Args:
+            model: its name.
+            step: the last one that stays.
+        """
+        lines: list[dict[str, Any]] = read_metrics(self.path / "metrics.jsonl")
+        kept = [line for line in lines if line.get("model") != model or line["step"] <= step]
+        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+
+    def train(self, trainer: Trainer, label: str, progress: bool = True, resume: bool = False) -> float:
+        """Train, with metrics in `metrics.jsonl`, and return the seconds.
+
+        Args:
+            trainer: what to train.
+            label: names the model in the metrics, and stands before the progress.
+            progress: show it.
+            resume: from the last checkpoint, if there is one.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the model has the weights of its last step.
+            DryRunEnded: inside a `dry_run` block, after a few measured steps.
+        """
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        trainer.add_callback(CostForecast(label) if is_dry_run() else RunLog(self, label, progress))
+        try:
+            output = trainer.train(resume_from_checkpoint=resume)
+        except KeyboardInterrupt:
+            print(f"{label}: stopped after {trainer.state.global_step} steps", flush=True)
+            raise
+        return float(output.metrics["train_runtime"])
+
+    def plot_losses(self) -> None:
+        """Plot the loss of each model as `loss.png`."""
+        losses: dict[str, dict[int, float]] = {}
+        for line in read_metrics(self.path / "metrics.jsonl"):
+            step, loss = line.get("step"), line.get("loss")
+            if isinstance(step, int) and isinstance(loss, float):
+                losses.setdefault(str(line.get("model", "")), {})[step] = loss
+        curves = {f"{self.path.name}: {model}": [values] for model, values in losses.items()}
+        plot_curves({"loss": curves}, self.path / "loss.png", log=True)
+
     def write_text(self, name: str, text: str) -> Path:
         """Write a text file, closed by a line break, and return its path."""
         write_text(self.path / name, text if not text or text.endswith("\n") else text + "\n")
@@ -98,42 +153,41 @@ class RunFolder:
         return text
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with aligned columns: the first one to the left, the others to the right.
+class RunLog(TrainerCallback):
+    """Writes what a Trainer logs into `metrics.jsonl` of a run, and shows the progress of the steps.
 
     Args:
-        header: a cell for each column.
-        rows: cells of each line.
-
-    >>> print(markdown_table(["row", "bits"], [["seen", "3.5"]]))
-    | row  | bits |
-    | ---- | ---: |
-    | seen |  3.5 |
+        run: the folder.
+        label: names the model in the metrics, and stands before the progress.
+        progress: show it.
     """
-    widths = [max(4, *(len(line[i]) for line in (header, *rows))) for i in range(len(header))]
 
-    def line(cells: Sequence[str]) -> str:
-        placed = [cells[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True))]
-        return "| " + " | ".join(placed) + " |"
+    def __init__(self, run: RunFolder, label: str, progress: bool = True) -> None:
+        self.run, self.label, self.progress, self.loss = run, label, progress, ""
 
-    rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
-    return "\n".join([line(header), "| " + " | ".join(rule) + " |", *(line(row) for row in rows)])
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the progress; of a run that goes on drop the lines of steps that come again."""
+        first, last = state.global_step, state.max_steps
+        if not state.is_world_process_zero:
+            self.progress = False
+        elif first:
+            self.run.forget(self.label, first)
+            print(f"{self.label} resumes at step {first} of {last}", file=sys.stderr, flush=True)
+        self.bar = tracked(last, self.label, self.progress, lambda: self.loss, first)
+        next(self.bar, None)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count a step, and have the last one logged."""
+        control.should_log |= state.global_step == state.max_steps
+        next(self.bar, None)
 
-def flattened(settings: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """Return settings without sections, each a number, a text, True, False or None.
-
-    >>> flattened({"seed": 0, "optim": {"max_steps": 40, "betas": [0.9, 0.98]}})
-    {'seed': 0, 'optim.max_steps': 40, 'optim.betas': '[0.9, 0.98]'}
-    """
-    flat: dict[str, object] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{before}{name}.")
-        else:
-            plain = value is None or isinstance(value, (bool, int, float, str))
-            flat[f"{before}{name}"] = value if plain else str(value)
-    return flat
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write a line, in the first process."""
+        logs = logs or {}
+        if "loss" in logs:
+            self.loss = f"loss {logs['loss']:.3f}"
+        if state.is_world_process_zero:
+            self.run.log(model=self.label, step=state.global_step, **logs)
 
 
 def _learned_from(settings: Mapping[str, object]) -> dict[str, object]:

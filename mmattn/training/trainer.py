@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.utils import find_labels
 
 from mmattn.adapters.files import load_folder
 from mmattn.adapters.language_models import call_by_name
-from mmattn.errors import AdapterFileError, ConfigError, import_extra
+from mmattn.core.device_checks import report_checks
+from mmattn.core.tracing import may_read
+from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
@@ -24,270 +29,289 @@ from mmattn.training.losses import chunked_nats, has_chunks
 from mmattn.training.metrics import StepClock, flops_per_token, tokens_of
 from mmattn.training.optimization import parameter_groups
 
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
 
 T = TypeVar("T")
 
 
-@functools.cache
-def adapter_trainer() -> type:
-    """The class `AdapterTrainer`; transformers is imported here and not before."""
-    transformers = import_extra("transformers", "train")
+class AdapterTrainer(Trainer):
+    """A `transformers.Trainer` for what `mmattn.attach` returned.
 
-    class AdapterTrainer(transformers.Trainer):  # type: ignore[name-defined]
-        """A `transformers.Trainer` for what `mmattn.attach` returned.
+    As `data_collator` it takes a `RowCollator` for rows of texts, pictures and passages, a `MemoryCollator` for
+    tokenised ones with a column of memories.
 
-        As `data_collator` it takes a `RowCollator` for rows of texts, pictures and passages, a `MemoryCollator` for
-        tokenised ones with a column of memories.
+    A checkpoint holds the adapters as `save_pretrained` writes them, for `mmattn.load`, and all trained weights (a
+    LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
+    bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
+    checkpoint. A step is that of its whole batch, however it is accumulated, also of hosts whose loss is a mean.
+    `logging_nan_inf_filter` is off, since it reads the loss of each step: a loss that is NaN raises
+    where it is read: at each step on the CPU, where metrics are logged on a device.
 
-        A checkpoint holds the adapters as `save_pretrained` writes them, for `mmattn.load`, and all trained weights (a
-        LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
-        bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
-        checkpoint. A step is that of its whole batch, however it is accumulated, also of hosts whose loss is a mean.
-        `logging_nan_inf_filter` is off, since it reads the loss of each step: a loss that is NaN is logged as NaN.
+    Args:
+        args: positional arguments of the Trainer.
+        gate_learning_rate: of the gates; None for `TrainingArguments.learning_rate`.
+        calibrate: calibrate fresh gated adapters by the first batch, see `AdaptedModel.calibrate`.
+        encoder: fingerprint of the encoder, written with the adapters.
+        kwargs: keyword arguments of the Trainer.
 
-        Args:
-            args: positional arguments of the Trainer.
-            gate_learning_rate: of the gates; None for `TrainingArguments.learning_rate`.
-            encoder: fingerprint of the encoder, written with the adapters.
-            kwargs: keyword arguments of the Trainer.
+    Raises:
+        ConfigError: `ddp_find_unused_parameters` of the arguments is True, or `dispatch_batches` of their
+            `accelerator_config`.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    model_accepts_loss_kwargs: bool
+    _calibrates = False
+    _chunks: bool | None  # None where the host's loss is still to be compared
+
+    def __init__(
+        self,
+        *args: object,
+        gate_learning_rate: float | None = None,
+        calibrate: bool = True,
+        encoder: str | None = None,
+        **kwargs: object,
+    ) -> None:
+        self.gate_learning_rate, self.calibrate, self.encoder = gate_learning_rate, calibrate, encoder
+        self._clock, self._flops = StepClock(), 0.0
+        model = args[0] if args else kwargs.get("model")
+        arguments = args[1] if len(args) > 1 else kwargs.get("args")
+        if isinstance(arguments, TrainingArguments):
+            if arguments.ddp_find_unused_parameters:
+                raise ConfigError(
+                    "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
+                    "parameter a gradient, of zeros if need be: leave it out"
+                )
+            _read_in_every_process(arguments)
+            # What is logged, and where a copy begins, must not have each step wait for the device.
+            arguments.logging_nan_inf_filter = False
+            arguments.accelerator_config.non_blocking |= arguments.dataloader_pin_memory
+            arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
+        if getattr(model, "is_quantized", False):
+            # The Trainer trains a quantised model only where this attribute says that it has adapters.
+            vars(model)["_hf_peft_config_loaded"] = True
+        config: Any = getattr(model, "config", None)
+        cached = getattr(config, "use_cache", None)
+        super().__init__(*args, **kwargs)
+        if cached is not None:
+            config.use_cache = cached  # the Trainer's is for the training alone
+        if self.args.label_names is None:
+            # Those of a host that answers questions, too, which the class of an adapted model does not name.
+            host: Any = getattr(self.model, "host", self.model)
+            self.label_names = find_labels(type(inner_host(host)))
+        of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
+        self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False
+        if of_tokens:
+            self._loss_shifts_labels = True  # also of classes whose names the Trainer does not know
+        if self.compute_loss_func:
+            self._loss_shifts_labels = False  # labels may be anything
+        # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
+        self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
+        if self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC"):
+            self._divides = True  # the loss is not the host's, or no mean over targets
+        else:
+            self.model_accepts_loss_kwargs = True  # the Trainer counts the targets of a step
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
+        if self.optimizer is None:
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            groups = parameter_groups(
+                self.model,
+                self.args.learning_rate,
+                gate_learning_rate=self.gate_learning_rate,
+                weight_decay=self.args.weight_decay,
+            )
+            self.optimizer = optimizer_class(groups, **options)
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[object, ...]:
+        """The loss of a micro-batch: the sum over its targets, divided by the targets of the whole step.
+
+        Where no row has a memory, and no adapter is reached, the gradients are zero.
+        """
+        items, share = num_items_in_batch, None
+        if items is not None and not return_outputs and self._in_chunks(inputs):
+            kwargs = {name: value for name, value in inputs.items() if name != "labels"}
+            with self.accelerator.autocast():
+                return self._of_every_parameter(chunked_nats(self.model, kwargs, inputs["labels"]).sum() / items)
+        if self._divides is False and items is not None:
+            # T5, BART and others return the mean over the targets of a micro-batch.
+            share, items = self._targets(inputs) / items, None
+            if self.args.average_tokens_across_devices:
+                share = share * (self.accelerator.num_processes // self.get_tp_size())
+        computed = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=items)
+        loss, *outputs = computed if return_outputs else (computed,)
+        if share is not None:
+            loss = loss * share.to(loss.device)
+        loss = self._of_every_parameter(loss)
+        return (loss, *outputs) if return_outputs else loss
+
+    def _of_every_parameter(self, loss: Tensor) -> Tensor:
+        """Return a loss that depends on every parameter: DistributedDataParallel waits for all of them."""
+        if not torch.is_grad_enabled():
+            return loss
+        parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
+        return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
+
+    def _in_chunks(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the host's loss is computed in chunks: not where it is compiled, or shared out."""
+        if self._chunks is False or self.model_wrapped is not self.model or "labels" not in inputs:
+            return False
+        if not has_chunks(self.model):
+            return False
+        if self._chunks is None:
+            self._chunks = self._is_mean_of_tokens()
+        return self._chunks
+
+    @torch.no_grad()
+    def _is_mean_of_tokens(self) -> bool:
+        """Return whether the host's loss is the mean of `token_nats`, without that of a router, for instance."""
+        model: Any = self.model
+        kwargs: dict[str, Any] = next(text_inputs(inner_host(model.host), 1)) | {"use_cache": False}
+        with bare_forward(model.host, model.open_blocks), self.accelerator.autocast():
+            loss = call_by_name(model.host, **kwargs, labels=kwargs["input_ids"]).loss
+            return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
+        """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete(Path(self.args.output_dir))
+        # A checkpoint holds the calibration of the run that is resumed.
+        self._calibrates = self.calibrate and not resume_from_checkpoint
+        self._flops = flops_per_token(self.model)
+        self._clock.begin()
+        config: Any = getattr(self.model, "config", None)
+        cached = getattr(config, "use_cache", None)
+        if cached is not None:
+            config.use_cache = self.args.use_cache
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.model.eval()
+            if cached is not None:
+                config.use_cache = cached
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Learn a micro-batch; NonFiniteError where the loss can be read without a wait, and is NaN or infinite."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        if may_read(loss):
+            self._check_finite(float(loss))
+        return loss
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            report_checks(wait=True)
+            raise NonFiniteError(
+                f"the loss is {loss} at step {self.state.global_step}: lower the learning rate (now "
+                f"{self._get_learning_rate():.2e}), or look at the rows of this step"
+            )
+
+    def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list[Mapping[str, object]], object]:
+        """The micro-batches of a step; by those of the first, fresh adapters are calibrated."""
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if self._divides is None and batches and items is not None and not self._in_chunks(batches[0]):
+            self._divides = self._reads_items(batches[0], items)
+        if self._calibrates:
+            self._calibrates = False
+            self._calibrate(batches)
+        return batches, items
+
+    def _targets(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the number of targets of a micro-batch."""
+        labels: Tensor = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
+        return labels.ne(-100).sum()
+
+    @torch.no_grad()
+    def _reads_items(self, batch: Mapping[str, Any], items: Tensor | int) -> bool:
+        """Return whether the host's loss follows from `num_items_in_batch`, or is a mean whatever it is."""
+        if self.args.gradient_accumulation_steps == self.args.world_size == 1:
+            return True  # both are the same
+        model = self.accelerator.unwrap_model(self.model)
+        losses = []
+        with torch.random.fork_rng(devices=[]), in_eval_mode(model), self.autocast_smart_context_manager():
+            for count in (items, items * 2):
+                output = model(**self._prepare_inputs(dict(batch)), num_items_in_batch=count)
+                losses.append(output["loss"] if isinstance(output, Mapping) else output[0])
+        return not torch.equal(*losses)
+
+    def _calibrate(self, batches: Sequence[Mapping[str, object]]) -> None:
+        """Calibrate fresh adapters by batches that are trained on next: a stream may give its rows once."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, AdaptedModel) or not fresh_adapters(model):
+            return
+        with (
+            torch.random.fork_rng(devices=[]),
+            calibrating(model, self.accelerator.num_processes),
+            self.autocast_smart_context_manager(),
+        ):
+            for batch in batches:
+                self.compute_loss(model, self._prepare_inputs(dict(batch)), num_items_in_batch=1)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        """Return the operations of a micro-batch by `flops_per_token`, and count them with its tokens."""
+        tokens = tokens_of(inputs)
+        self._clock.count(0, tokens, tokens * self._flops)
+        return tokens * self._flops
+
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+        """Log metrics, beside the loss `tokens_per_second` and, on a known card, `mfu` of this process.
 
         Raises:
-            ConfigError: `ddp_find_unused_parameters` of the arguments is True, or `dispatch_batches` of their
-                `accelerator_config`.
+            NonFiniteError: the loss is NaN or infinite.
         """
-
-        optimizer: torch.optim.Optimizer | None
-        model_accepts_loss_kwargs: bool
-        _calibrates = False
-        _chunks: bool | None  # None where the host's loss is still to be compared
-
-        def __init__(
-            self,
-            *args: object,
-            gate_learning_rate: float | None = None,
-            encoder: str | None = None,
-            **kwargs: object,
-        ) -> None:
-            self.gate_learning_rate, self.encoder = gate_learning_rate, encoder
-            self._clock, self._flops = StepClock(), 0.0
-            model = args[0] if args else kwargs.get("model")
-            arguments = args[1] if len(args) > 1 else kwargs.get("args")
-            if isinstance(arguments, transformers.TrainingArguments):
-                if arguments.ddp_find_unused_parameters:
-                    raise ConfigError(
-                        "ddp_find_unused_parameters=True does not go with AdapterTrainer, which gives every trained "
-                        "parameter a gradient, of zeros if need be: leave it out"
-                    )
-                _read_in_every_process(arguments)
-                # What is logged, and where a copy begins, must not have each step wait for the device.
-                arguments.logging_nan_inf_filter = False
-                arguments.accelerator_config.non_blocking |= arguments.dataloader_pin_memory
-                arguments.ddp_find_unused_parameters = False  # the Trainer reads it while it is constructed
-            if getattr(model, "is_quantized", False):
-                # The Trainer trains a quantised model only where this attribute says that it has adapters.
-                vars(model)["_hf_peft_config_loaded"] = True
-            super().__init__(*args, **kwargs)
-            if self.args.label_names is None:
-                # Those of a host that answers questions, too, which the class of an adapted model does not name.
-                host: Any = getattr(self.model, "host", self.model)
-                self.label_names = transformers.utils.find_labels(type(inner_host(host)))
-            of_tokens = getattr(self.model, "predicts_tokens", False) and not self.model.config.is_encoder_decoder
-            self._chunks = None if of_tokens and not (self.label_smoother or self.compute_loss_func) else False
-            if of_tokens:
-                self._loss_shifts_labels = True  # also of classes whose names the Trainer does not know
-            # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
-            self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
-            if self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC"):
-                self._divides = True  # the loss is not the host's, or no mean over targets
-            else:
-                self.model_accepts_loss_kwargs = True  # the Trainer counts the targets of a step
-
-        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-            """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
-            if self.optimizer is None:
-                optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-                groups = parameter_groups(
-                    self.model,
-                    self.args.learning_rate,
-                    gate_learning_rate=self.gate_learning_rate,
-                    weight_decay=self.args.weight_decay,
-                )
-                self.optimizer = optimizer_class(groups, **options)
-            return self.optimizer
-
-        def compute_loss(
-            self,
-            model: nn.Module,
-            inputs: dict[str, Any],
-            return_outputs: bool = False,
-            num_items_in_batch: Tensor | int | None = None,
-        ) -> Tensor | tuple[object, ...]:
-            """The loss of a micro-batch: the sum over its targets, divided by the targets of the whole step.
-
-            Where no row has a memory, and no adapter is reached, the gradients are zero.
-            """
-            items, share = num_items_in_batch, None
-            if items is not None and not return_outputs and self._in_chunks(inputs):
-                kwargs = {name: value for name, value in inputs.items() if name != "labels"}
-                with self.accelerator.autocast():
-                    return self._of_every_parameter(chunked_nats(self.model, kwargs, inputs["labels"]).sum() / items)
-            if self._divides is False and items is not None:
-                # T5, BART and others return the mean over the targets of a micro-batch.
-                share, items = self._targets(inputs) / items, None
-                if self.args.average_tokens_across_devices:
-                    share = share * (self.accelerator.num_processes // self.get_tp_size())
-            computed = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=items)
-            loss, *outputs = computed if return_outputs else (computed,)
-            if share is not None:
-                loss = loss * share.to(loss.device)
-            loss = self._of_every_parameter(loss)
-            return (loss, *outputs) if return_outputs else loss
-
-        def _of_every_parameter(self, loss: Tensor) -> Tensor:
-            """Return a loss that depends on every parameter: DistributedDataParallel waits for all of them."""
-            if not torch.is_grad_enabled():
-                return loss
-            parameters = trained_parameters(self.accelerator.unwrap_model(self.model)).values()
-            return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in parameters)
-
-        def _in_chunks(self, inputs: Mapping[str, Any]) -> bool:
-            """Return whether the host's loss is computed in chunks: not where it is compiled, or shared out."""
-            if self._chunks is False or self.model_wrapped is not self.model or "labels" not in inputs:
-                return False
-            if not has_chunks(self.model):
-                return False
-            if self._chunks is None:
-                self._chunks = self._is_mean_of_tokens()
-            return self._chunks
-
-        @torch.no_grad()
-        def _is_mean_of_tokens(self) -> bool:
-            """Return whether the host's loss is the mean of `token_nats`, without that of a router, for instance."""
-            model: Any = self.model
-            kwargs: dict[str, Any] = next(text_inputs(inner_host(model.host), 1)) | {"use_cache": False}
-            with bare_forward(model.host, model.open_blocks), self.accelerator.autocast():
-                loss = call_by_name(model.host, **kwargs, labels=kwargs["input_ids"]).loss
-                return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
-
-        def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
-            """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = last_complete(Path(self.args.output_dir))
-            # A checkpoint holds the calibration of the run that is resumed.
-            self._calibrates = not resume_from_checkpoint
-            self._flops = flops_per_token(self.model)
-            self._clock.begin()
-            config = getattr(self.model, "config", None)
-            cached = getattr(config, "use_cache", None)
-            try:
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-            finally:
-                if config is not None and cached is not None:
-                    config.use_cache = cached
-
-        def get_batch_samples(self, *args: object, **kwargs: object) -> tuple[list[Mapping[str, object]], object]:
-            """The micro-batches of a step; by those of the first, fresh adapters are calibrated."""
-            batches, items = super().get_batch_samples(*args, **kwargs)
-            if self._divides is None and batches and items is not None and not self._in_chunks(batches[0]):
-                self._divides = self._reads_items(batches[0], items)
-            if self._calibrates:
-                self._calibrates = False
-                self._calibrate(batches)
-            return batches, items
-
-        def _targets(self, inputs: Mapping[str, Any]) -> Tensor:
-            """Return the number of targets of a micro-batch."""
-            labels: Tensor = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
-            return labels.ne(-100).sum()
-
-        @torch.no_grad()
-        def _reads_items(self, batch: Mapping[str, Any], items: Tensor | int) -> bool:
-            """Return whether the host's loss follows from `num_items_in_batch`, or is a mean whatever it is."""
-            if self.args.gradient_accumulation_steps == self.args.world_size == 1:
-                return True  # both are the same
-            model = self.accelerator.unwrap_model(self.model)
-            losses = []
-            with torch.random.fork_rng(devices=[]), in_eval_mode(model), self.autocast_smart_context_manager():
-                for count in (items, items * 2):
-                    output = model(**self._prepare_inputs(dict(batch)), num_items_in_batch=count)
-                    losses.append(output["loss"] if isinstance(output, Mapping) else output[0])
-            return not torch.equal(*losses)
-
-        def _calibrate(self, batches: Sequence[Mapping[str, object]]) -> None:
-            """Calibrate fresh adapters by batches that are trained on next: a stream may give its rows once."""
-            model: Any = self.accelerator.unwrap_model(self.model)
-            if not fresh_adapters(model):
-                return
-            with (
-                torch.random.fork_rng(devices=[]),
-                calibrating(model, self.accelerator.num_processes),
-                self.autocast_smart_context_manager(),
-            ):
-                for batch in batches:
-                    inputs = self._prepare_inputs(dict(batch))
-                    if self._in_chunks(inputs):
-                        self.compute_loss(model, inputs, num_items_in_batch=1)
-                    else:
-                        model(**inputs)
-
-        def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
-            """Return the operations of a micro-batch by `flops_per_token`, and count them with its tokens."""
-            tokens = tokens_of(inputs)
-            self._clock.count(0, tokens, tokens * self._flops)
-            return tokens * self._flops
-
-        def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-            """Log metrics, beside the loss `tokens_per_second` and, on a known card, `mfu` of this process."""
-            if "loss" in logs:
-                speed = self._clock.metrics(self.args.device)
+        if "loss" in logs:
+            self._check_finite(logs["loss"])
+            speed = self._clock.metrics(self.args.device)
+            if speed["targets_per_second"]:
                 logs["tokens_per_second"] = speed["targets_per_second"]
-                logs |= {name: value for name, value in speed.items() if name == "mfu"}
-                self._clock.begin()
-            super().log(logs, *args, **kwargs)
+            logs |= {name: value for name, value in speed.items() if name == "mfu"}
+            self._clock.begin()
+        super().log(logs, *args, **kwargs)
 
-        def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
-            """Evaluate, as every Trainer does; its time is none of the training's."""
-            with self._clock.aside():
-                return super().evaluate(*args, **kwargs)
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
+        """Evaluate, as every Trainer does; its time is none of the training's."""
+        with self._clock.aside():
+            return super().evaluate(*args, **kwargs)
 
-        def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
-            with self._clock.aside():
-                super()._save_checkpoint(*args, **kwargs)
+    def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
+        with self._clock.aside():
+            super()._save_checkpoint(*args, **kwargs)
 
-        # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
-        def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:
-            return dataset
+    # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
+    def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:
+        return dataset
 
-        def _get_collator_with_removed_columns(self, data_collator: T, description: str | None = None) -> T:
-            return data_collator
+    def _get_collator_with_removed_columns(self, data_collator: T, description: str | None = None) -> T:
+        return data_collator
 
-        def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
-            if not self.args.should_save:
-                return
-            folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            model = self.accelerator.unwrap_model(self.model)
-            model.save_pretrained(folder, encoder=self.encoder)
-            weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
-            write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+        if not self.args.should_save:
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self.accelerator.unwrap_model(self.model)
+        model.save_pretrained(folder, encoder=self.encoder)
+        weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
+        write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
 
-        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-            tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
-            adapted: Any = self.accelerator.unwrap_model(self.model)
-            for adapter in fresh_adapters(adapted):
-                folder = os.path.join(resume_from_checkpoint, "" if adapter.name == DEFAULT else adapter.name)
-                adapter.load_state_dict(load_folder(folder)[1])  # its calibration, which is not trained
-            load_weights(trained_parameters(adapted), tensors, resume_from_checkpoint)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
+        adapted: Any = self.accelerator.unwrap_model(self.model)
+        for adapter in fresh_adapters(adapted):
+            folder = os.path.join(resume_from_checkpoint, "" if adapter.name == DEFAULT else adapter.name)
+            adapter.load_state_dict(load_folder(folder)[1])  # its calibration, which is not trained
+        load_weights(trained_parameters(adapted), tensors, resume_from_checkpoint)
 
-        def _load_best_model(self) -> None:
-            self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    return AdapterTrainer
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def _read_in_every_process(arguments: TrainingArguments) -> None:

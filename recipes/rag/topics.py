@@ -108,7 +108,8 @@ class Asked:
         self.prompts: list[list[int]] = []
         self.texts: list[list[str]] = []
         for question in questions:
-            index = pipe.make_index([{"text": text} for text in question.passages]) if question.passages else None
+            rows = [{"text": text} for text in question.passages]
+            index = pipelines.build_index(rows, pipe.config, pipe.encoder) if rows else None
             prompt, memory = pipe.inputs(question.text, index)
             self.prompts.append(prompt)
             self.texts.append(list(question.passages) or [source.text for source in memory.sources[0]])

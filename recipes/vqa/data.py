@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 import mmattn
@@ -138,12 +137,6 @@ def answer_shares(data: Data) -> Tensor:
     counts = torch.zeros(len(data.prompts), len(data.answers))
     counts.index_put_((data.train.prompt, data.train.answer), torch.tensor(1.0), accumulate=True)
     return counts / counts.sum(1, keepdim=True).clamp(min=1)
-
-
-def draw_batches(rows: Sequence[int], batch_size: int, seed: int) -> DataLoader[Any]:
-    """Return batches of some numbers, each once in an epoch."""
-    order = torch.Generator().manual_seed(seed)
-    return DataLoader(rows, batch_size, shuffle=True, drop_last=True, collate_fn=list, generator=order)
 
 
 def prior_rows(data: Data) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ later layers, learns the answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 import mmattn
 from mmattn import training
 
-from .data import Data, draw_batches, prompt_template, row
+from .data import Data, prompt_template, row
 from .settings import Config
 from .speech import encode_speech
 
@@ -34,32 +33,37 @@ def answer_spoken(
     rows: list[dict[str, Any]],
     settings: Config,
     run: training.RunFolder,
-    accelerator: Any,
 ) -> dict[str, Any]:
     """Train both adapters; return the content of the table, with these rows before those of the model."""
     speech, optim, texts = settings.speech, settings.optim, len(data.texts)
+    device = optim.arguments(settings).device
     sounds = {
-        split: encode_speech(speech, data.texts, split, Path(settings.cache)).to(accelerator.device)
-        for split in ("train", "test")
+        split: encode_speech(speech, data.texts, split, Path(settings.cache)).to(device) for split in ("train", "test")
     }
     text = prompt_template(tokenizer).replace("{question}", speech.instruction)
     prompt = [tokenizer(text, add_special_tokens=False)["input_ids"]]
     layer = settings.adapter.layers[0]
-    target = read_states(lm, data.prompts, layer, accelerator.device)
+    target = read_states(lm, data.prompts, layer, device)
     model = mmattn.attach(lm, mmattn.GatedAdapter(sounds["train"].dim, **speech.adapter.model_dump()), "speech")
     spoken = Spoken(model, data, sounds, pictures, layer, target)
 
-    def train(name: str, loss: training.Loss, count: int, steps: int) -> float:
-        options = optim.training_options() | {"max_steps": steps, "seed": settings.seed}
-        batches = draw_batches(range(count), optim.batch_size, settings.seed)
-        result = training.train(
-            model, loss, batches, training.TrainingConfig(**options), accelerator, log=partial(run.log, model=name),
-            label=name, progress=settings.progress,
-        )  # fmt: skip
-        model.save_adapter(run.path / name, name)
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return result.seconds
+    def train(name: str, loss: Callable[[Tensor], Tensor], count: int, steps: int) -> float:
+        class SpokenTrainer(training.AdapterTrainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+                return loss(inputs["rows"])
+
+        trainer = SpokenTrainer(
+            model,
+            optim.arguments(settings, max_steps=steps, use_cache=True),
+            data_collator=lambda numbers: {"rows": torch.tensor(numbers)},
+            train_dataset=range(count),
+            gate_learning_rate=optim.gate_learning_rate,
+            calibrate=optim.calibrate,
+        )
+        try:
+            return run.train(trainer, name, settings.progress)
+        finally:
+            model.save_adapter(run.path / name, name)
 
     with training.cached_prompts(model, prompt) as spoken.prompts:
         rows.append(spoken.row("frozen model, neither", None, None))
@@ -124,11 +128,10 @@ class Spoken:
         """Return the number of the text of each sound."""
         return torch.arange(self.sounds[split].batch) % len(self.data.texts)
 
-    def hearing_loss(self, rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def hearing_loss(self, rows: Tensor) -> Tensor:
         """Return how far the states of sounds are from those of their texts."""
-        wanted = self.standardise(self.target)[self.texts("train")[list(rows)]]
-        away = F.smooth_l1_loss(self.states("train", torch.tensor(rows)), wanted, reduction="none")
-        return away.mean(-1).sum(), len(rows)
+        wanted = self.standardise(self.target)[self.texts("train")[rows.cpu()]]
+        return F.smooth_l1_loss(self.states("train", rows), wanted)
 
     @torch.no_grad()
     def share_heard(self) -> float:
@@ -138,14 +141,13 @@ class Spoken:
         nearest = torch.cdist(states, self.standardise(self.target)).argmin(1).cpu()
         return (nearest == texts).float().mean().item()
 
-    def answer_loss(self, rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the loss of the first token of answers, each question in a voice that its seed draws."""
-        questions, chosen, texts = self.data.train, torch.tensor(rows), len(self.data.texts)
-        count = self.sounds["train"].batch // texts
-        voices = torch.tensor([seed % count for seed in seeds])
+    def answer_loss(self, rows: Tensor) -> Tensor:
+        """Return the loss of the first token of answers, each question in a random voice."""
+        questions, chosen, texts = self.data.train, rows.cpu(), len(self.data.texts)
+        voices = torch.randint(self.sounds["train"].batch // texts, (len(rows),))
         logits = self.call("train", voices * texts + questions.prompt[chosen], questions.picture[chosen]).logits
         target = self.data.tokens[questions.answer[chosen]].to(logits.device)
-        return F.cross_entropy(logits[:, -1].float(), target, reduction="sum"), len(rows)
+        return F.cross_entropy(logits[:, -1].float(), target)
 
     @torch.no_grad()
     def row(self, name: str, sounds: Tensor | None, pictures: Tensor | None) -> dict[str, Any]:

@@ -19,20 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mmattn
-from mmattn import inspect, pipelines, training
+from mmattn import pipelines, training
 from mmattn.errors import import_extra
 
-from .data import (
-    Data,
-    answer_shares,
-    draw_batches,
-    encode,
-    load_data,
-    prior_rows,
-    prompt_template,
-    row,
-    training_tokens,
-)
+from .data import Data, answer_shares, encode, load_data, prior_rows, prompt_template, row, training_tokens
 from .report import draw_answers, table
 from .settings import Config
 from .spoken import answer_spoken
@@ -45,15 +35,15 @@ def main(config: dict[str, Any]) -> Path:
     run = training.RunFolder(settings.out)
     if not run.begin(settings.model_dump(mode="json")):
         return run.path
-    accelerator = training.make_accelerator(device=settings.device)
+    device = settings.optim.arguments(settings).device
     torch.manual_seed(settings.seed)
 
     # Data: each picture becomes a memory of one slot per patch, each question a prompt.
-    lm, tokenizer = pipelines.load_language_model(settings.lm, accelerator.device)
+    lm, tokenizer = pipelines.load_language_model(settings.lm, device)
     data = load_data(tokenizer, settings.train_questions, settings.test_questions)
-    encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
+    encoder = pipelines.load_image_encoder(settings.encoder, device)
     train_memory, test_memory = (
-        encode(encoder, questions, Path(settings.cache)).to(accelerator.device) for questions in (data.train, data.test)
+        encode(encoder, questions, Path(settings.cache)).to(device) for questions in (data.train, data.test)
     )
     print(
         f"{len(data.train)} questions about {train_memory.batch} pictures to train on, {len(data.test)} about "
@@ -62,8 +52,8 @@ def main(config: dict[str, Any]) -> Path:
     rows = prior_rows(data)
     if settings.spoken:
         pictures = {"train": train_memory, "test": test_memory}
-        content = answer_spoken(lm, tokenizer, data, pictures, rows, settings, run, accelerator)
-        plot_losses(run)
+        content = answer_spoken(lm, tokenizer, data, pictures, rows, settings, run)
+        run.plot_losses()
         run.finish(content, table)
         return run.path
 
@@ -75,16 +65,16 @@ def main(config: dict[str, Any]) -> Path:
     with training.cached_prompts(model, texts) as prompts:
         answer = partial(predict, model, prompts, data)
         rows.append(row(data, "frozen model, no picture", answer(None)))
-        result = train(model, prompts, tokens, train_memory, settings, run, accelerator)
+        seconds = train(model, prompts, tokens, train_memory, settings, run)
         model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
         pipeline_config = make_pipeline_config(settings, tokenizer, data)
         pipeline_config.save(run.path / "adapter")
-        if result.interrupted:
-            print(f"stopped after {result.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
+        if seconds is None:
+            print(f"the adapter as it was then is in {run.path / 'adapter'}")
             return run.path
         right = answer(test_memory)
         other = torch.randperm(test_memory.batch, generator=torch.Generator().manual_seed(settings.seed))
-        cost = {"parameters": parameters, "seconds": result.seconds}
+        cost = {"parameters": parameters, "seconds": seconds}
         rows.append(row(data, "adapter, no picture", answer(None)) | cost)
         rows.append(row(data, "adapter, shuffled pictures", answer(test_memory[other])) | cost)
         rows.append(row(data, "adapter, right picture", right) | cost)
@@ -93,8 +83,8 @@ def main(config: dict[str, Any]) -> Path:
     agree = (whole == right[: len(whole)]).float().mean().item()
     if settings.controls:
         model.unload()
-        rows.insert(2, train_lora(lm, parameters, data, settings, run, accelerator))
-    plot_losses(run)
+        rows.insert(2, train_lora(lm, parameters, data, settings, run, device))
+    run.plot_losses()
     content = {"test_questions": len(data.test), "whole_prompts": len(whole), "agree": agree, "rows": rows}
     results = run.finish(content | {"seed": settings.seed}, table)
     pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
@@ -108,29 +98,33 @@ def train(
     memory: mmattn.Memory,
     settings: Config,
     run: training.RunFolder,
-    accelerator: Any,
-) -> training.TrainingResult:
-    """Train the adapter on rows (n, 3) of a text, a picture and the token that follows."""
+) -> float | None:
+    """Train the adapter on rows (n, 3) of a text, a picture and the token that follows; None after Ctrl-C."""
 
-    def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        texts, pictures, target = tokens[list(rows)].T
-        logits = model(**prompts[texts], memory=memory[pictures]).logits[:, -1]
-        return F.cross_entropy(logits.float(), target.to(logits.device), reduction="sum"), len(rows)
+    class AnswerTrainer(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            texts, pictures, target = inputs["rows"].T
+            logits = model(**prompts[texts], memory=memory[pictures]).logits[:, -1]
+            return F.cross_entropy(logits.float(), target)
 
     optim = settings.optim
-    options = optim.training_options() | {"seed": settings.seed}
-    batches = draw_batches(range(len(tokens)), optim.batch_size, settings.seed)
-    log = partial(run.log, model="adapter")
-    return training.train(
-        model, loss, batches, training.TrainingConfig(**options), accelerator, log=log, label="adapter",
-        progress=settings.progress,
-    )  # fmt: skip
+    trainer = AnswerTrainer(
+        model,
+        optim.arguments(settings, use_cache=True),
+        data_collator=collate_rows,
+        train_dataset=tokens,
+        gate_learning_rate=optim.gate_learning_rate,
+        calibrate=optim.calibrate,
+    )
+    try:
+        return run.train(trainer, "adapter", settings.progress)
+    except KeyboardInterrupt:
+        return None
 
 
-def plot_losses(run: training.RunFolder) -> None:
-    """Plot the loss of all that was trained."""
-    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
-    inspect.plot_curves(curves, run.path / "loss.png", log=True)
+def collate_rows(rows: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the rows of a batch as one tensor, which `compute_loss` makes a call of."""
+    return {"rows": torch.stack([torch.as_tensor(row) for row in rows])}
 
 
 def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipelines.PipelineConfig:
@@ -178,7 +172,7 @@ def predict_whole(model: Any, data: Data, memory: mmattn.Memory, count: int = 64
 
 
 def train_lora(
-    lm: Any, parameters: int, data: Data, settings: Config, run: training.RunFolder, accelerator: Any
+    lm: Any, parameters: int, data: Data, settings: Config, run: training.RunFolder, device: torch.device
 ) -> dict[str, Any]:
     """Train and measure the control: a LoRA in the same layers, with as many parameters as the adapter.
 
@@ -189,26 +183,32 @@ def train_lora(
     lora = training.matched_lora(lm, parameters, layers=layers)
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, questions only: {count:,} trained parameters beside {parameters:,} of the adapter")
-    tokens, shares = data.tokens.to(accelerator.device), answer_shares(data).to(accelerator.device)
+    tokens, shares = data.tokens.to(device), answer_shares(data).to(device)
 
-    def logits(rows: Sequence[int]) -> Tensor:
-        return last_logits(lora, [data.prompts[row] for row in rows], accelerator.device)
+    def logits(rows: Tensor) -> Tensor:
+        return last_logits(lora, [data.prompts[row] for row in rows.tolist()], device)
 
-    def loss(rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, int]:
-        nats = -logits(rows).log_softmax(-1)[:, tokens] * shares[list(rows)]
-        return nats.sum(), len(rows)
+    class QuestionTrainer(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            nats = -logits(inputs["rows"]).log_softmax(-1)[:, tokens] * shares[inputs["rows"]]
+            return nats.sum(-1).mean()
 
     optim = settings.optim
-    config = training.TrainingConfig(
-        max_steps=optim.lora_steps, learning_rate=optim.lora_learning_rate, warmup_steps=5, seed=settings.seed
-    )
     questions = [row for row in range(len(data.prompts)) if shares[row].any()]
-    batches = draw_batches(questions, min(16, len(questions)), settings.seed)
+    arguments = optim.arguments(
+        settings,
+        max_steps=optim.lora_steps,
+        per_device_train_batch_size=min(16, len(questions)),
+        learning_rate=optim.lora_learning_rate,
+        weight_decay=0.0,
+        warmup_steps=5,
+    )
+    trainer = QuestionTrainer(lora, arguments, data_collator=collate_rows, train_dataset=questions)
     with training.cached_hidden_states(lora, Path(settings.cache) / "states"):
-        result = training.train_run(run, "LoRA", lora, loss, batches, config, accelerator, progress=settings.progress)
+        seconds = run.train(trainer, "LoRA", settings.progress)
         with torch.no_grad():
             parts = torch.arange(len(data.prompts)).split(16)
-            answers = torch.cat([logits(part.tolist()).argmax(-1).cpu() for part in parts])
+            answers = torch.cat([logits(part).argmax(-1).cpu() for part in parts])
     lora.unload()
     measured = row(data, "LoRA, questions only", answers[data.test.prompt])
-    return measured | {"parameters": count, "seconds": result.seconds}
+    return measured | {"parameters": count, "seconds": seconds}

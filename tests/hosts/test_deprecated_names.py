@@ -8,6 +8,7 @@ uses every kind of host once and prints what transformers says.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import subprocess
 import sys
@@ -16,63 +17,40 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 import peft
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import mmattn
+from mmattn.testing import Case
+from mmattn.testing.adapter_calls import check_generation
+from mmattn.testing.adapter_life import check_gradients_reach_the_adapter
 from tests import tiny
-from tests.families.building import tiny_model
+from tests.test_contract import ADAPTERS
 
 IDS = torch.tensor([[5, 9, 3, 7, 11], [4, 6, 8, 2, 13]])
+GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM)
 
 
 def memory() -> mmattn.Memory:
     return tiny.memory(2, 3)
 
 
-def language_model(family: str, adapter: Any = None) -> None:
-    adapter = adapter or mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM)
-    model = mmattn.attach(tiny.make(family), adapter)
-    output = model(IDS, memory=memory(), labels=IDS)
-    output.loss.backward()
-    model(IDS, memory=memory(), use_cache=False)
-    with model.condition(memory()):
-        cache = next(part for part in model(IDS, use_cache=True).values() if hasattr(part, "get_seq_length"))
-        model(IDS[:, :1], **tiny.going_on(cache))
-    model.generate(IDS, memory=memory(), max_new_tokens=2)
-    model.unload()
+def checked(make: Callable[[], Case]) -> None:
+    """Train and write with a memory, and go on from a cache."""
+    case = make()
+    check_gradients_reach_the_adapter(case)
+    with contextlib.suppress(SkipTest):
+        check_generation(case)
 
 
-def composed() -> None:
-    """With a LoRA in the model that reads along."""
-    other = peft.get_peft_model(tiny.make("llama", 1), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
-    adapter = mmattn.ComposedAdapter(memory_dim=32, layers=(0, 2), augmenting_layers=(0, 2))
-    model = mmattn.attach(tiny.make("gpt2"), adapter)
-    model.generate(IDS, memory=mmattn.AugmentingModel(other), max_new_tokens=2)
-
-
-def with_lora() -> None:
-    host = peft.get_peft_model(tiny.make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM))
-    model(input_ids=IDS, memory=memory(), labels=IDS).loss.backward()
-    model.generate(IDS, memory=memory(), max_new_tokens=2)
-
-
-def encoder_decoder() -> None:
-    host = tiny_model("t5", transformers.AutoModelForSeq2SeqLM)
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM))
-    model(input_ids=IDS, decoder_input_ids=IDS, memory=memory())
-    model.generate(IDS, memory=memory(), max_new_tokens=2)
-
-
-def encoder() -> None:
-    host = tiny_model("bert", transformers.AutoModelForSequenceClassification)
-    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM))
-    model(input_ids=IDS, memory=memory())
-    model(input_ids=IDS, memory=memory(), return_dict=False)
+def with_lora() -> nn.Module:
+    host: nn.Module = peft.get_peft_model(tiny.make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    return host.requires_grad_(False)
 
 
 def trainer() -> None:
@@ -103,35 +81,18 @@ def cached() -> None:
         model(**prompts[[0, 1]], memory=memory())
 
 
-USES: dict[str, Callable[[], None]] = {
-    "llama": lambda: language_model("llama"),
-    "gpt2": lambda: language_model("gpt2"),
-    "mamba": lambda: language_model("mamba"),
-    "embeddings": lambda: language_model("llama", mmattn.adapters.InsertedAdapter(memory_dim=tiny.MEMORY_DIM)),
-    "composed": composed,
-    "with lora": with_lora,
-    "encoder-decoder": encoder_decoder,
-    "encoder": encoder,
-    "trainer": trainer,
-    "cached": cached,
-}
-
-
-class Notes(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+CASES = {name: ADAPTERS[name] for name in ("gated, llama", "composed, llama", "prefix, gpt2", "inserted, llama")}
+CASES |= {name: ADAPTERS[name] for name in ("gated, t5", "gated, modernbert", "decoupled, unet")}
+CASES |= {"mamba": lambda: Case(GATED, lambda: tiny.make("mamba")), "with lora": lambda: Case(GATED, with_lora)}
+USES: dict[str, Callable[[], None]] = {name: functools.partial(checked, case) for name, case in CASES.items()}
+USES |= {"trainer": trainer, "cached": cached}
 
 
 @contextlib.contextmanager
 def said() -> Iterator[list[str]]:
     """Record in a list what is logged and warned of in the block, but for a name that peft asks models for."""
-    notes = Notes()
+    lines, notes = list[str](), logging.Handler()
+    notes.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = transformers.utils.logging.get_logger("transformers")
     logger.addHandler(notes)
     clear = getattr(logging.Logger.warning_once, "cache_clear", None)
@@ -140,9 +101,9 @@ def said() -> Iterator[list[str]]:
     try:
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
-            yield notes.lines
+            yield lines
             warned = [str(one.message) for one in given]
-            notes.lines += [line for line in warned if not line.startswith("`is_gradient_checkpointing`")]
+            lines += [line for line in warned if not line.startswith("`is_gradient_checkpointing`")]
     finally:
         logger.removeHandler(notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache
 
 from mmattn.errors import ShapeError
 from tests import tiny
@@ -12,18 +12,6 @@ from tests.adapters.composed import composed_hosts as composing
 
 NEW = 4
 ROWS = 2
-
-
-class Asking(LogitsProcessor):
-    """Calls the host on a text of its own in the middle of `generate`."""
-
-    def __init__(self, host, rows: int) -> None:
-        self.host, self.rows, self.asked = host, rows, []
-
-    def __call__(self, input_ids, scores):
-        if self.rows:
-            self.asked.append(self.host(tiny.text(self.rows, 3)).logits)
-        return scores
 
 
 WAYS = {
@@ -37,38 +25,32 @@ WAYS = {
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 6, 8])
 @pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
 def test_a_call_with_other_rows_inside_generate_is_refused(way, rows):
     """Rows of memory are repeated for the beams that were asked for, and for nothing else."""
     settings, fitting = WAYS[way]
-    model, ids, memory = tiny.attach(tiny.make("llama")), tiny.text(ROWS), tiny.memory(ROWS)
+    model, text, own = tiny.attach(tiny.make("llama")), tiny.text(rows, 3), tiny.memory(rows, seed=4)
+    alone, seeing = model(text).logits, model(text, memory=own).logits
 
-    def run(processor):
+    def run(ask):
+        """Generate, and call the host on another text before each token."""
         torch.manual_seed(3)
-        how = {"max_new_tokens": NEW, "do_sample": False} | settings
-        return model.generate(ids, memory=memory, logits_processor=LogitsProcessorList([processor]), **how)
+        how = {"max_new_tokens": NEW, "do_sample": False, "logits_processor": [lambda ids, scores: ask() or scores]}
+        return model.generate(tiny.text(ROWS), memory=tiny.memory(ROWS), **how | settings)
 
-    want = run(Asking(model.host, 0))
-    if rows not in fitting:
-        with pytest.raises(ShapeError, match=f"{rows} rows.*has {ROWS}"):
-            run(Asking(model.host, rows))
+    def apart():
+        """A text of its own has a memory of its own, or none."""
+        with model.condition(None):
+            assert torch.equal(model.host(text).logits, alone)
+        assert torch.equal(model(text, memory=own).logits, seeing)
+
+    want = run(lambda: None)
+    if rows in fitting:
+        assert torch.equal(run(lambda: model.host(text) and None), want)
     else:
-        asking = Asking(model.host, rows)
-        assert torch.equal(run(asking), want) and asking.asked
-    # A text of its own has a memory of its own, or none.
-    with torch.no_grad():
-        text = tiny.text(rows, 3)
-        alone = model(text).logits
-        seeing = model(text, memory=tiny.memory(rows, seed=4)).logits
-
-    class Apart(Asking):
-        def __call__(self, input_ids, scores):
-            with model.condition(None):
-                assert torch.equal(model.host(text).logits, alone)
-            assert torch.equal(model(text, memory=tiny.memory(rows, seed=4)).logits, seeing)
-            return scores
-
-    assert torch.equal(run(Apart(model.host, rows)), want)
-    assert torch.equal(run(Asking(model.host, 0)), want)
+        with pytest.raises(ShapeError, match=f"{rows} rows.*has {ROWS}"):
+            run(lambda: model.host(text))
+    assert torch.equal(run(apart), want)
 
 
 # What a model that reads along keeps of a text

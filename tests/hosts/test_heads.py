@@ -8,9 +8,9 @@ import transformers
 from transformers import PreTrainedModel
 
 import mmattn
+from mmattn import doctor
 from mmattn.data.text_batches import collate
 from mmattn.errors import NonFiniteError
-from mmattn.inspect import doctor
 from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_config, tiny_model
 

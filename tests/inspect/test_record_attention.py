@@ -12,14 +12,14 @@ import torch
 
 import mmattn
 from mmattn.adapters import JoinedAdapter
-from mmattn.inspect import AdapterMetrics, diagnosis, record, record_attention as recording
+from mmattn.inspect import AdapterMetrics, record, record_attention as recording
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close
 
 
 def test_names_of_the_room_are_no_modules() -> None:
-    """A module of the same name would hide `record` or `doctor` as soon as it is imported."""
-    assert mmattn.inspect.record is recording.record and mmattn.inspect.doctor is diagnosis.doctor is mmattn.doctor
+    """A module of the same name would hide `record` as soon as it is imported."""
+    assert mmattn.inspect.record is recording.record
     assert [name for name in mmattn.inspect.__all__ if isinstance(getattr(mmattn.inspect, name), ModuleType)] == []
 
 

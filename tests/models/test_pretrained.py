@@ -147,43 +147,9 @@ TRANSCRIPTS = (
     ("en-us", "What is the capital of France?", "What is the capital of France?"),
     ("en-us", "The train to the north leaves at nine o'clock.", "The train to the North Leaves at the I-A-Clock."),
     ("en-gb", "Please close the window before you go to bed.", "Please close the window before you go to bed."),
-    (
-        "en-gb",
-        "My brother plays the trumpet every evening after dinner.",
-        "my brother plays a trumpet every evening after dinner.",
-    ),
-    ("en-us", "Is there a red triangle in the picture?", "is a red triangle in the big church."),
-    ("en-us", "We walked along the river and watched the boats.", "We walked along the river and watched the roads."),
-    (
-        "en-gb",
-        "She bought three apples, two pears and a loaf of bread.",
-        "She bought three apples, two pairs, and a loaf of bread.",
-    ),
-    ("en-us", "Snow covered the hills and most of the road.", "snow covered the hills and most of the road."),
-    (
-        "en-gb",
-        "The library opens at ten in the morning on weekdays.",
-        "The library opens at 10 in the morning on weekdays.",
-    ),
     ("en-us", "Water boils at one hundred degrees.", "Walker Boyle at 100 Vibries"),
-    ("en-us", "He wrote a long letter to his grandmother.", "He wrote a long letter to his friend mother."),
-    ("en-gb", "Nobody heard the train until it left the station.", "nobody heard the train until it left the station."),
-    ("en-us", "The doctor said that I should drink more water.", "The doctor said that I should bring more water."),
-    (
-        "en-gb",
-        "There are seven days in a week and twelve months in a year.",
-        "at our 7 May's in a week and 12 months in a year.",
-    ),
-    ("en-us", "Could you tell me the way to the museum?", "You tell me the way to the museum."),
     ("en-us", "The quick brown fox jumps over the lazy dog.", "The quick round fox jump over the lazy dog."),
-    ("en-gb", "Their neighbours moved to Scotland last summer.", "Her neighbors moved to Scotland last summer."),
-    ("en-us", "I have never seen such a beautiful garden.", "I have never seen such a beautiful garden."),
     ("en-gb", "What color is the circle?", "What kind of is the circle?"),
-    (
-        "en-us",
-        "Computers understand speech better than they used to.",
-        "Computer understand speak better than I used to",
-    ),
 )
 
 

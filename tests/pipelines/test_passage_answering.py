@@ -86,7 +86,7 @@ def test_one_text_answers_as_the_prompt_does(pipe: Any, models: dict[str, str]) 
     """The chat template stands around text and question; special tokens in both are plain text."""
     assert isinstance(pipe, pipelines.PassageAnsweringPipeline)
     for text in TEXTS:
-        one = pipe.make_index([{"text": text, "id": "flower"}])
+        one = pipelines.build_index([{"text": text, "id": "flower"}], pipe.config, pipe.encoder)
         answer = pipe(QUESTION, index=one, max_new_tokens=9)
         assert answer.text == continued(pipe, text, QUESTION, 9) != ""
         (source,) = answer.sources

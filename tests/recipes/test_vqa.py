@@ -80,7 +80,7 @@ def short(folder: Path, **more: Any) -> dict[str, Any]:
         "cache": str(folder / "cache"),
         "progress": False,
         "adapter": {"layers": [28], **SMALL},
-        "optim": {"max_steps": 3, "batch_size": 7, "warmup_steps": 1, "lora_steps": 2},
+        "optim": {"max_steps": 3, "per_device_train_batch_size": 7, "warmup_steps": 1, "lora_steps": 2},
     }
     return settings | more
 

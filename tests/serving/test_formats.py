@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmattn.serving.engine import Job, Piece, Writer
-from mmattn.serving.formats import Format
+from mmattn.serving.formats import Echo, Format
 from mmattn.serving.sampling import SamplingSettings, TokenLogprob
 
 TEXTS = ["A 😀 smile", "👩‍👩‍👧 né", " red flower", "  two", "naïve 漢字 do", "a . b", "😀😀", "é", "smile"]
@@ -45,12 +45,15 @@ def make_tokenizer(build: str) -> Any:
 BUILDS = ("byte-level", "byte fallback", "WordPiece")
 
 
-def written(tokenizer: Any, ids: list[int], *, chat: bool, stream: bool) -> list[Any]:
+def written(tokenizer: Any, prompt: list[int], ids: list[int], *, chat: bool, echo: bool, stream: bool) -> list[Any]:
     """The choices of a response, or of the events of a stream, after these tokens were generated."""
-    writer = Writer(Job([1], None, 97, SamplingSettings(logprobs=0)), tokenizer, [2], torch.device("cpu"))
+    writer = Writer(
+        Job(prompt, None, 97, SamplingSettings(logprobs=0), echoes=echo), tokenizer, [2], torch.device("cpu")
+    )
     assert writer.sampler is not None
     writer.sampler.logprobs = [TokenLogprob(one, -1.0, ((one, -1.0),)) for one in ids]
-    form = Format(chat, "tiny", tokenizer, 1, 1)
+    echoed = Echo(tokenizer.decode(prompt), prompt, [TokenLogprob(one, -1.0) for one in prompt[1:]])
+    form = Format(chat, "tiny", tokenizer, len(prompt), 1, {0: echoed} if echo else {})
     pieces = (
         [writer.read(ids[: n + 1], n + 1 == len(ids)) for n in range(len(ids))] if stream else [writer.read(ids, True)]
     )
@@ -64,7 +67,7 @@ def test_bytes_of_a_chat_are_those_of_its_text(build: str, text: str, stream: bo
     """Invariant 165."""
     tokenizer = make_tokenizer(build)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    choices = written(tokenizer, ids, chat=True, stream=stream)
+    choices = written(tokenizer, [1], ids, chat=True, echo=False, stream=stream)
     parts = [part for one in choices for part in one["logprobs"]["content"]]
     joined = b"".join(bytes(one["bytes"]) for one in parts)
     said = "".join(one["delta" if stream else "message"]["content"] for one in choices)
@@ -73,18 +76,21 @@ def test_bytes_of_a_chat_are_those_of_its_text(build: str, text: str, stream: bo
     assert all(one["top_logprobs"][0]["bytes"] == one["bytes"] for one in parts)
 
 
+@pytest.mark.parametrize("echo", [False, True], ids=["alone", "echo"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_offsets_are_places_in_the_text(build: str, text: str, stream: bool) -> None:
+def test_offsets_are_places_in_the_text(build: str, text: str, stream: bool, echo: bool) -> None:
     """Invariant 165: of each token that is no part of a character; parts of one begin where it does."""
     tokenizer = make_tokenizer(build)
+    prompt = [1, *tokenizer("né 😀 s", add_special_tokens=False)["input_ids"]]
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], 2]
-    choices = written(tokenizer, ids, chat=False, stream=stream)
+    choices = written(tokenizer, prompt, ids, chat=False, echo=echo, stream=stream)
     said = "".join(one["text"] for one in choices)
     tokens, offsets = ([part for one in choices for part in one["logprobs"][key]] for key in ("tokens", "text_offset"))
-    assert len(tokens) == len(offsets) == len(ids)
-    assert said == tokenizer.decode(ids[:-1]).lstrip()
+    assert len(tokens) == len(offsets) == len(ids) + len(prompt) * echo
+    whole = tokenizer.decode([*prompt, *ids[:-1]]) if echo else tokenizer.decode(ids[:-1]).lstrip()
+    assert said == whole
     assert offsets == sorted(offsets) and offsets[-1] == len(said)
     inside = list(zip(tokens[:-1], offsets, strict=False))
     for token, offset in inside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import mmattn
 from mmattn.errors import ConfigError, ShapeError
 from mmattn.serving import Engine, Limits
 from tests.serving.choosing import VECTORS, WIDTH, by_definition, complete, ids_of, text_of
-from tests.serving.servers import Server, serving, talking_pipe
+from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, serving, talking_pipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -119,7 +120,6 @@ def test_default_values_of_unsupported_fields_change_nothing(server: Server) -> 
         ("chat/completions", {"memory": [[1.0]]}, None, "width 13"),
         ("chat/completions", {"model": "gpt-4"}, "model", "there is no model 'gpt-4'"),
         ("completions", {"prompt": {"a": 1}}, "prompt", "valid string"),
-        ("completions", {"echo": True}, "echo", "False"),
         ("completions", {"best_of": 3}, "best_of", "equal to 1"),
         ("completions", {"suffix": "end"}, "suffix", "Input should be ''"),
     ],
@@ -138,6 +138,7 @@ def test_errors_of_every_route_have_the_shape_of_openai(server: Server) -> None:
         for method, path, status in (
             ("GET", "/v1/nothing", 404),
             ("GET", "/", 404),
+            ("POST", "/v1/embeddings", 404),
             ("GET", "/v1/completions", 405),
             ("DELETE", "/v1/models", 405),
             ("PUT", "/health", 405),
@@ -171,6 +172,25 @@ def test_keys_are_bearer_tokens(pipe: Any) -> None:
                     made.json()["error"]["code"] == "invalid_api_key" and made.headers["www-authenticate"] == "Bearer"
                 )
         assert http.get("/openapi.json").status_code == 200
+
+
+def test_embeddings_are_those_of_the_encoder_of_the_index() -> None:
+    pipe = answering_pipe()
+    texts = [QUESTIONS[0], FACTS[3]["title"]]
+    wanted = pipe.encoder.encode(texts).tokens[:, 0]
+    with serving(pipe) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        made = client.embeddings.create(model="tiny", input=texts)  # asks for base64
+        assert torch.allclose(torch.tensor([one.embedding for one in made.data]), wanted, atol=1e-6)
+        plain = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
+        assert torch.allclose(torch.tensor(plain.data[0].embedding), wanted[0], atol=1e-5)
+        assert made.usage.prompt_tokens == sum(map(len, pipe.tokenizer(texts)["input_ids"]))
+        raw = httpx.post(
+            f"{server.url}/v1/embeddings", json={"model": "tiny", "input": texts, "encoding_format": "base64"}
+        ).json()
+        assert len(base64.b64decode(raw["data"][0]["embedding"])) == 4 * wanted.shape[1]
+        with pytest.raises(openai.BadRequestError, match="is empty"):
+            client.embeddings.create(model="tiny", input=" ")
+        assert server.until(server.is_idle)
 
 
 @pytest.mark.parametrize(

@@ -134,3 +134,35 @@ def test_log_probabilities(client: Any, pipe: Any) -> None:
     assert all(len(one.top_logprobs) == 2 for one in content)
     streamed = complete(client, ids, logprobs=3, stream=True, **options)
     assert [token for chunk in streamed for token in chunk.choices[0].logprobs.tokens] == told.tokens
+
+
+def test_a_prompt_is_scored(client: Any, pipe: Any) -> None:
+    """As evaluation harnesses ask: no new token, the prompt and its log-probabilities."""
+    ids = ids_of(pipe, "What is white?")
+    with torch.no_grad():
+        logs = pipe.model(torch.tensor([ids]), memory=torch.tensor([VECTORS])).logits[0].log_softmax(-1)
+    wanted = [float(row[token]) for row, token in zip(logs, ids[1:], strict=False)]
+    made = complete(client, ids, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert made.logprobs.token_logprobs[0] is None
+    assert made.logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+    assert made.text == pipe.tokenizer.decode(ids) and made.finish_reason == "length"
+    more = complete(client, ids, max_tokens=3, echo=True, logprobs=1).choices[0]
+    assert more.text == "".join(more.logprobs.tokens).rstrip(), "blanks between prompt and answer stay"
+    for token, offset in zip(more.logprobs.tokens, more.logprobs.text_offset, strict=True):
+        assert f"{more.text} "[offset:].startswith(token.rstrip())
+    assert more.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-3)
+    assert more.text.startswith(made.text) and len(more.logprobs.tokens) == len(ids) + 3
+    assert complete(client, "What is white?", max_tokens=0).choices[0].text == ""
+
+
+def test_offsets_of_a_prompt_with_characters_of_several_tokens(client: Any, pipe: Any) -> None:
+    """Invariant 165: through the server, in a prompt that is scored and in the answer behind it."""
+    text = "A 😀 smile 漢字 red"
+    ids = pipe.tokenizer(text, add_special_tokens=False)["input_ids"]
+    chosen = complete(client, ids, max_tokens=3, echo=True, logprobs=1).choices[0]
+    assert chosen.text.startswith(text) and len(ids) > len(text.split())
+    parts = list(zip(chosen.logprobs.tokens, chosen.logprobs.text_offset, strict=True))
+    for token, offset in parts:
+        if "\N{REPLACEMENT CHARACTER}" not in token and token != pipe.tokenizer.eos_token:
+            assert f"{chosen.text} "[offset:].startswith(token.rstrip())
+    assert parts[len(ids)][1] == len(text)

@@ -50,7 +50,8 @@ EVERY: Cases = [
     (CHAT, {"top_logprobs": 2, "logprobs": True}, OK),
     (CHAT, {"stream_options": {}, "stream": False}, BEYOND),
     (CHAT, {"stream_options": None, "stream": None, "top_logprobs": None}, OK),
-    (COMPLETION, {"max_tokens": 0}, REFUSED),
+    (COMPLETION, {"max_tokens": 0, "echo": True, "logprobs": 3}, OK),
+    (COMPLETION, {"max_tokens": -1}, REFUSED),
     (COMPLETION, {"logprobs": 21}, REFUSED),
     (COMPLETION, {"best_of": 2}, REFUSED),
     (COMPLETION, {"prompt": [-1]}, REFUSED),
@@ -86,6 +87,9 @@ ANSWERING: Cases = [
     (COMPLETION, {"documents": [FACTS[0] | {"title": " "}]}, REFUSED),
     (COMPLETION, {"documents": [{"title": "a"}]}, REFUSED),
     (COMPLETION, {"documents": FACTS[:4]}, REFUSED),
+    ("embeddings", {"input": ["a", "b"]}, OK),
+    ("embeddings", {"input": ["a", ""]}, REFUSED),
+    ("embeddings", {"input": "a", "dimensions": 3}, REFUSED),
 ]
 CAPTIONING: Cases = [
     (CHAT, {"messages": [seen(PICTURE)]}, OK),
@@ -124,8 +128,8 @@ def test_what_the_schema_says_is_what_the_server_does(served: tuple[Server, list
     schema = httpx.get(f"{server.url}/openapi.json").json()
     with httpx.Client(base_url=server.url, timeout=60) as http:
         for path, more, outcome in cases:
-            plain = {"messages": [user("Who?")]} if path == CHAT else {"prompt": "Who?"}
-            body = {"model": "tiny", "max_tokens": 2} | plain | more
+            plain = {CHAT: {"messages": [user("Who?")]}, COMPLETION: {"prompt": "Who?"}}.get(path, {})
+            body = {"model": "tiny"} | ({} if path == "embeddings" else {"max_tokens": 2}) | plain | more
             if body.get("memory") in ("wide", "huge"):
                 body["memory"] = vectors(width, 0.5 if body["memory"] == "wide" else 1e39)
             content = schema["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]

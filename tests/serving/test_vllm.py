@@ -313,9 +313,9 @@ def test_a_wrong_memory_fails_its_own_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"score_bias": True}, "no place for score_bias"),
-        ({"visible_segments": "latest", "media_token": 4}, "no place for visible_segments"),
-        ({"length_norm": 8.0, "null_slot": True}, "no place for length_norm"),
+        ({"score_bias": True}, "does not support score_bias"),
+        ({"visible_segments": "latest", "media_token": 4}, "does not support visible_segments"),
+        ({"length_norm": 8.0, "null_slot": True}, "does not support length_norm"),
         ({"layers": [0, 2], "position": "before"}, "a block before layer 0"),
     ],
     ids=["score_bias", "visible_segments", "length_norm", "before"],

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import pickle
 import random
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -30,22 +27,9 @@ def _zip(name: str) -> bytes:
     return buffer.getvalue()
 
 
-def _tar() -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as file:
-        file.addfile(tarfile.TarInfo("a"))
-    return buffer.getvalue()
-
-
 def _torch_save() -> bytes:
     buffer = io.BytesIO()
     torch.save({"a": torch.zeros(3)}, buffer)
-    return buffer.getvalue()
-
-
-def _numpy() -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(3))
     return buffer.getvalue()
 
 
@@ -59,8 +43,8 @@ class Boom:
 # Content (from a good file), and what the message must say.
 BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda good: b"", "an empty file"),
-    "three bytes": (lambda good: good[:3], "truncated"),
-    "eight bytes": (lambda good: good[:8], "truncated|no format"),
+    "three bytes": (lambda good: good[:3], "no format known"),
+    "eight bytes": (lambda good: good[:8], "no format known|text file"),
     "cut in the header": (lambda good: good[:200], "truncated safetensors file"),
     "cut after the header": (lambda good: good[: 8 + int.from_bytes(good[:8], "little")], "truncated"),
     "cut in the values": (lambda good: good[:-1], "truncated"),
@@ -69,18 +53,13 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda good: b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n",
         "git lfs pull",
     ),
-    "HTML": (lambda good: b"\n<!DOCTYPE html><html><body>404</body></html>", "an HTML page"),
-    "XML": (lambda good: b"<?xml version='1.0'?><Error>AccessDenied</Error>", "an XML document"),
+    "HTML": (lambda good: b"\n<!DOCTYPE html><html><body>404</body></html>", "a page of HTML"),
+    "XML": (lambda good: b"<?xml version='1.0'?><Error>AccessDenied</Error>", "HTML or XML"),
     "JSON": (lambda good: b'{"error": "Repository not found"}', "JSON text"),
     "text": (lambda good: b"Entry not found, alas\n", "a text file"),
     "pickle": (lambda good: pickle.dumps(Boom()), "a pickle, which can run code"),
-    "torch.save": (lambda good: _torch_save(), "a torch.save file"),
+    "torch.save": (lambda good: _torch_save(), "torch.save"),
     "zip": (lambda good: _zip("model.safetensors"), "a zip archive"),
-    "gzip": (lambda good: gzip.compress(good), "a gzip archive"),
-    "tar": (lambda good: _tar(), "a tar archive"),
-    "numpy": (lambda good: _numpy(), "a numpy array"),
-    "picture": (lambda good: b"\x89PNG\r\n\x1a\n" + good, "a PNG picture"),
-    "GGUF": (lambda good: b"GGUF\3\0\0\0" + good, "a GGUF file"),
     "zeros": (lambda good: bytes(len(good)), "nothing but zeros"),
     "noise": (lambda good: random.Random(3).randbytes(len(good)), "no format known"),
     "plain safetensors": (lambda good: safetensors.torch.save({"a": torch.zeros(3)}), "mmattn did not write"),
@@ -168,7 +147,7 @@ class TestBadJson:
             ('{"a": 1}'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
             (b'{"a": 1', "not sound JSON"),
             (b"", "an empty file"),
-            (b"<html>", "an HTML page"),
+            (b"<html>", "a page of HTML"),
             (b'"' + b"x" * (1 << 20) + b'"', "at most 1,048,576"),
         ],
     )

@@ -10,7 +10,7 @@ import pytest
 
 from mmattn import training
 from mmattn.cli.app import main
-from mmattn.training.metrics import MEASURED
+from mmattn.training.cost import MEASURED
 from tests.training import small_run
 
 ROOT = Path(__file__).parents[2]

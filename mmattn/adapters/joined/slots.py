@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers, AttachedHost
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, Traits, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tracing import may_read
@@ -176,9 +176,7 @@ class TextHost(Protocol):
 class BeforeTextLayers(AdapterLayers):
     """Base of adapters whose slots stand before the text in the attention of every layer, and move its positions."""
 
-    orders_slots = True
-    counts_slots = True
-    moves_text = True
+    traits = Traits(order_matters=True, duplicates_matter=True, moves_text=True)
     #: How each layer rotates keys to other positions; None if it cannot. Set by `attach_to`.
     rotations: Rotations = None
 

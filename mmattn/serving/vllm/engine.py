@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mmattn.adapters.files import CONFIG, Config, load_folder, parse_config
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.settings import adapter_kinds
+from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.models.cache import resolve as resolve_model
 from mmattn.models.shipped import find_asset
@@ -22,7 +22,7 @@ from mmattn.pipelines.config import FILE, PipelineConfig
 ARCHITECTURE = "MmattnAdaptedForCausalLM"
 MAX_SLOTS = 1024  # of a memory, where no resampler says how many
 
-#: Settings of a gated adapter that vLLM's attention has no place for, and their defaults.
+#: Settings of a gated adapter that vLLM's attention does not support, and their defaults.
 _REFUSED = {"score_bias": False, "length_norm": None, "visible_segments": "all", "where": None}
 
 
@@ -95,9 +95,11 @@ def served_settings(saved: Config) -> GatedAdapter:
     if saved["kind"] != GatedAdapter.kind:
         raise AttachError(f"vLLM serves gated adapters, and this one is {saved['kind']!r}: use model.generate")
     settings = cast(GatedAdapter, parse_config(saved, adapter_kinds()))
-    other = [name for name, value in _REFUSED.items() if getattr(settings, name) != value]
-    other += ["feed_forward_all"] if settings.layout.feed_forward_all else []
-    other += ["a block before layer 0"] if settings.position == "before" and saved["layers"][0] == 0 else []
-    if other:
-        raise AttachError(f"vLLM has no place for {', '.join(other)} of this adapter: use model.generate")
+    unsupported = [name for name, value in _REFUSED.items() if getattr(settings, name) != value]
+    unsupported += ["feed_forward_all"] if settings.layout.feed_forward_all else []
+    unsupported += ["a block before layer 0"] if settings.position == "before" and saved["layers"][0] == 0 else []
+    if unsupported:
+        raise AttachError(
+            f"the vLLM plug-in does not support {', '.join(unsupported)} of this adapter: use model.generate"
+        )
     return settings

@@ -56,7 +56,7 @@ class MemoryParser(MultiModalDataParser):
             raise ShapeError(f"this adapter reads a memory as {name!r}, got {sorted(mm_data)}")
         if name in mm_data:
             value = mm_data[name]
-            tokens = [self.read(one) for one in (value if isinstance(value, list) else [value])]
+            tokens = [self.read(item) for item in (value if isinstance(value, list) else [value])]
             # No slots are no memory: all tokens pass through, and a null slot is not seen either.
             items[name] = MemoryItems(tokens if len(tokens) > 1 or len(tokens[0]) else [], name)
         return items

@@ -42,7 +42,7 @@ class PagedAttention(nn.Module):
     def __init__(self, attention: CrossAttention, prefix: str, cache_config: CacheConfig) -> None:
         super().__init__()
         self.attention, self.prefix, width = attention, prefix, attention.head_dim
-        # A window of the host's text is none of a memory.
+        # The host's sliding window does not apply to the memory.
         cache_config = copy.copy(cache_config)
         cache_config.sliding_window = None
         self.paged = PagedCrossAttention(
@@ -68,10 +68,12 @@ class PagedAttention(nn.Module):
         """Write keys and values of new memories (n, e), in the order of the batch, into their pages."""
         metadata = get_forward_context().attn_metadata[self.prefix]
         projected = self.attention.kv_proj.project(torch.cat([*memories])[None])
-        keys, values = (F.pad(one[0].transpose(0, 1), (0, self.padding)) for one in (projected.keys, projected.values))
+        keys, values = (
+            F.pad(part[0].transpose(0, 1), (0, self.padding)) for part in (projected.keys, projected.values)
+        )
         if projected.null:  # each memory begins with it
-            numbers = torch.arange(1, len(keys), device=keys.device).split([len(one) for one in memories])
-            places = torch.cat([F.pad(one, (1, 0)) for one in numbers])
+            numbers = torch.arange(1, len(keys), device=keys.device).split([len(memory) for memory in memories])
+            places = torch.cat([F.pad(part, (1, 0)) for part in numbers])
             keys, values = keys[places], values[places]
         keys, values = keys.contiguous(), values.contiguous()
         if len(keys) != len(metadata.slot_mapping):
@@ -164,7 +166,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
 
     def embed_multimodal(self, *, memory: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """Read memories (m, e) as every block attends to them: normalised and resampled."""
-        return [self.adapter.read(Memory(one[None], check_finite=False)).tokens[0] for one in memory]
+        return [self.adapter.read(Memory(tokens[None], check_finite=False)).tokens[0] for tokens in memory]
 
     def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Embed the text; a memory has no place in it."""

@@ -7,7 +7,7 @@ import torch
 
 import mmattn
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
-from mmattn.inspect.diagnosis import memories_of
+from mmattn.inspect.doctor.run import memories_of
 from tests import tiny
 from tests.adapters.chunked.chunks import LENGTH, ROWS, SIZE, Library, attach, neighbours, ragged, scene
 from tests.tiny import assert_close

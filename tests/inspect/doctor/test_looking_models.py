@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import mmattn
-from tests.inspect.test_looking import faults, run
-from tests.inspect.tiny_readers import ANSWERS, NAMES, picture_rows
+from tests.inspect.doctor.test_looking import faults, run
+from tests.inspect.doctor.tiny_readers import ANSWERS, NAMES, picture_rows
 
 pytestmark = pytest.mark.slow
 TEMPLATE = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmattn.encoders import load_image
 from mmattn.errors import import_extra
-from mmattn.inspect.evidence import COLOURS
+from mmattn.inspect.doctor.questions import COLOURS
 
 
 def name_of(url: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import warnings
 from collections.abc import Mapping
+from importlib import metadata
 from os import PathLike
 
 import torch
@@ -13,19 +15,18 @@ from torch import Tensor
 
 from mmattn.adapters.files import load_folder
 from mmattn.adapters.language_models import given_cache
-from mmattn.adapters.settings import adapter_kinds
+from mmattn.adapters.registry import adapter_kinds
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.answering import make_answer
-from mmattn.inspect.checks import CHECKS, OF_SLOTS, openings
-from mmattn.inspect.environment import version
-from mmattn.inspect.evidence import read_items
-from mmattn.inspect.looking import examine
-from mmattn.inspect.report import Report
-from mmattn.inspect.trial import RowMemory, Trial, evaluating
+from mmattn.inspect.doctor.answering import make_answer
+from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, openings
+from mmattn.inspect.doctor.looking import examine
+from mmattn.inspect.doctor.questions import read_items
+from mmattn.inspect.doctor.report import Report
+from mmattn.inspect.doctor.trial import RowMemory, Trial, evaluating
 from mmattn.memory import Memory
 
 
@@ -62,7 +63,7 @@ def doctor(
         max_questions: questions are drawn from the data, at most so many.
 
     Returns:
-        The verdicts; on questions a `LookingReport`, with figures and every answer.
+        The verdicts; on questions with figures and every answer.
 
     Raises:
         ConfigError: rows without questions or evidence, a model that cannot be asked, or no batch with a memory that
@@ -140,9 +141,11 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
 
 def versions(model: AdaptedModel) -> str:
     """Return the versions of Python, mmattn, torch and the package of the host."""
-    numbers: dict[str, str | None] = {"Python": platform.python_version(), "mmattn": version("mmattn") or "from source"}
-    numbers |= {name: version(name) for name in ("torch", type(model.host).__module__.partition(".")[0])}
-    return ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
+    numbers = {"Python": platform.python_version()}
+    for name in ("mmattn", "torch", type(model.host).__module__.partition(".")[0]):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # mmattn from source, a host of one's own
+            numbers[name] = metadata.version(name)
+    return ", ".join(f"{name} {number}" for name, number in numbers.items())
 
 
 # Rows of a random batch.

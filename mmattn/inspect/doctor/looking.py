@@ -13,24 +13,24 @@ from numbers import Number
 from random import Random
 
 from mmattn.errors import ConfigError
-from mmattn.inspect.answering import Answer
-from mmattn.inspect.evidence import ALTERATIONS, Item, blank, contents, is_right, moved
-from mmattn.inspect.report import LookingReport
-from mmattn.inspect.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
+from mmattn.inspect.doctor.answering import Answer
+from mmattn.inspect.doctor.questions import ALTERATIONS, Item, blank, contents, is_right, moved
+from mmattn.inspect.doctor.report import DIFFERENT, RIGHT, Report
+from mmattn.inspect.doctor.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
 
 #: Questions that are asked one by one, at most.
-ALONE = 64
-#: Share of the answers that must follow the evidence.
-LOOKS = 0.25
-#: Share of the answers that may differ when the same is asked again.
-STEADY = 0.02
+MAX_ALONE = 64
+#: Share of the answers that must change with the evidence.
+MIN_SHARE_CHANGED = 0.25
+#: Share of the answers that may differ when the same question is asked again.
+MAX_SHARE_UNSTABLE = 0.02
 #: Share of the answers of a kind that may stay whatever the evidence, and questions that a kind needs.
-STAYS, KIND = 0.5, 8
+MAX_SHARE_CONSTANT, MIN_KIND = 0.5, 8
 #: Sizes of small batches, in turn: odd and even, and many rows are the last.
-SMALL = (3, 2)
+SMALL_BATCHES = (3, 2)
 #: Below this accuracy pictures are altered, to see whether they are read better then.
-GOOD = 0.9
-OWN, AGAIN, OTHER, SHUFFLED, NONE = "right evidence", "again", "other evidence", "shuffled", "none"
+MIN_ACCURACY = 0.9
+AGAIN, SHUFFLED, NONE = "again", "shuffled", "none"
 BATCHES = "in batches", "in other batches"
 PLACES = ("first", "in the middle", "last")
 PARTS = "first part alone", "last part alone"
@@ -95,17 +95,17 @@ class Asker:
         return contents(self.items[number].other)
 
 
-def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingReport:
+def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
     """Return the report on a function from questions and the evidence of each to answers."""
     begin, n, notes = time.perf_counter(), range(len(items)), dict[str, str]()
     asker, order = Asker(answer, items, batch_size), Random(0).sample(n, len(n))
     later = _alone(asker, order)
-    later |= _in_batches(asker, order[:ALONE])
-    asker.ask(OWN, asker.own, order[ALONE:])
-    asker.ask(OTHER, asker.other, order[ALONE:])
+    later |= _in_batches(asker, order[:MAX_ALONE])
+    asker.ask(RIGHT, asker.own, order[MAX_ALONE:])
+    asker.ask(DIFFERENT, asker.other, order[MAX_ALONE:])
     asker.ask(SHUFFLED, lambda one: asker.own((one + 1) % len(n)), n)
     asker.ask("blank", lambda one: blank(items[one].parts), n)
-    asker.ask_without(order[ALONE:])
+    asker.ask_without(order[MAX_ALONE:])
     if asker.refusal:
         notes["no evidence"] = asker.refusal
     follows, checks = _looks(asker)
@@ -117,22 +117,20 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> LookingRe
         checks |= _by_part(asker, [one for one in n if len(items[one].parts) > 1])
     else:
         notes["position"] = "not checked: give rows with passages, or with two pictures or more each"
-    right = asker.right(OWN)
-    if sum(right) < GOOD * len(n) and any(kind == "pictures" for item in items for kind, _ in item.parts):
+    right = asker.right(RIGHT)
+    if sum(right) < MIN_ACCURACY * len(n) and any(kind == "pictures" for item in items for kind, _ in item.parts):
         checks |= _altered(asker)
     contrasts = [one for one in n if items[one].other_answer is not None]
-    answered = [is_right(str(items[one].other_answer), asker.texts[OTHER][one]) for one in contrasts]
-    figures = {OWN: right, "… by looking": follows} | ({"counterfactual": answered} if answered else {})
+    answered = [is_right(str(items[one].other_answer), asker.texts[DIFFERENT][one]) for one in contrasts]
+    figures = {RIGHT: right, "… by looking": follows} | ({"counterfactual": answered} if answered else {})
     figures |= {kind: [right[one] for one in numbers] for kind, numbers in kinds.items()}
-    whole = [kind for kind in asker.texts if kind not in (AGAIN, OTHER, *PARTS)]
+    whole = [kind for kind in asker.texts if kind not in (AGAIN, DIFFERENT, *PARTS)]
     figures |= {kind: asker.right(kind) for kind in whole}
     title = f"{len(n)} questions, {asker.count:,} answers in {time.perf_counter() - begin:.0f} s"
-    report = LookingReport(
-        [], f"{title}; FAIL is an error once in {1 / LEVEL:.0f}", figures, follows, items, asker.texts
-    )
+    report = Report([], f"{title}; FAIL is an error once in {1 / LEVEL:.0f}", figures, follows, items, asker.texts)
     failed = rejected({check: p for check, (p, _, _) in checks.items()})
     for check, (_, figure, fault) in checks.items():
-        ok = None if check == "looks" and sum(follows) < LOOKS * len(n) else True
+        ok = None if check == "looks" and sum(follows) < MIN_SHARE_CHANGED * len(n) else True
         report.add(*((False, check, f"{figure}: {fault}") if check in failed else (ok, check, figure)))
     report.lines += [(None, check, note) for check, note in notes.items()]
     return report
@@ -142,29 +140,31 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
     """Ask items one by one, twice with the right evidence, and with none and other: before at every second item."""
     # By which is asked first, the right evidence or less: right answers to new questions, and those without it.
     questions, firsts, without = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
-    for turn, number in enumerate(order[:ALONE]):
-        for kind in (NONE, OTHER, OWN, AGAIN) if turn % 2 else (OWN, AGAIN, NONE, OTHER):
+    for turn, number in enumerate(order[:MAX_ALONE]):
+        for kind in (NONE, DIFFERENT, RIGHT, AGAIN) if turn % 2 else (RIGHT, AGAIN, NONE, DIFFERENT):
             if kind == NONE:
                 asker.ask_without([number])
             else:
-                asker.ask(kind, asker.other if kind == OTHER else asker.own, [number])
+                asker.ask(kind, asker.other if kind == DIFFERENT else asker.own, [number])
         if asker.items[number].question not in questions:
-            firsts[turn % 2].append(asker.right(OWN, [number])[0])
-        without[turn % 2].append(any(asker.right(kind, [number])[0] for kind in (OTHER, NONE) if kind in asker.texts))
+            firsts[turn % 2].append(asker.right(RIGHT, [number])[0])
+        without[turn % 2].append(
+            any(asker.right(kind, [number])[0] for kind in (DIFFERENT, NONE) if kind in asker.texts)
+        )
         questions.add(asker.items[number].question)
-    numbers, half = order[:ALONE], min(len(order), ALONE) // 2
-    differ = sum(asker.said(OWN, one) != asker.said(AGAIN, one) for one in numbers)
-    late = mcnemar(asker.right(AGAIN, numbers), asker.right(OWN, numbers)) < LEVEL
-    halves = asker.right(OWN, numbers[:half]), asker.right(OWN, numbers[half:])
+    numbers, half = order[:MAX_ALONE], min(len(order), MAX_ALONE) // 2
+    differ = sum(asker.said(RIGHT, one) != asker.said(AGAIN, one) for one in numbers)
+    late = mcnemar(asker.right(AGAIN, numbers), asker.right(RIGHT, numbers)) < LEVEL
+    halves = asker.right(RIGHT, numbers[:half]), asker.right(RIGHT, numbers[half:])
     return {
         "the same call again": (
-            binomial_tail(differ, len(numbers), STEADY),
+            binomial_tail(differ, len(numbers), MAX_SHARE_UNSTABLE),
             f"{differ} of {len(numbers)} answers differ",
             "the second is right, a call gets the evidence of the one before" if late else "sampling, dropout, a race",
         ),
         "earlier calls": (
             3 * min(fisher(*firsts), fisher(*without), fisher(*halves)),
-            f"right before other evidence {_of(firsts[0])}, after it {_of(firsts[1])}; without the right evidence "
+            f"right before different evidence {_of(firsts[0])}, after it {_of(firsts[1])}; without the right evidence "
             f"{_of(without[1])}, after it {_of(without[0])}; at the beginning {_of(halves[0])}, later {_of(halves[1])}",
             "something of an earlier call is kept, such as its evidence or a cache by the question",
         ),
@@ -172,19 +172,21 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
 
 
 def _looks(asker: Asker) -> tuple[list[bool], Checks]:
-    """Return which answers follow the evidence: right, and with other evidence what follows from that.
+    """Return which answers follow the evidence: right, and with different evidence what follows from that.
 
-    Too few are right and change with other evidence, or too few counterfactuals are answered rightly both times, of
+    Too few are right and change with different evidence, or too few counterfactuals are answered rightly both times, of
     those that are answered at all: with an answer of the data, and not "I do not know".
     """
     changes, follows, decided = [], [], []
-    for number, (item, text, right) in enumerate(zip(asker.items, asker.texts[OTHER], asker.right(OWN), strict=True)):
+    for number, (item, text, right) in enumerate(
+        zip(asker.items, asker.texts[DIFFERENT], asker.right(RIGHT), strict=True)
+    ):
         changes.append(right and not is_right(item.answer, text))
         follows.append(changes[-1] if item.other_answer is None else right and is_right(item.other_answer, text))
-        if item.other_answer is not None and asker.said(OWN, number) and asker.said(OTHER, number):
+        if item.other_answer is not None and asker.said(RIGHT, number) and asker.said(DIFFERENT, number):
             decided.append(follows[-1])
-    groups = [changes, decided] if len(decided) >= KIND else [changes]
-    p = len(groups) * min(1 - binomial_tail(sum(one) + 1, len(one), LOOKS) for one in groups)
+    groups = [changes, decided] if len(decided) >= MIN_KIND else [changes]
+    p = len(groups) * min(1 - binomial_tail(sum(one) + 1, len(one), MIN_SHARE_CHANGED) for one in groups)
     return follows, {"looks": (p, f"{_of(follows)} answers follow the evidence", _why_not(asker))}
 
 
@@ -194,18 +196,18 @@ def _kinds(asker: Asker) -> tuple[dict[str, list[int]], Checks]:
     An answer stays if it is the same with other and shuffled evidence, though that is wrong for certain: the other
     evidence is a counterfactual, or the answer was wrong from the start.
     """
-    said = [[asker.said(kind, one) for kind in (OWN, OTHER, SHUFFLED)] for one in range(len(asker.items))]
+    said = [[asker.said(kind, one) for kind in (RIGHT, DIFFERENT, SHUFFLED)] for one in range(len(asker.items))]
     groups: dict[str, list[int]] = defaultdict(list)
     for number, item in enumerate(asker.items):
         if item.kind or said[number][0]:
             groups[f"kind {item.kind}" if item.kind else f"answers {said[number][0]!r}"].append(number)
-    groups = {kind: numbers for kind, numbers in groups.items() if len(numbers) >= KIND}
+    groups = {kind: numbers for kind, numbers in groups.items() if len(numbers) >= MIN_KIND}
     stays = [
         words[0] != "" and len(set(words)) == 1 and (item.other_answer is not None or not right)
-        for words, item, right in zip(said, asker.items, asker.right(OWN), strict=True)
+        for words, item, right in zip(said, asker.items, asker.right(RIGHT), strict=True)
     ]
     stuck = {kind: [stays[one] for one in numbers] for kind, numbers in groups.items()}
-    p = {kind: len(groups) * binomial_tail(sum(one), len(one), STAYS) for kind, one in stuck.items()}
+    p = {kind: len(groups) * binomial_tail(sum(one), len(one), MAX_SHARE_CONSTANT) for kind, one in stuck.items()}
     if not p:
         return groups, {}
     kind = min(p, key=p.__getitem__)
@@ -218,10 +220,10 @@ def _in_batches(asker: Asker, numbers: Sequence[int]) -> Checks:
     n, size = len(asker.items), asker.batch_size
     order = Random(1).sample(range(n), n)
     asker.ask(BATCHES[0], asker.own, order, (size, max(size - 1, 1)))
-    asker.ask(BATCHES[1], asker.own, order[::2] + order[1::2], SMALL)
+    asker.ask(BATCHES[1], asker.own, order[::2] + order[1::2], SMALL_BATCHES)
     alone, batched = (
         [sum(two) for two in zip(*(asker.right(kind, numbers) for kind in kinds), strict=True)]
-        for kinds in ((OWN, AGAIN), BATCHES)
+        for kinds in ((RIGHT, AGAIN), BATCHES)
     )
     worse, better = ([a > b for a, b in zip(*pair, strict=True)] for pair in ((alone, batched), (batched, alone)))
     p, figure = (
@@ -238,7 +240,7 @@ def _in_batches(asker: Asker, numbers: Sequence[int]) -> Checks:
 
 def _altered(asker: Asker) -> Checks:
     """Ask with altered pictures, to see whether they are read better then."""
-    right, checks = asker.right(OWN), dict[str, tuple[float, str, str]]()
+    right, checks = asker.right(RIGHT), dict[str, tuple[float, str, str]]()
     for name, (change, cause) in ALTERATIONS.items():
         asker.ask(name, lambda one, change=change: contents(asker.items[one].parts, change), range(len(right)))  # type: ignore[misc]
         altered = asker.right(name)
@@ -263,7 +265,7 @@ def _by_part(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Compare items whose first part alone tells the answer with those whose last part does."""
     asker.ask(PARTS[0], lambda one: asker.own(one)[:1], numbers)
     asker.ask(PARTS[1], lambda one: asker.own(one)[-1:], numbers)
-    ends = list(zip(*(asker.right(kind, numbers) for kind in (OWN, *PARTS)), strict=True))
+    ends = list(zip(*(asker.right(kind, numbers) for kind in (RIGHT, *PARTS)), strict=True))
     by_first, by_last = ([right for right, *end in ends if end == only] for only in ([True, False], [False, True]))
     figure = f"told by the first part {_of(by_first)} right, by the last {_of(by_last)}"
     return {
@@ -274,18 +276,17 @@ def _by_part(asker: Asker, numbers: Sequence[int]) -> Checks:
 
 def _why_not(asker: Asker) -> str:
     """Return in words how answers fail to follow the evidence."""
-    answers, others, right = asker.texts[OWN], asker.texts[OTHER], asker.right(OWN)
+    answers, others, right = asker.texts[RIGHT], asker.texts[DIFFERENT], asker.right(RIGHT)
     n, (text, most) = len(answers), Counter(answers).most_common(1)[0]
     changed = sum(a != b for a, b in zip(answers, others, strict=True))
     if most >= 0.95 * n:
         return f"{most} are {text.strip()!r}, whatever is asked; see the loss, the labels, the prompt"
     if changed > 0.25 * n:
-        return (
-            f"other evidence changes {changed}, {_of(right)} are right; it is garbled or another's: see preprocessing"
-        )
+        fault = "it is garbled, or of another row: see preprocessing"
+        return f"different evidence changes {changed}, {_of(right)} are right; {fault}"
     if sum(right) >= 0.5 * n:
-        return f"other evidence changes {changed}, {_of(right)} are right; the question tells the answer"
-    return f"other evidence changes {changed}; it does not arrive: see image tokens, masks, gates and caches"
+        return f"different evidence changes {changed}, {_of(right)} are right; the question tells the answer"
+    return f"different evidence changes {changed}; it does not arrive: see image tokens, masks, gates and caches"
 
 
 def _of(right: Sequence[bool]) -> str:

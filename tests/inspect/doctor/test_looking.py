@@ -12,10 +12,10 @@ import pytest
 import mmattn
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
-from mmattn.inspect.evidence import plain_pictures
-from mmattn.inspect.significance import binomial_tail, interval
-from tests.inspect import servers, tiny_readers
-from tests.inspect.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
+from mmattn.inspect.doctor.questions import plain_pictures
+from mmattn.inspect.doctor.significance import binomial_tail, interval
+from tests.inspect.doctor import servers, tiny_readers
+from tests.inspect.doctor.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
 
 ROWS = {
     "one": lambda seed: picture_rows(300, 5 + seed),
@@ -106,6 +106,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
     return int(end.value.code or 0), out, err
 
 
+@pytest.mark.slow
 def test_a_server_that_mixes_up_its_clients(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with servers.serving(mixed=True) as url:
         code, out, err = run(capsys, "--url", url, "-o", tmp_path / "report.json", "-o", tmp_path / "report.html")
@@ -125,12 +126,12 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
         mmattn.doctor(tiny_readers.sound(), rows)
     with pytest.raises(ConfigError, match="1 of 8 rows lack a question"):
         mmattn.doctor(tiny_readers.chain, [*rows, {"text": "blue", "passages": ["The sky is blue."]}])
-    with pytest.raises(ConfigError, match="another answer and other evidence"):
+    with pytest.raises(ConfigError, match="another answer and different evidence"):
         mmattn.doctor(tiny_readers.chain, rows[:1])
     with pytest.raises(ConfigError, match="address"):
         mmattn.doctor("localhost:8000", rows)
     code, _, err = run(capsys, "--url", "http://127.0.0.1:1/v1", "--model", "assets/vqa")
-    assert code == 2 and "one thing" in err
+    assert code == 2 and "--model or --url" in err
     code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
     assert code == 2 and "not for a folder" in err
     code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mmattn
-from tests.inspect.planted import (
+from tests.inspect.doctor.planted import (
     ACCURACIES,
     FAULTS,
     SOUND,
@@ -21,8 +21,8 @@ from tests.inspect.planted import (
     session,
     subject,
 )
-from tests.inspect.test_looking import faults
-from tests.inspect.tiny_readers import passage_rows
+from tests.inspect.doctor.test_looking import faults
+from tests.inspect.doctor.tiny_readers import passage_rows
 
 #: Faults that 64 questions do not show, and why.
 UNFOUND = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import mmattn
-from mmattn.inspect.evidence import is_right
-from tests.inspect.planted import chinese_chain, chinese_rows, korean_chain, korean_rows
+from mmattn.inspect.doctor.questions import is_right
+from tests.inspect.doctor.planted import chinese_chain, chinese_rows, korean_chain, korean_rows
 
 RIGHT = [
     ("red", "It is Red."), ("red", "**red**"), ("red.", "Red"), ("no", "No."), ("Ann", "Ann's"), ("C++", "Use C++."),

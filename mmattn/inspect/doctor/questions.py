@@ -38,9 +38,9 @@ ALTERATIONS: dict[str, tuple[Change, str]] = {
 
 
 class Item(NamedTuple):
-    """A question about the evidence of a row, with its answer; and evidence of another row with what follows from it.
+    """A question about the evidence of a row, its answer, and the evidence of another row with what follows from it.
 
-    `other_answer` is None if the other row asks something else; else the other evidence is a counterfactual. `kind` is
+    `other_answer` is None if the other row asks a different question; else its evidence is a counterfactual. `kind` is
     the kind of the question, if the metadata of its row have one.
     """
 
@@ -84,7 +84,7 @@ def read_items(data: object, count: int) -> list[Item]:
         ]
         other = next((one for one in others if contents(parts[one]) != keys), None)
         if other is None:
-            raise ConfigError(f"no row has another answer and other evidence than row {number}: give more rows")
+            raise ConfigError(f"no row has another answer and different evidence than row {number}: give more rows")
         text = rows[other].text if rows[other].prompt == row.prompt else None
         kind = str((row.metadata or {}).get("kind") or "")
         items.append(Item(number, row.prompt, row.text, parts[number], parts[other], text, kind))

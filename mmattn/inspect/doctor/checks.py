@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import NonFiniteError
-from mmattn.inspect.trial import Trial, apart, cut, emptied, padded, shuffled
+from mmattn.inspect.doctor.trial import Trial, apart, cut, emptied, padded, shuffled
 from mmattn.memory import Memory
 
 Verdict = tuple[bool | None, str]

@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from mmattn.encoders import load_image
-from mmattn.inspect.evidence import COLOURS
-from tests.inspect import servers, tiny_readers
-from tests.inspect.tiny_readers import NAMES, chain, passage_rows, picture_rows, sound, wrong_evidence, wrong_pixels
+from mmattn.inspect.doctor.questions import COLOURS
+from tests.inspect.doctor import servers, tiny_readers
+from tests.inspect.doctor.tiny_readers import (
+    NAMES,
+    chain,
+    passage_rows,
+    picture_rows,
+    sound,
+    wrong_evidence,
+    wrong_pixels,
+)
 
 Questions, Evidence = Sequence[str], Sequence[Sequence[Any]]
 Many = Callable[[Questions, Evidence], list[str]]

@@ -10,7 +10,7 @@ import torch
 
 import mmattn
 from mmattn.cli.app import main
-from mmattn.inspect.diagnosis import random_batch
+from mmattn.inspect.doctor.run import random_batch
 from tests import tiny, tiny_unets
 from tests.adapters.chunked import chunks
 

@@ -1,0 +1,65 @@
+"""Settings that recipes share: of a run, and of its optimizer, which become `transformers.TrainingArguments`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+class Settings(BaseModel, extra="forbid"):
+    """Settings of a recipe; an unknown key is an error."""
+
+
+class RunSettings(Settings):
+    """Settings that every run has."""
+
+    out: str = "runs/run"
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu"] = "auto"
+    progress: bool = True
+
+
+class OptimSettings(Settings):
+    """Settings of a training.
+
+    A field that `transformers.TrainingArguments` has means the same there. A recipe adds fields and changes defaults;
+    those that `TrainingArguments` does not have are for the recipe to read.
+    """
+
+    max_steps: int = Field(1000, ge=1)
+    per_device_train_batch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    gate_learning_rate: float | None = Field(None, gt=0)  # of `AdapterTrainer`
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_steps: int = Field(50, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    lr_scheduler_type: str = "cosine"
+    logging_steps: int = Field(20, ge=1)
+
+    def arguments(self, run: RunSettings, **fields: Any) -> TrainingArguments:
+        """Return the arguments of a Trainer for these settings.
+
+        Args:
+            run: of which the training is a part.
+            **fields: of `TrainingArguments`, in the place of those of the settings.
+        """
+        from transformers import TrainingArguments
+
+        known = {field.name for field in dataclasses.fields(TrainingArguments)}
+        chosen = {name: value for name, value in self.model_dump().items() if name in known and value is not None}
+        defaults = {
+            "output_dir": f"{run.out}/checkpoints",
+            "seed": run.seed,
+            "use_cpu": run.device == "cpu",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        }
+        return TrainingArguments(**defaults | chosen | fields)

@@ -77,16 +77,18 @@ class HarnessModel:
             if tokenizer is not None:
                 raise ConfigError(f"the adapter's folder {str(adapter)!r} names its tokenizer: leave tokenizer= out")
             pipe = pipeline(adapter, index=index, device=device)
-            adapter, tokenizer, self.read = pipe.model, pipe.tokenizer, lambda value: pipe.make_memory([value])
+            model, tokenizer, self.read = pipe.model, pipe.tokenizer, lambda value: pipe.make_memory([value])
         elif index is not None or device is not None:
             raise ConfigError("index= and device= are for the folder of an adapter; an adapted model has its own")
-        if not getattr(adapter, "predicts_tokens", False) or tokenizer is None:
+        else:
+            model = adapter
+        if not getattr(model, "predicts_tokens", False) or tokenizer is None:
             raise ConfigError(
-                f"a language model with adapters is needed, and its tokenizer; got {type(adapter).__name__} and "
+                f"a language model with adapters is needed, and its tokenizer; got {type(model).__name__} and "
                 f"{type(tokenizer).__name__}"
             )
-        self.dim = max((adapter.adapter(name).config.memory_dim for name in adapter.active), default=0)
-        super().__init__(pretrained=adapter, tokenizer=tokenizer, **options)
+        self.dim = max((model.adapter(name).config.memory_dim for name in model.active), default=0)
+        super().__init__(pretrained=model, tokenizer=tokenizer, **options)  # type: ignore[call-arg]
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.projection import PreparedMemory, ProjectedMemory, Reader
-from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Host, Site, Traits
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site, Traits
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.adapters.text_state import Keywords
 from mmattn.errors import ConditionError, ShapeError
@@ -19,13 +19,6 @@ from mmattn.memory import Memory
 
 #: By type, how a memory of it is bound to an adapter: from the memory, the `AdapterLayers` and the frozen host.
 BINDERS: dict[type, Callable[..., BoundMemory]] = {}
-
-
-class AttachedHost(Host, Protocol):
-    """An adapted model, as an adapter that is attached uses it."""
-
-    def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Check that changes at the sites of an adapter reach the output of the host."""
 
 
 def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
@@ -163,11 +156,11 @@ class AdapterLayers(Reader):
         if why is not None:
             raise ConditionError(f"adapter {self.name!r} reads no {kind} ({why}): give {instead}")
 
-    def attach_to(self, host: AttachedHost) -> None:
+    def attach_to(self, host: Any) -> None:
         """Prove that this adapter reaches the output of an adapted model, or raise AttachError or ConditionError."""
         host.check_adapter(self)
 
-    def initialise(self, host: AttachedHost) -> None:
+    def initialise(self, host: Any) -> None:
         """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
     def slot_norm(self) -> nn.LayerNorm | None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, AttachedHost
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled.config import DecoupledAdapter
 from mmattn.adapters.protocols import HeadSizes, Scale, Site
 from mmattn.core.key_value_projection import Attended, KeyValueProjection
@@ -53,14 +53,6 @@ class DecoupledBlock(KeyValueProjection):
         return heads if weights is None else (heads, weights)
 
 
-@runtime_checkable
-class TextProjections(Protocol):
-    """A host whose attention projects the keys and values of a text."""
-
-    def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the weights of the host's key and value projections of the text."""
-
-
 class DecoupledLayers(AdapterLayers):
     """The trainable part of one decoupled adapter on one host."""
 
@@ -89,11 +81,10 @@ class DecoupledLayers(AdapterLayers):
         return cast(DecoupledBlock, self.block(layer))
 
     @torch.no_grad()
-    def initialise(self, host: AttachedHost) -> None:
+    def initialise(self, host: Any) -> None:
         """Copy the host's own key and value projections, with start="host"."""
         if self.config.start != "host":
             return
-        assert isinstance(host, TextProjections)
         for layer in self.layers:
             block, (k, v) = self.attention(layer), host.key_value_weights(layer)
             if k.shape != block.k_proj.weight.shape:

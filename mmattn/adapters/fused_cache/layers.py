@@ -9,14 +9,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, AttachedHost
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, AugmentingModel, token_places
 from mmattn.adapters.fused_cache.blocks import CacheFuser, CacheMap
 from mmattn.adapters.fused_cache.config import FusedCacheAdapter
 from mmattn.adapters.fused_cache.fit import batches, fit_maps, read_tokens
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.joined.slots import TextHost
 from mmattn.adapters.protocols import BoundMemory, Scale, Site, Traits, View
 from mmattn.adapters.settings import (
     augmenting_layers_of,
@@ -175,10 +174,9 @@ class FusedCacheLayers(AdapterLayers):
         self._check_fits([one.shape[2] for one in memory.states])
         return FusedMemory(memory, self)
 
-    def attach_to(self, host: AttachedHost) -> None:
+    def attach_to(self, host: Any) -> None:
         """Prove that changed keys and values reach the output, and learn how the host turns its keys."""
         host.check_adapter(self)
-        assert isinstance(host, TextHost)
         self.rotations = host.probe_rotations()
         self._at_all_layers = len(self.layers) == len(host.sites("joined"))
 

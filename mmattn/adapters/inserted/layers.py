@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AttachedHost
 from mmattn.adapters.gated.block import Gate
 from mmattn.adapters.inserted.config import InsertedAdapter
 from mmattn.adapters.joined.host_attention import JoinSlots
@@ -47,14 +46,6 @@ class EmbeddingReader(Protocol):
         """Compute keys and values by layer for embeddings (b, m, d) of adapter `name`, padded on the right."""
 
 
-@runtime_checkable
-class EmbeddingHost(Protocol):
-    """An adapted model whose host reads embeddings as tokens."""
-
-    def embedding_reader(self, sites: Sequence[Site]) -> EmbeddingReader:
-        """Prove that embeddings before a text reach the output, and return how the host reads them."""
-
-
 class InsertedLayers(BeforeTextLayers):
     """The trainable part of one adapter that inserts tokens, on one host."""
 
@@ -76,8 +67,8 @@ class InsertedLayers(BeforeTextLayers):
         return self._reader
 
     @torch.no_grad()
-    def initialise(self, host: AttachedHost) -> None:
-        """Give projected slots the size of the host's embeddings: others it ignores, or attends to nothing else."""
+    def initialise(self, host: Any) -> None:
+        """Scale projected slots to the norm of the host's embeddings; else it ignores them or attends only to them."""
         last = cast(nn.Linear, self.projector[-1])
         last.bias.zero_()
         generator = torch.Generator().manual_seed(0)
@@ -117,9 +108,8 @@ class InsertedLayers(BeforeTextLayers):
             by_text[cache] = slots
         return slots
 
-    def attach_to(self, host: AttachedHost) -> None:
+    def attach_to(self, host: Any) -> None:
         """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
-        assert isinstance(host, EmbeddingHost)
         self._reader = host.embedding_reader(self.sites)
 
     def insert(self, memory: Memory) -> JoinedSlots:

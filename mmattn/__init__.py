@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mmattn.adapters.composed import AugmentingModel, ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
+    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
-    from mmattn.adapters.settings import register_adapter
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend
     from mmattn.core.cross_attention import CrossAttention, SelfAttention
@@ -77,17 +77,17 @@ __all__ = [
     "positions",
 ]
 
-# Rooms are loaded by name, too: mmattn.inspect.record, mmattn.seq2seq.EncoderDecoder, …
+# Rooms are loaded by name, too: mmattn.inspect.record, mmattn.retrieval.Index, …
 _ROOMS = (
     "adapters",
     "core",
     "encoders",
+    "extend",
     "hosts",
     "inspect",
     "models",
     "pipelines",
     "retrieval",
-    "seq2seq",
     "storage",
     "testing",
     "training",

@@ -17,13 +17,14 @@ ROOMS = (
     ("core",),
     ("memory",),
     ("adapters",),
-    ("hosts", "seq2seq"),
+    ("hosts",),
     ("inspect",),
     ("training",),
     ("testing",),
     ("recipes", "pipelines"),
     ("serving", "evaluation"),
     ("cli",),
+    ("extend",),
     ("__main__",),
 )
 #: Beside the tower: which rooms they may know; whoever stands above `hosts` may know them.
@@ -47,7 +48,6 @@ HOMES = {
         "serving.formats",
         "serving.sampling",
         "adapters.composed.augmenting_model",
-        "seq2seq",
     ),
     "accelerate": ("training",),
     "datasets": ("data", "retrieval.corpus"),
@@ -84,7 +84,7 @@ HOMES = {
     "torchmetrics": ("evaluation",),
     "plotly": ("inspect",),
     "pandas": (),
-    "sklearn": ("encoders.hybrid",),
+    "sklearn": ("encoders.names",),
 }
 #: What adapters and hosts are called in files.
 KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet", "diffusion_transformer"}
@@ -100,7 +100,6 @@ FRONT_ROOMS = {
     "mmattn.pipelines",
     "mmattn.recipes",
     "mmattn.retrieval",
-    "mmattn.seq2seq",
 }
 
 

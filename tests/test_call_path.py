@@ -70,7 +70,7 @@ def prepared_call(layers: tuple[int, ...]) -> Callable[[], object]:
 def test_a_cached_call():
     """`memory=` to the softmax and back, with one adapted layer; each further layer is the layer alone."""
     one, two = way(prepared_call((1,))), way(prepared_call((1, 2)))
-    assert one.calls <= 72 and one.files <= 13 and one.changes <= 52, one
+    assert one.calls <= 68 and one.files <= 13 and one.changes <= 48, one
     assert two.files == one.files and two.changes - one.changes <= 25, (one, two)
 
 
@@ -83,7 +83,7 @@ def test_a_call_with_a_new_memory(grad: bool):
         for memory in memories[:2]:
             model(ids, memory=memory)
         new = way(lambda: model(ids, memory=memories[2]))
-    assert new.calls <= 210 and new.files <= 21 and new.changes <= 150, new
+    assert new.calls <= 140 and new.files <= 19 and new.changes <= 112, new
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def test_a_call_without_a_memory():
     model, ids = tiny.attach(tiny.make("llama"), layers=(1,)), tiny.text(3)
     model(ids)
     without = way(lambda: model(ids))
-    assert without.files <= 6 and without.changes <= 25, without
+    assert without.files <= 5 and without.changes <= 20, without
 
 
 @pytest.mark.parametrize("grad", [False, True])

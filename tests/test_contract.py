@@ -207,7 +207,7 @@ DOES_NOT_APPLY = {
     "check_bad_memories_are_refused": NO_SLOTS,
     "check_prepared_is_the_same": ("composed, llama", "composed, gptj"),
     # A prefix is there to be seen.
-    "check_starts_as_nothing": PREFIXES,
+    "check_starts_as_identity": PREFIXES,
     "check_adapters_stack": PREFIXES,
     "check_edits_of_memory": NO_SLOTS,
     "check_gradients_reach_the_memory": NO_SLOTS,

@@ -23,10 +23,10 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmattn.recipes import find_recipe, load_recipe
+from mmattn.recipes import load_recipe
 
 HERE = Path(__file__).parent
-flora = load_recipe(find_recipe("vision").folder, "flora")
+flora = load_recipe(Path(__file__).resolve().parents[1] / "flowers", "flora")
 make_lm = load_recipe(Path("assets/lm"), "make_lm")
 NAME, SIZE, CONTEXT = "tiny-flora", 64, 64
 MEAN, STD = (0.45, 0.45, 0.4), (0.27, 0.25, 0.27)

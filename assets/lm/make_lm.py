@@ -26,7 +26,7 @@ from mmattn.recipes import find_recipe, load_recipe
 
 HERE = Path(__file__).parent
 VISION = find_recipe("vision").folder
-flora = load_recipe(VISION, "flora")
+flora = load_recipe(Path(__file__).resolve().parents[1] / "flowers", "flora")
 END, PAD = "<|endoftext|>", "<|pad|>"
 CONTEXT = 96
 NUMBERS = [

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.projection import PreparedMemory, ProjectedMemory, Reader
-from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Host, Site
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site, Traits
 from mmattn.adapters.resampler import PerceiverResampler, Resampler
 from mmattn.adapters.text_state import Keywords
 from mmattn.errors import ConditionError, ShapeError
@@ -18,13 +19,6 @@ from mmattn.memory import Memory
 
 #: By type, how a memory of it is bound to an adapter: from the memory, the `AdapterLayers` and the frozen host.
 BINDERS: dict[type, Callable[..., BoundMemory]] = {}
-
-
-class AttachedHost(Host, Protocol):
-    """An adapted model, as an adapter that is attached uses it."""
-
-    def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Check that changes at the sites of an adapter reach the output of the host."""
 
 
 def register_memory_type(kind: type, bind: Callable[..., BoundMemory]) -> None:
@@ -48,24 +42,11 @@ class AdapterLayers(Reader):
         sites: where it acts.
 
     Attributes:
-        score_bias: the memory must have scores.
-        reads_whole_text: its memory depends on the whole text, which `generate` must then note.
-        orders_slots: the order of the slots means something to it.
-        counts_slots: a slot that is there twice means something else.
-        starts_as_nothing: a new adapter leaves the output of the host unchanged, bit for bit.
-        moves_text: its slots stand before the text, whose positions they move.
-        follows_text: the slots that a token attends to depend on the text.
-        changes_all: blocks change tokens that attend to nothing, too.
-        adds_to_block: "inside" attention, it adds to the output of the block around the attention.
+        traits: what hosts and the shared tests must know of the adapter.
         separable: its slots can be attended to in parts, so that a memory may be shared, streamed or searched.
     """
 
-    reads_whole_text = False
-    orders_slots = False
-    counts_slots = False
-    starts_as_nothing = True
-    moves_text = False
-    adds_to_block = False
+    traits = Traits()
     separable = False
 
     def __init__(self, config: AdapterConfig, sites: Sequence[Site]) -> None:
@@ -90,7 +71,7 @@ class AdapterLayers(Reader):
         if resampler is not None:
             self.resampler = PerceiverResampler(resampler, self.config.memory_dim)
             # Its latents attend to each other beside the slots.
-            self.counts_slots = True
+            self.traits = replace(self.traits, duplicates_matter=True)
 
     def bind(self, memory: object, host: nn.Module) -> BoundMemory:
         """Validate a memory given as `memory=` and bind it to this adapter, for one call.
@@ -175,11 +156,11 @@ class AdapterLayers(Reader):
         if why is not None:
             raise ConditionError(f"adapter {self.name!r} reads no {kind} ({why}): give {instead}")
 
-    def attach_to(self, host: AttachedHost) -> None:
+    def attach_to(self, host: Any) -> None:
         """Prove that this adapter reaches the output of an adapted model, or raise AttachError or ConditionError."""
         host.check_adapter(self)
 
-    def initialise(self, host: AttachedHost) -> None:
+    def initialise(self, host: Any) -> None:
         """Begin from weights of the adapted host, where the settings ask for it; called before the first training."""
 
     def slot_norm(self) -> nn.LayerNorm | None:

@@ -60,7 +60,7 @@ class StreamInCall:
     def window(self, text: TextState) -> tuple[int, int]:
         """Return the number of the first slot that a forward attends to, and one past the last."""
         if text not in self._windows:
-            self._windows[text] = self.stream.seen()
+            self._windows[text] = self.stream.visible_range()
         return self._windows[text]
 
 
@@ -190,18 +190,20 @@ class PartedMemory(BoundMemory):
 
     def step(self, text: TextState) -> ProjectedView:
         views = [cast(ProjectedView, part.step(text)) for part in self.parts]
-        seen = None
-        if all(one.seen is not None for one in views):
-            seen = torch.stack([one.seen.expand(text.rows, 1, 1) for one in views if one.seen is not None]).any(0)
+        has_memory = None
+        if all(one.has_memory is not None for one in views):
+            has_memory = torch.stack(
+                [one.has_memory.expand(text.rows, 1, 1) for one in views if one.has_memory is not None]
+            ).any(0)
         if self.group is not None:
             device = self.parts[-1].adapter.weight.device
-            here = torch.ones(text.rows, 1, 1, device=device) if seen is None else seen.float()
-            seen = summed(here, self.group) > 0
+            here = torch.ones(text.rows, 1, 1, device=device) if has_memory is None else has_memory.float()
+            has_memory = summed(here, self.group) > 0
         projected = {
             layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
             for layer in views[-1].projected
         }
-        return ProjectedView(projected, views[-1].attention_mask, seen)
+        return ProjectedView(projected, views[-1].attention_mask, has_memory)
 
     def for_request(self) -> BoundMemory:
         raise ConditionError(
@@ -229,14 +231,14 @@ class BoundSearch(BoundMemory):
         self.check_rows(text)
         if torch.compiler.is_compiling():
             raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
-        seen, count = None, len(self.entries)
+        has_memory, count = None, len(self.entries)
         if not count:
-            seen = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
+            has_memory = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
         scores = self._scores if self.adapter.score_bias else None
         layers = self.adapter.layers if text.layer is None else (text.layer,)
         searches = {layer: partial(self._search, _searching(self.adapter, layer)) for layer in layers}
         slots = {layer: SearchedSlots(search, self._read, scores, count) for layer, search in searches.items()}
-        return ProjectedView(slots, seen=seen)
+        return ProjectedView(slots, has_memory=has_memory)
 
     def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
         norm, weight = self.adapter.slot_norm(), None

@@ -120,7 +120,7 @@ class Reader(nn.Module):
         return None
 
     def view(
-        self, text: TextState, projected: Mapping[int, Any], attention_mask: Tensor | None, seen: Tensor | None
+        self, text: TextState, projected: Mapping[int, Any], attention_mask: Tensor | None, has_memory: Tensor | None
     ) -> View:
         """Return what the tokens of one forward attend to.
 
@@ -128,9 +128,9 @@ class Reader(nn.Module):
             text: the tokens.
             projected: keys and values of the memory by host layer.
             attention_mask: (b, 1, l, m) bool, the slots that each token attends to; None for all that are real.
-            seen: (b, l or 1, 1) bool, the tokens that attend to any slot; None for all.
+            has_memory: (b, l or 1, 1) bool, the tokens that attend to any slot; None for all.
         """
-        return ProjectedView(projected, attention_mask, seen)
+        return ProjectedView(projected, attention_mask, has_memory)
 
     def join_requests(
         self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite
@@ -261,15 +261,15 @@ class ProjectedMemory(VectorMemory):
         if text.arrivals is not None:
             arrived = text.arrived_slots(slots, device)
             mask = arrived if mask is None else mask & arrived
-        seen = None
+        has_memory = None
         if not adapter.changes_all:
             allowed = combine_masks(memory.mask, mask, (text.rows, rows, 1, text.length, slots))
-            seen = visible_rows(allowed, text.rows, slots, device=device)
+            has_memory = visible_rows(allowed, text.rows, slots, device=device)
         if graph is not None:
             self._read_by_graph = True
-            return adapter.view(text, graph.project(layers), mask, seen)
+            return adapter.view(text, graph.project(layers), mask, has_memory)
         queries = text.rows // max(rows, 1) * text.length
-        return adapter.view(text, prepared.project(adapter, layers, memory, queries, values), mask, seen)
+        return adapter.view(text, prepared.project(adapter, layers, memory, queries, values), mask, has_memory)
 
     def hide_arrivals(self) -> None:
         if self.adapter.resampler is not None:
@@ -342,21 +342,21 @@ class ProjectedView(View):
         self,
         projected: Mapping[int, Any],
         attention_mask: Tensor | None = None,
-        seen: Tensor | None = None,
+        has_memory: Tensor | None = None,
         query_positions: Tensor | None = None,
     ) -> None:
-        self.projected, self.attention_mask, self.seen = projected, attention_mask, seen
+        self.projected, self.attention_mask, self.has_memory = projected, attention_mask, has_memory
         # Only blocks whose keys have positions take them.
         self.options = {} if query_positions is None else {"query_positions": query_positions}
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        mask, seen = self.attention_mask, self.seen
+        mask, has_memory = self.attention_mask, self.has_memory
         if mask is not None and mask.device != x.device:
             mask = mask.to(x.device)
-        if seen is not None and seen.device != x.device:
-            seen = seen.to(x.device)
+        if has_memory is not None and has_memory.device != x.device:
+            has_memory = has_memory.to(x.device)
         kv, options = self.projected[layer], self.options
-        return block(x, kv, attention_mask=mask, seen=seen, adapter_scale=adapter_scale, **options)
+        return block(x, kv, attention_mask=mask, has_memory=has_memory, adapter_scale=adapter_scale, **options)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,27 @@ class Site:
         return self.heads
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What hosts and the shared tests must know of an adapter.
+
+    Args:
+        starts_as_identity: a new adapter leaves the output of the host unchanged, bit for bit.
+        order_matters: the order of the slots changes the result.
+        duplicates_matter: repeating a slot changes the result.
+        moves_text: slots stand before the text, whose positions they move.
+        reads_whole_text: the memory depends on the whole text, which `generate` must then note.
+        adds_to_block: "inside" attention, the result is added to the output of the block around the attention.
+    """
+
+    starts_as_identity: bool = True
+    order_matters: bool = False
+    duplicates_matter: bool = False
+    moves_text: bool = False
+    reads_whole_text: bool = False
+    adds_to_block: bool = False
+
+
 class Host(Protocol):
     """The part of an adapted model that the settings of an adapter may use."""
 
@@ -182,7 +203,7 @@ class BoundMemory(ABC):
         )
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        """Return the memories of all requests in one step of continuous batching, of which this is one."""
+        """Combine this memory with those of the other requests in the step."""
         raise ConditionError(f"adapter {self.name!r} takes no part in continuous batching: use generate")
 
     def sources(self) -> list[Tensor]:
@@ -246,9 +267,6 @@ class AdapterConfig(Protocol):
 
     def sites(self, host: Host) -> list[Site]:
         """Return the sites of this host at which the adapter acts; AttachError if it has no such layers."""
-
-    def build(self, sites: Sequence[Site]) -> nn.Module:
-        """Return the trainable part for these sites, an `AdapterLayers`."""
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> object:
         """Return a random memory that this adapter can read, some slots masked; ConfigError if none can be made up."""

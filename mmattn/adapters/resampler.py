@@ -11,12 +11,13 @@ Departure: the segments of a row (its images) are resampled separately, each to 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.settings import VectorAdapter, default_heads, default_norm, settle, settle_nested
+from mmattn.adapters.settings import default_heads, default_norm, settle, settle_nested
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.errors import check_bool, check_float, check_int
 from mmattn.memory import Memory
@@ -62,7 +63,7 @@ class Resampler:
         return replace(self, num_heads=heads, head_dim=width, norm=default_norm(self.norm, memory_dim))
 
 
-def settle_resampler(config: VectorAdapter) -> None:
+def settle_resampler(config: Any) -> None:
     """Turn the field `resampler` into a `Resampler` with the sizes that it has on this memory, or leave None."""
     settle_nested(config, "resampler", Resampler, optional=True)
     resampler: Resampler | None = getattr(config, "resampler", None)

@@ -80,7 +80,7 @@ def packed_text(kwargs: Keywords, rows: int, length: int) -> PackedText | None:
     each token what it sees (four dimensions, or another object), positions say nothing: those of a tree repeat.
     """
     if torch.compiler.is_compiling():
-        return None  # it depends on values, which a graph has not
+        return None  # depends on tensor values, which are unknown while tracing
     numbers = _numbers(kwargs, rows, length)
     return None if numbers is None else PackedText.of(numbers)
 
@@ -224,8 +224,8 @@ class TextState:
         assert self.arrivals is not None
         count = self._of_tokens("arrived", self.arrivals.count)[:, None, :, None].to(device)
         number = torch.arange(slots, device=device)
-        seen = number < count
-        return seen if self.arrivals.window is None else seen & (number >= count - self.arrivals.window)
+        arrived = number < count
+        return arrived if self.arrivals.window is None else arrived & (number >= count - self.arrivals.window)
 
     def _of_tokens(self, name: str, known: Tensor) -> Tensor:
         """Select values of the text's tokens (b, any) for those of this forward (b, l)."""

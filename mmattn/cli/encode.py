@@ -99,7 +99,8 @@ def encode(
         encoded, left_out = drop_errors(encoded)
     encoded.save_to_disk(out)
     shutil.rmtree(shards)
-    typer.echo(f"{encoded} in {out}: {encoded.dataset_size or 0:,} bytes")
+    size = sum(file.stat().st_size for file in out.iterdir())
+    typer.echo(f"{encoded} in {out}: {size:,} bytes")
     if left_out:
         typer.echo(f"{len(left_out)} left out, because it cannot be used:\n{first_few(left_out)}")
     end_training(accelerator)

@@ -204,9 +204,9 @@ def search_index(
             typer.echo(f"nothing fits: {why}", err=True)
             return
         if rerank is not None:
-            from mmattn.retrieval.rerank import Reranker
+            from mmattn.retrieval.rerank import load_cross_encoder
 
-            hits = hits.rerank(query, Reranker(rerank)).first(top_k)
+            hits = hits.rerank(query, load_cross_encoder(rerank)).first(top_k)
     texts = hits.texts[0] if hits.texts is not None else [None] * top_k
     names = hits.ids[0] if hits.ids is not None else [None] * top_k
     for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):

@@ -126,10 +126,9 @@ def encode_dataset(
         num_proc: processes, as of `Dataset.map`; on several GPUs each has the encoders on one of them.
 
     Raises:
-        ConfigError: a row that cannot be used, by its number, no encoder for the contents of rows, or an encoder that
-            is wider than `dim`.
+        ConfigError: no rows, a row that cannot be used, by its number, no encoder for the contents of rows, or an
+            encoder that is wider than `dim`.
         ImageError: a picture that cannot be read, by the number of its row.
-        TextError: a passage that cannot be read, by the number of its row.
         OSError: the disk is full, or the folder is not writable.
 
     >>> import tempfile
@@ -146,7 +145,8 @@ def encode_dataset(
     check_choice("host", host, tuple(COLUMNS))
     check_int("batch_size", batch_size)
     check_int("rows_per_shard", rows_per_shard)
-    encoders = {kind: one for kind, one in (("pictures", pictures), ("passages", passages)) if one is not None}
+    given = {"pictures": pictures, "passages": passages}
+    encoders = {kind: encoder for kind, encoder in given.items() if encoder is not None}
     if dataset.features is None:  # of a stream
         dataset = dataset._resolve_features()
     dataset, kinds = undecoded_pictures(dataset), memory_kinds(dataset, host)
@@ -165,6 +165,8 @@ def encode_dataset(
         stream = dataset.map(_encode_batch, fn_kwargs={**options, "first": 0}, **mapping)
         stream.info.description = description
         return stream
+    if not len(dataset):
+        raise ConfigError("there are no rows to encode")
     about: list[object] = [kind + encoder.fingerprint for kind, encoder in encoders.items()]
     about += [dataset._fingerprint, host, width, dtype, strict, rows_per_shard, *_file_states(dataset)]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]

@@ -146,6 +146,8 @@ def _load(path: str, split: str | None, streaming: bool) -> Any:
                 return datasets.load_dataset("imagefolder", data_dir=path, **options)
         if place.is_dir() or _is_hub_name(path):
             return datasets.load_dataset(path, **options)
+    except ConfigError:
+        raise
     except StopIteration:
         raise ConfigError(f"{path!r} has no rows") from None
     except (OSError, ValueError, KeyError, RuntimeError, tarfile.TarError, datasets.exceptions.DatasetsError) as error:
@@ -175,7 +177,12 @@ def _captioned(folder: Path, pictures: Sequence[Path], split: str | None, stream
         name = next((name for name, folders in SPLITS.items() if top.lower() in folders), "train")
         columns = parts.setdefault(name, {"image": [], "text": []})
         columns["image"].append(str(picture.absolute()))
-        columns["text"].append(text.read_text(encoding="utf-8-sig").strip() if text.is_file() else None)
+        try:
+            columns["text"].append(text.read_text(encoding="utf-8-sig").strip() if text.is_file() else None)
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{text} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+            ) from error
     dataset = datasets.DatasetDict({name: datasets.Dataset.from_dict(columns) for name, columns in parts.items()})
     if streaming:
         dataset = datasets.IterableDatasetDict({name: part.to_iterable_dataset() for name, part in dataset.items()})
@@ -277,6 +284,8 @@ def _reader(key: str, name: str, features: Mapping[str, Any], template: str | No
         raise ConfigError(f"template={pattern!r} must have {{label}} where the name of the class belongs")
 
     def text(label: Any) -> str:
+        if name.startswith("json."):
+            label = (label or {}).get(name.removeprefix("json."))
         words = str(labels[label] if labels is not None and isinstance(label, int) else label).strip()
         return pattern.replace("{label}", words.replace("_", " ").replace("-", " "))
 

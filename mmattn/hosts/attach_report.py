@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import Site
+from mmattn.adapters.registry import build_layers
 from mmattn.errors import AdapterFileError, MmattnError
 from mmattn.hosts.attach import adapted_model, host_kind
 from mmattn.models.cache import resolve
@@ -105,7 +106,7 @@ def attach_check(
             model = adapted_model(host, path)
             stacks = _stacks(model.sites("after"))
             adapter = GatedAdapter(memory_dim=memory_dim, every=every or min(4, stacks[0][2]), where=where)
-            built = adapter.build(adapter.sites(model))
+            built = build_layers(adapter, adapter.sites(model))
             model.check_adapter(built)
     except MmattnError as error:
         outcome = "undecided" if isinstance(error.__cause__, _DEPENDS_ON_VALUES) else "refused"

@@ -1,4 +1,4 @@
-"""What `attach` changes of a host, and `unload` undoes: frozen parameters, replaced methods, hooks."""
+"""The changes that `attach` makes to a host and `unload` undoes: frozen parameters, replaced methods, hooks."""
 
 from __future__ import annotations
 

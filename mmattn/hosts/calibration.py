@@ -28,7 +28,7 @@ def calibrating(model: Any, processes: int = 1) -> Iterator[None]:
     states: dict[nn.Module, list[Tensor]] = {block: [] for adapter in adapters for block in adapter.blocks.values()}
 
     def note(block: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, object]) -> None:
-        states[block].append(_attending(model, args[0], kwargs.get("seen")))
+        states[block].append(_attending(model, args[0], kwargs.get("has_memory")))
 
     with contextlib.ExitStack() as hooks, torch.no_grad(), in_eval_mode(model.host):
         for block in states:
@@ -69,13 +69,13 @@ def fresh_adapters(model: Any) -> list[BlockLayers]:
     ]
 
 
-def _attending(model: Any, x: Tensor, seen: object) -> Tensor:
+def _attending(model: Any, x: Tensor, has_memory: object) -> Tensor:
     """Return the hidden states (n, d) among x (b, l, d) of tokens that attend to a slot and are no padding."""
     step = step_of(model)
     real = None if step is None or step.details is None else step.details.attention_mask
     chosen = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     if isinstance(real, Tensor) and real.dim() == 2 and len(real) == len(x) and real.shape[1] >= x.shape[1]:
         chosen &= real[:, -x.shape[1] :].to(x.device).bool()
-    if isinstance(seen, Tensor):
-        chosen &= seen[..., 0]
+    if isinstance(has_memory, Tensor):
+        chosen &= has_memory[..., 0]
     return x[chosen].float()

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import Arrivals, GenerationInput
 from mmattn.errors import ConditionError
-from mmattn.memory import Memory
 
 
 @dataclass
@@ -47,14 +46,6 @@ class Call:
     early_exit: bool = False
     #: The host itself reads a memory in this call; it is no call of the user.
     reads_memory: bool = False
-    #: The memories whose values need not be finite.
-    unchecked: list[Memory] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.unchecked = []
-        for source in self.sources.values():
-            if source.unchecked is not None:
-                self.unchecked.append(source.unchecked)
 
     def prepare_graphs(self) -> None:
         """Compute the inputs of a compiled host, outside of its graph."""

@@ -23,7 +23,7 @@ from mmattn.hosts.probe import host_inputs, probe_adapter, random_ids
 
 def check_reads_at_once(adapter: AdapterLayers, host: nn.Module) -> None:
     """Refuse an adapter whose memory depends on the text so far, on a host that reads all of its input at once."""
-    if adapter.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
+    if adapter.traits.reads_whole_text or getattr(adapter.config, "visible_segments", "all") != "all":
         raise AttachError(
             f"{type(adapter.config).__name__} follows a text token by token (chunks, another model, images in the "
             f"text), but {type(host).__name__} reads its input at once: take a GatedAdapter with visible_segments='all'"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmattn.adapters.files import CONFIG, TENSORS, Shapes, check_tensors, load_folder, parse_config
 from mmattn.adapters.language_models import depth_of, text_config, width_of
 from mmattn.adapters.protocols import AdapterConfig
-from mmattn.adapters.settings import adapter_kinds
+from mmattn.adapters.registry import adapter_kinds, build_layers
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach
 from mmattn.hosts.attachment import outside_modes
@@ -108,7 +108,7 @@ def _check_fits(model: AdaptedModel, config: Description, shapes: Shapes) -> Ada
             f"the config says layers {config['layers']} and its settings give {layers} on this host: one was edited"
         )
     with torch.device("meta"):
-        needed = settings.build(sites).state_dict()
+        needed = build_layers(settings, sites).state_dict()
     expected = {key: (tuple(value.shape), value.dtype) for key, value in needed.items()}
     for key, (shape, dtype) in expected.items():
         saved_shape, saved_dtype = shapes.get(key, (shape, dtype))

@@ -21,7 +21,7 @@ from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.files import check_name
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site
-from mmattn.adapters.settings import is_adapter, kinds_at
+from mmattn.adapters.registry import build_layers, is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError, check_float
 from mmattn.hosts.attachment import MARK, Attachment, check_host, outside_modes
@@ -350,12 +350,7 @@ class AdaptedModel(nn.Module):
                 f"{type(self.host).__name__} is a host of kind {self.kind!r} and takes {kinds_at(self.positions)}; got "
                 f"{type(adapter).__name__}"
             )
-        built = adapter.build(adapter.sites(self))
-        if not isinstance(built, AdapterLayers):
-            raise AttachError(
-                f"{type(adapter).__name__}.build must return an AdapterLayers, got {type(built).__name__}: subclass "
-                "mmattn.adapters.base.AdapterLayers"
-            )
+        built = build_layers(adapter, adapter.sites(self))
         if any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
             raise ConditionError(
                 f"the weights of the adapter {name!r} were made on the meta device, without values: attach and load "
@@ -548,10 +543,10 @@ class AdaptedModel(nn.Module):
             memory = dict.fromkeys(self.active, memory)
         bound: dict[str, BoundMemory] = {}
         adapters: Mapping[str, AdapterLayers] = self.adapters._modules  # type: ignore[assignment]
-        for name, given in memory.items():
-            adapter, shared = adapters.get(name) or self.adapter(name), given
+        for name, value in memory.items():
+            adapter, shared = adapters.get(name) or self.adapter(name), value
             for earlier, source in bound.items():  # no ids: a compiler would take each for a constant
-                if memory[earlier] is given:
+                if memory[earlier] is value:
                     shared = source.shared
             bound[name] = adapter.bind(shared, self.host)
         return bound

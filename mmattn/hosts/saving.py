@@ -16,7 +16,7 @@ from mmattn.adapters.diffusers_hooks import is_on_disk
 from mmattn.adapters.files import FORMAT, FORMAT_VERSION, adapter_settings, check_config, save_folder
 from mmattn.adapters.language_models import text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.adapters.settings import adapter_kinds
+from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.interop.sharded import shards
@@ -60,7 +60,7 @@ def write_adapter(folder: str | PathLike[str], adapter: AdapterLayers, config: D
     if not is_registered(adapter.config):
         raise ConfigError(
             f"adapters of kind {adapter.config.kind!r} are not registered, so load() could not make one: decorate "
-            f"{type(adapter.config).__name__} with @mmattn.register_adapter"
+            f"{type(adapter.config).__name__} with mmattn.register_adapter"
         )
     save_folder(folder, config=config, tensors=adapter.state_dict(), card=card(config, adapter))
 

@@ -39,12 +39,12 @@ class GatheredMemory(PreparedMemory):
     ) -> dict[int, KeyValue]:
         """Return keys and values from the pages, or else as any prepared memory does."""
         pages = {layer: self._from_pages(adapter, layer, values) for layer in layers}
-        found = {layer: page for layer, page in pages.items() if page is not None}
-        if missing := [layer for layer in layers if layer not in found]:
+        projected = {layer: page for layer, page in pages.items() if page is not None}
+        if missing := [layer for layer in layers if layer not in projected]:
             # An entry may have been written after `read` had read the pages of the first layer.
             vectors = read if read.dim else super().read(adapter, values)
-            found |= super().project(adapter, missing, vectors, queries, values)
-        return found
+            projected |= super().project(adapter, missing, vectors, queries, values)
+        return projected
 
     def _from_pages(self, adapter: Reader, layer: int, values: Values | None) -> KeyValue | None:
         if values is None or not isinstance(adapter, AdapterLayers):

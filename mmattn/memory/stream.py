@@ -72,7 +72,7 @@ class MemoryStream:
         with self.lock:
             self._slots.append(memory.tokens.detach())
 
-    def seen(self) -> tuple[int, int]:
+    def visible_range(self) -> tuple[int, int]:
         """Return the numbers, from 0, of the first slot that is visible now, and of the one that arrives next."""
         stop = self.arrived
         return (0 if self.window is None else max(0, stop - self.window)), stop
@@ -86,7 +86,7 @@ class MemoryStream:
     def memory(self) -> Memory:
         """Return the visible slots."""
         with self.lock:
-            return Memory(self.tokens(*self.seen()), check_finite=False)
+            return Memory(self.tokens(*self.visible_range()), check_finite=False)
 
     def __repr__(self) -> str:
         return f"MemoryStream(dim={self.dim}, window={self.window}, rows={self.rows}, arrived={self.arrived})"

@@ -15,10 +15,10 @@ from mmattn.memory import Memory
 from mmattn.testing.case import Case, Rows, close, differ, each_tensor, memory_rows, refuses, rows_of, same
 
 
-def check_starts_as_nothing(case: Case) -> None:
+def check_starts_as_identity(case: Case) -> None:
     """A fresh adapter with a memory leaves the host's answer bit for bit what it was."""
     model = case.fresh()
-    if not model.adapter(case.name).starts_as_nothing:
+    if not model.adapter(case.name).traits.starts_as_identity:
         raise SkipTest("it says that a fresh one is seen")
     same(case.ask(model, case.memory()), case.host, "fresh, with a memory")
     same(case.ask(model), case.host, "fresh, without a memory")
@@ -84,7 +84,7 @@ def check_rows_keep_to_themselves(case: Case) -> None:
 
 def check_order_of_slots(case: Case) -> None:
     """Slots in another order are the same memory, unless the adapter says that it reads them in order."""
-    if case.fresh().adapter(case.name).orders_slots:
+    if case.fresh().adapter(case.name).traits.order_matters:
         raise SkipTest("it says that it reads slots in order")
     memory = case.slots()
     _same_with_slots(case, memory, torch.arange(memory.length - 1, -1, -1), "slots backwards")
@@ -92,7 +92,7 @@ def check_order_of_slots(case: Case) -> None:
 
 def check_slots_twice(case: Case) -> None:
     """Every slot twice is the same memory, unless the adapter says that it counts them, as beside a null slot."""
-    if case.fresh().adapter(case.name).counts_slots:
+    if case.fresh().adapter(case.name).traits.duplicates_matter:
         raise SkipTest("it says that it counts slots")
     memory = case.slots()
     _same_with_slots(case, memory, torch.arange(memory.length).repeat(2), "every slot twice")
@@ -143,7 +143,7 @@ def check_doctor(case: Case) -> None:
     report = doctor(model, {**case.batch, "memory": memory})
     assert report.ok, f"a trained adapter is found ill:\n{report}"
     same(case.ask(model, memory), answer, "after the doctor")
-    if not model.adapter(case.name).starts_as_nothing:
+    if not model.adapter(case.name).traits.starts_as_identity:
         return
     failed = doctor(case.fresh(), {**case.batch, "memory": memory}).failed
     assert "each layer adds something" in failed, f"a fresh adapter is found to add something: {failed}"

@@ -171,14 +171,14 @@ def check_unload_leaves_no_trace(case: Case) -> None:
     no_trace(host, before, "after unload()")
     same(case.ask(host), case.host, "the host after unload()")
     again = attach(host, case.adapter, case.name, **case.options)
-    if again.adapter(case.name).starts_as_nothing:
+    if again.adapter(case.name).traits.starts_as_identity:
         same(case.ask(again, case.memory()), case.host, "attached again")
 
 
 def check_adapters_stack(case: Case) -> None:
     """Several adapters act together, each on its own memory, and are switched by set_adapter and disable_adapter."""
     model, memory = case.trained(), case.memory()
-    if not model.adapter(case.name).starts_as_nothing:
+    if not model.adapter(case.name).traits.starts_as_identity:
         raise SkipTest("a fresh one is seen, so that another is not as it was beside it")
     alone = case.ask(model, memory)
     model.add_adapter("second", case.adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -19,7 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from mmattn.data.sampling import Batches, EpochBatches, derive_seed, split_between_processes
 from mmattn.errors import ConfigError, check_choice, import_extra
-from mmattn.hosts.interop.sharded import shard, tensor_parallel_size
+from mmattn.hosts.interop.sharded import reshard, tensor_parallel_size
 from mmattn.hosts.layers import find_layers
 from mmattn.training.compare import flattened
 from mmattn.training.config import Collate, TrainingConfig, TrainingResult
@@ -317,3 +318,48 @@ def prefetched(items: Iterator[T], ahead: int) -> Generator[T, None, None]:
             yield item[0]
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def shard(host: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
+    """Shard the weights of a host over all processes, layer by layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    odd = [name for name, parameter in host.named_parameters() if not parameter.is_floating_point()]
+    if odd or any(hasattr(parameter, "__tensor_flatten__") for parameter in host.parameters()):
+        raise ConfigError(
+            f"the weights of {type(host).__name__} are quantised, and FSDP2 shards floating point weights: leave one "
+            "of the two out"
+        )
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for part in (*layers, host):
+        fully_shard(part, mesh=mesh)
+
+
+def check_trained(model: nn.Module) -> None:
+    """Refuse trained parameters that are sharded: each process must have all of them."""
+    reshard(model)
+    pieces = [name for name, p in model.named_parameters() if p.requires_grad and hasattr(p, "full_tensor")]
+    if pieces:
+        raise ConfigError(
+            f"{len(pieces)} trained parameters are sharded ({pieces[0]}, …), and each process must have all of "
+            "what is trained: shard the frozen host first, then put adapters or a LoRA on it"
+        )
+
+
+@contextlib.contextmanager
+def gradients_throughout(model: nn.Module) -> Iterator[None]:
+    """Inside the block gradients flow back to the embedded text, so through every layer, even without a memory."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    if embeddings is None:
+        raise ConfigError(
+            f"the host is sharded and {type(model).__name__} has no input embeddings, so rows without a memory would "
+            "block other processes: train an unsharded host"
+        )
+    with embeddings.register_forward_hook(_ask_gradient):
+        yield
+
+
+def _ask_gradient(module: nn.Module, inputs: object, embedded: Tensor) -> None:
+    if torch.is_grad_enabled():
+        embedded.requires_grad_()

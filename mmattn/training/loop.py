@@ -32,13 +32,22 @@ from mmattn.data.sampling import Batches, derive_seed
 from mmattn.errors import ConfigError, NonFiniteError
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.quantised import stored
-from mmattn.hosts.interop.sharded import check_trained, gradients_throughout, shards
+from mmattn.hosts.interop.sharded import shards
 from mmattn.hosts.model import AdaptedModel
 from mmattn.progress import tracked
 from mmattn.training.checkpoints import RunState, remove_checkpoints, trained_parameters
 from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult, total_steps
 from mmattn.training.cost import MEASURED, DryRunEnded, cost, is_dry_run
-from mmattn.training.distributed import FetchedBatch, Processes, epoch_of, fetch, is_stream, prefetched
+from mmattn.training.distributed import (
+    FetchedBatch,
+    Processes,
+    check_trained,
+    epoch_of,
+    fetch,
+    gradients_throughout,
+    is_stream,
+    prefetched,
+)
 from mmattn.training.evaluation import evaluate, loss_of, sums_of
 from mmattn.training.metrics import Figures, StepClock, flops_per_token, tokens_of
 from mmattn.training.optimization import compiled_blocks, gradient_checkpointing, learning_rate_factor, parameter_groups

@@ -149,7 +149,7 @@ def count_below(model: AdaptedModel) -> int:
     """Return the number of layers below the lowest adapter and the lowest trained parameter."""
     lowest = len(model.layers)
     for adapter in map(model.adapter, model.adapters):
-        if adapter.moves_text:
+        if adapter.traits.moves_text:
             return 0
         first: int = adapter.layers[0]
         lowest = min(lowest, first + (adapter.position == "after"))

@@ -54,7 +54,7 @@ class OptimSettings(Settings):
         known = {field.name for field in dataclasses.fields(TrainingArguments)}
         chosen = {name: value for name, value in self.model_dump().items() if name in known and value is not None}
         defaults = {
-            "output_dir": f"{run.out}/checkpoints",
+            "output_dir": run.out,
             "seed": run.seed,
             "use_cpu": run.device == "cpu",
             "save_strategy": "no",

@@ -66,9 +66,9 @@ class Recogniser(nn.Module):
         lm.requires_grad_(True)
 
     def forward(self, energies: Tensor, spoken: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed loss of all words and of the encoder's own logits, which teach where to attend."""
+        """Return the mean loss of all words and of the encoder's own logits, which teach where to attend."""
         memory, words = self.ear(energies)
-        places = F.cross_entropy(words.flatten(0, 1), spoken.flatten()) * (labels >= 0).sum()
+        places = F.cross_entropy(words.flatten(0, 1), spoken.flatten())
         return text_loss(self.model(input_ids=ids, memory={"audio": memory}).logits, labels) + self.weight * places
 
     def logits(self, ids: Tensor, energies: Tensor, sensor: mmattn.Memory | None = None) -> Tensor:
@@ -142,5 +142,5 @@ def most_likely_words(logits: Tensor) -> list[list[int]]:
 
 
 def text_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross-entropy of labels (b, l)."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    """Return the mean cross-entropy of labels (b, l)."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from mmattn import training
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class OptimSettings(Strict):
+class OptimSettings(training.OptimSettings):
     max_steps: int = Field(600, ge=1)
-    batch_size: int = Field(32, ge=1)
-    learning_rate: float = Field(2e-3, gt=0)
     gate_learning_rate: float = Field(2e-2, gt=0)
     weight_decay: float = Field(0.02, ge=0)
-    warmup_steps: int = Field(50, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
 
 
-class AdapterSettings(Strict):
+class AdapterSettings(training.Settings):
     layers: list[int] | None = None
     every: int | None = 1
     num_heads: int = Field(4, ge=1)
@@ -34,7 +28,7 @@ class AdapterSettings(Strict):
 # Speech --------------------------------------------------------------------------------------------------------------
 
 
-class VoiceSettings(Strict):
+class VoiceSettings(training.Settings):
     speakers: int = Field(200, ge=1, le=600)  # that are trained on: a voice each, at a speed and a pitch
     held_out: int = Field(3, ge=1)  # speeds and pitches of each of the eight voices held out
     chatter: int = Field(30, ge=1, le=600)  # speakers in the background
@@ -46,7 +40,7 @@ class VoiceSettings(Strict):
     cache: str = "runs/cache"  # sound is kept here, by what was said
 
 
-class NoiseSettings(Strict):
+class NoiseSettings(training.Settings):
     seconds: float = Field(2.5, gt=0)  # of a clip
     snr: float = 0.0  # dB, of the voice to white noise and other voices together, when measured
     easiest: float = 6.0  # dB; in training it is drawn from `snr` up to here
@@ -66,10 +60,10 @@ class RecogniserSettings(OptimSettings):
     places: float = Field(1.0, ge=0)  # weight of the ear's own loss: which word is spoken when
     adapter: AdapterSettings = AdapterSettings(head_dim=32, feed_forward=2.0, null_slot=False)
     max_steps: int = Field(1400, ge=1)
-    batch_size: int = Field(16, ge=1)
+    per_device_train_batch_size: int = Field(16, ge=1)
 
 
-class WhisperSettings(Strict):
+class WhisperSettings(training.Settings):
     name: str = "whisper-base"
     window: int = Field(3, ge=1, le=30)  # seconds of its encoder, at least those of a clip
     clips: int = Field(1600, ge=2)  # of the training, encoded once
@@ -82,7 +76,7 @@ class SensorEncoderSettings(OptimSettings):
     learning_rate: float = Field(4e-3, gt=0)
 
 
-class SensorSettings(Strict):
+class SensorSettings(training.Settings):
     bands: int = Field(4, ge=1)  # numbers that it gives at a time: energies of the voice without the noise
     encoder: SensorEncoderSettings = SensorEncoderSettings()
     wrong: float = Field(0.1, ge=0, lt=1)  # share of the streams in training that are of another utterance
@@ -90,13 +84,15 @@ class SensorSettings(Strict):
     calibration: int = Field(500, ge=2)  # utterances of the training's speakers by which this is set
     held_out: int = Field(600, ge=1)  # utterances that are measured
     adapter: AdapterSettings = AdapterSettings()
-    optim: OptimSettings = OptimSettings(max_steps=700, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
+    optim: OptimSettings = OptimSettings(
+        max_steps=700, per_device_train_batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2
+    )
 
 
 # Series --------------------------------------------------------------------------------------------------------------
 
 
-class SeriesSettings(Strict):
+class SeriesSettings(training.Settings):
     samples: int = Field(16_000, ge=1000)
     noise: float = Field(0.5, ge=0)  # deviation, beside a wave of amplitude 1
     patch: int = Field(64, ge=2)  # samples of a token
@@ -112,18 +108,17 @@ class LanguageModelSettings(OptimSettings):
     max_steps: int = Field(150, ge=1)
 
 
-class DescribingSettings(Strict):
+class DescribingSettings(training.Settings):
     adapter: AdapterSettings = AdapterSettings(num_heads=8, head_dim=16, null_slot=False, memory_norm=False)
-    optim: OptimSettings = OptimSettings(max_steps=1200, batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2)
+    optim: OptimSettings = OptimSettings(
+        max_steps=1200, per_device_train_batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2
+    )
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/listen"
     part: Literal["speech", "series"] = "speech"
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu"] = "auto"
     controls: bool = True  # LoRA of equal size, without a memory
-    progress: bool = True
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()

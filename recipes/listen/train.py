@@ -39,8 +39,7 @@ def main(settings: dict[str, Any]) -> Path:
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
-    accelerator = training.make_accelerator(device=config.device)
-    part = (Listening if config.part == "speech" else Describing)(config, run, accelerator)
+    part = (Listening if config.part == "speech" else Describing)(config, run)
     content = {"part": config.part, "seed": config.seed, **part.table()}
     run.finish(content, table)
     return run.path

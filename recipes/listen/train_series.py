@@ -13,7 +13,7 @@ import mmattn
 from mmattn import training
 from mmattn.encoders import SeriesEncoder
 
-from .learning import Lesson, make_adapter, plot_losses
+from .learning import Lesson, make_adapter
 from .series import ATTRIBUTES, END, START, VOCABULARY, Description, batch, make_series, parse
 from .settings import Config, LanguageModelSettings
 
@@ -34,10 +34,9 @@ def build(settings: LanguageModelSettings, length: int) -> LlamaForCausalLM:
 class Describing(Lesson):
     """One run: the series, the language model, the adapter and its controls."""
 
-    def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
-        super().__init__(config, run, accelerator)
+    def __init__(self, config: Config, run: training.RunFolder) -> None:
+        super().__init__(config, run)
         series = config.series
-        self.device = accelerator.device
         self.sense = SeriesEncoder(series.patch, position_features=series.position_features)
         self.descriptions, self.train_memory = self.read("train", series.train)
         self.held_out, self.memory = self.read("held out", series.held_out)
@@ -80,7 +79,7 @@ class Describing(Lesson):
             count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
             rows.append({**self.row("LoRA, no series", lora, None), "parameters": count, "seconds": seconds})
             lora.unload()
-        plot_losses(self.run)
+        self.run.plot_losses()
         return {"rows": rows, "patches": self.train_memory.length}
 
     def any_series(self, random: Random, done: float) -> int:
@@ -90,12 +89,11 @@ class Describing(Lesson):
     def loss(self, model: Any, memory: mmattn.Memory | None) -> Any:
         """Return the loss of descriptions, or of rows of the training series with `memory`."""
 
-        def loss(rows: Sequence[Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+        def loss(rows: Sequence[Any], seeds: Sequence[int]) -> torch.Tensor:
             texts = [row if isinstance(row, Description) else self.descriptions[row] for row in rows]
             inputs = batch(texts, self.device)
-            targets = int((inputs["labels"][:, 1:] != -100).sum())
             options = {} if memory is None else {"memory": memory[list(rows)].to(self.device).to(torch.float32)}
-            return model(**inputs, **options).loss * targets, targets
+            return model(**inputs, **options).loss  # type: ignore[no-any-return]
 
         return loss
 

@@ -19,7 +19,7 @@ from mmattn.encoders import LogMelEncoder
 from mmattn.errors import import_extra
 from mmattn.evaluation import text_scores
 
-from .learning import Lesson, make_adapter, plot_losses
+from .learning import Lesson, make_adapter
 from .recogniser import Recogniser, SensorEncoder, most_likely_words, sensor_logits, text_loss
 from .settings import Config
 from .speech import Clips, Speech, Utterance, log_energies
@@ -34,11 +34,11 @@ CLEAN = 30.0  # dB of a clean voice
 class Listening(Lesson):
     """One run: the voices, the recogniser, the adapter and its controls."""
 
-    def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
-        super().__init__(config, run, accelerator)
+    def __init__(self, config: Config, run: training.RunFolder) -> None:
+        super().__init__(config, run)
         import_extra("torchmetrics", "metrics")  # fail now rather than after the training
         spoken = speak(config.voices, config.progress)
-        settings, device = config.recogniser, accelerator.device
+        settings, device = config.recogniser, self.device
         rate, step = config.voices.sampling_rate, 2 * settings.hop
         options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
         sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
@@ -100,7 +100,7 @@ class Listening(Lesson):
             count = size(lora, trained=True)
             rows.append({**self.row("audio, LoRA without a sensor"), "parameters": count, "seconds": seconds})
             lora.unload()
-        plot_losses(self.run)
+        self.run.plot_losses()
         self.samples(rows)
         return {"rows": rows, "held_out": len(self.measure.utterances), "least": self.least}
 
@@ -116,13 +116,14 @@ class Listening(Lesson):
             return random.choice(self.pool)
         return self.speech.draw(random), self.config.noise.snr
 
-    def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
         """Return the loss of the whole recogniser."""
         clips, ids, labels = self.batch(rows, seeds)
         assert isinstance(self.recogniser, Recogniser)
-        return self.recogniser(clips.energies, clips.spoken, ids, labels), int((labels >= 0).sum())
+        loss: Tensor = self.recogniser(clips.energies, clips.spoken, ids, labels)
+        return loss
 
-    def encoder_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def encoder_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
         """Return the loss of the sensor encoder: the word at each place."""
         utterances = [utterance for utterance, _ in rows]
         sounds = [
@@ -130,20 +131,20 @@ class Listening(Lesson):
         ]
         sensed, spoken = self.speech.sense(utterances, sounds)
         logits = self.encoder(sensed.transpose(1, 2))
-        return F.cross_entropy(logits, spoken, reduction="sum"), spoken.numel()
+        return F.cross_entropy(logits, spoken)
 
-    def plain_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def plain_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
         """Return the loss without a sensor."""
         clips, ids, labels = self.batch(rows, seeds)
-        return text_loss(self.recogniser.logits(ids, clips.energies), labels), int((labels >= 0).sum())
+        return text_loss(self.recogniser.logits(ids, clips.energies), labels)
 
-    def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
         """Return the loss with a sensor, for some rows that of another utterance."""
         clips, ids, labels = self.batch(rows, seeds)
         sensed, wrong = clips.sensed.clone(), round(self.config.sensor.wrong * len(rows))
         sensed[:wrong] = clips.sensed[:wrong].roll(1, 0)
         logits = self.recogniser.logits(ids, clips.energies, self.sense(sensed, clips.energies))
-        return text_loss(logits, labels), int((labels >= 0).sum())
+        return text_loss(logits, labels)
 
     def sense(self, sensed: Tensor, energies: Tensor) -> mmattn.Memory:
         """Return the memory of the sensor."""

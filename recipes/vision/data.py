@@ -1,4 +1,4 @@
-"""Pictures with descriptions: drawn flowers, or a folder of photographs; and the memories of these pictures."""
+"""Pictures with descriptions of their classes, and the memories of these pictures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import yaml
 from PIL import ImageOps
 
 import mmattn
+from mmattn import models
 from mmattn.errors import ConfigError
 
-from . import flora
 from .settings import DataSettings
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
@@ -59,30 +59,13 @@ class Data:
 
 
 def load_data(settings: DataSettings, seed: int) -> Data:
-    """Draw flowers or read a folder of pictures."""
-    return draw_flowers(settings, seed) if settings.kind == "flora" else read_photographs(settings, seed)
-
-
-def draw_flowers(settings: DataSettings, seed: int) -> Data:
-    """Draw so many flowers of each species to train on, and others to measure on."""
-    data = Data()
-    species = {one.name: data.add_species(one.name, one.attributes, flora.descriptions(one)) for one in flora.species()}
-    source = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(flora.FOLDER.glob("flora*"))))
-    counts = {"train": settings.train_per_species, "held-out": settings.held_out_per_species}
-    for (split, count), pictures in zip(counts.items(), (data.train, data.held_out), strict=True):
-        key = f"{source.hexdigest()}/{split}/{count}/{seed}/{settings.size}"
-        for number, (image, _, name) in enumerate(flora.dataset(split, count, seed, settings.size)):
-            pictures.append(Picture(image, f"{key}/{number}", species[name]))
-    return data
-
-
-def read_photographs(settings: DataSettings, seed: int) -> Data:
     """Read one folder of pictures per class, and a file {class: {"name", "descriptions", "attributes"}}."""
-    if settings.path is None or not Path(settings.path).is_dir():
-        raise ConfigError(f"data.kind=folder needs data.path=FOLDER; there is no folder {settings.path}")
+    place = Path(models.resolve(settings.path))
+    if not place.is_dir():
+        raise ConfigError(f"data.path is a folder of pictures per class; there is no folder {settings.path}")
     descriptions = read_descriptions(settings.descriptions)
     data = Data()
-    for folder in sorted(one for one in Path(settings.path).iterdir() if one.is_dir() and not one.name.startswith(".")):
+    for folder in sorted(one for one in place.iterdir() if one.is_dir() and not one.name.startswith(".")):
         about = descriptions.get(folder.name)
         if about is None:
             raise ConfigError(f"{settings.descriptions} has no descriptions of the class {folder.name}")
@@ -101,11 +84,12 @@ def read_photographs(settings: DataSettings, seed: int) -> Data:
     return data
 
 
-def read_descriptions(path: str | None) -> dict[str, Any]:
+def read_descriptions(path: str) -> dict[str, Any]:
     """Read {class: descriptions or {"name", "descriptions", "attributes"}} from a .json or .yaml."""
-    if path is None or not Path(path).is_file():
+    file = Path(models.resolve(path))
+    if not file.is_file():
         raise ConfigError(f"data.descriptions must name a file of descriptions, got {path!r}")
-    text = Path(path).read_text(encoding="utf-8-sig")
+    text = file.read_text(encoding="utf-8-sig")
     content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
     return {name: {"descriptions": one} if isinstance(one, list) else one for name, one in content.items()}
 

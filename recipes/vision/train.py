@@ -38,19 +38,19 @@ def main(config: dict[str, Any]) -> Path:
     run = training.RunFolder(settings.out)
     if not run.begin(settings.model_dump(mode="json")):
         return run.path
-    accelerator = training.make_accelerator(device=settings.device)
+    device = settings.optim.arguments(settings).device
     torch.manual_seed(settings.seed)
 
     # Data: each picture becomes a memory of one slot per patch. Mirrored pictures follow the others.
     data = load_data(settings.data, settings.seed)
-    encoder = pipelines.load_image_encoder(settings.encoder, accelerator.device)
+    encoder = pipelines.load_image_encoder(settings.encoder, device)
     encode_part = partial(encode, encoder, folder=Path(settings.data.cache), progress=settings.progress)
     mirrors = [False, True] if settings.data.flip else [False]
     memory = mmattn.Memory.stack([encode_part(data.train, mirror=mirror) for mirror in mirrors])
-    held_out = encode_part(data.held_out, mirror=False).to(accelerator.device)
+    held_out = encode_part(data.held_out, mirror=False).to(device)
 
     # Model: a frozen language model with gated cross-attention.
-    lm, tokenizer = pipelines.load_language_model(settings.lm, accelerator.device)
+    lm, tokenizer = pipelines.load_language_model(settings.lm, device)
     ids = training.encode_texts(tokenizer, data.texts, getattr(lm.config, "max_position_embeddings", None))
     print(
         f"{len(data.train)} pictures to train on, {len(data.held_out)} held out, {len(data.texts)} texts, "
@@ -68,14 +68,14 @@ def main(config: dict[str, Any]) -> Path:
 
     # Training.
     with hidden_states(model, settings):
-        result = train(model, "adapter", data, ids, memory, settings, run, accelerator)
+        seconds = train(model, "adapter", data, ids, memory, settings, run)
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     pipeline_config = make_pipeline_config(settings, tokenizer, data)
     pipeline_config.save(run.path / "adapter")
-    if result.interrupted:
-        print(f"stopped after {result.global_step} steps; the adapter as it was then is in {run.path / 'adapter'}")
+    if seconds is None:
+        print(f"the adapter as it was then is in {run.path / 'adapter'}")
         return run.path
-    plot_losses(run)
+    run.plot_losses()
 
     # Measuring: the right picture, shuffled pictures, no picture, and a text-only LoRA of equal size.
     try:
@@ -84,16 +84,16 @@ def main(config: dict[str, Any]) -> Path:
             # Without a picture the whole host runs: its figures must be those of the frozen LM bit for bit.
             with contextlib.nullcontext() if pictures is None else hidden_states(model, settings):
                 row, texts = measure.row(f"adapter, {name}", model, pictures)
-            rows.append(row | {"parameters": parameters, "seconds": result.seconds})
+            rows.append(row | {"parameters": parameters, "seconds": seconds})
             captions = texts if pictures is held_out else captions
         save_captions(run, model, tokenizer, data, held_out, captions, samples, encoder.grid)
         model.unload()
         if settings.controls:
-            control = train_lora(lm, parameters, layers, data, ids, measure, settings, run, accelerator)
+            control = train_lora(lm, parameters, layers, data, ids, measure, settings, run)
             rows.insert(1, control)
             for row in rows:
                 row["bits_saved"] = bits_saved(row["nats"], control["nats"])
-            plot_losses(run)
+            run.plot_losses()
     except KeyboardInterrupt:
         print(f"stopped before the table was complete; the trained adapter is in {run.path / 'adapter'}")
         return run.path
@@ -133,15 +133,16 @@ def train(
     memory: mmattn.Memory | None,
     settings: Config,
     run: training.RunFolder,
-    accelerator: Any,
-) -> training.TrainingResult:
-    """Train on pairs of a picture and one of its descriptions, without `memory` on the descriptions alone."""
+) -> float | None:
+    """Train on pairs of a picture and one of its descriptions, without `memory` on the descriptions alone.
+
+    Returns the seconds; None after Ctrl-C.
+    """
     optim = settings.optim
     texts = [picture.species.texts for picture in data.train] * (2 if settings.data.flip else 1)
-    pairs = training.PairSampler(texts, optim.batch_size, settings.seed)
-    batches = ([(step, *pair) for pair in pairs.pairs(step)] for step in range(optim.max_steps))
+    pairs = training.PairSampler(texts, optim.per_device_train_batch_size, settings.seed)
 
-    def loss(rows: Sequence[tuple[int, int, int]], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+    def collate(rows: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         (step, *_), pictures, texts = zip(*rows, strict=True)
         batch_memory = None
         if memory is not None:
@@ -149,15 +150,23 @@ def train(
             batch_memory = memory[torch.tensor(pictures)]
             batch_memory = training.augment_memory(batch_memory, keep_fraction=optim.keep_fraction, seed=seed)
         batch = training.collate([ids[text] for text in texts], batch_memory)
-        return training.sum_nats(model, batch.to(accelerator.device))
+        return {**batch.kwargs(), "labels": batch.labels}
 
-    other = {"batch_size", "keep_fraction", "lora_learning_rate", "cache_hidden_states"}
-    options = optim.model_dump(exclude=other) | {"seed": settings.seed}
-    if memory is None:
-        options["learning_rate"] = optim.lora_learning_rate
-    config = training.TrainingConfig(**options)
-    log = partial(run.log, model=name)
-    return training.train(model, loss, batches, config, accelerator, log=log, label=name, progress=settings.progress)
+    trainer = training.AdapterTrainer(
+        model,
+        optim.arguments(
+            settings,
+            learning_rate=optim.learning_rate if memory is not None else optim.lora_learning_rate,
+            train_sampling_strategy="sequential",
+        ),
+        data_collator=collate,
+        train_dataset=[(step, *pair) for step in range(optim.max_steps) for pair in pairs.pairs(step)],
+        gate_learning_rate=optim.gate_learning_rate,
+    )
+    try:
+        return run.train(trainer, name, settings.progress)
+    except KeyboardInterrupt:
+        return None
 
 
 def train_lora(
@@ -169,7 +178,6 @@ def train_lora(
     measure: Measure,
     settings: Config,
     run: training.RunFolder,
-    accelerator: Any,
 ) -> dict[str, Any]:
     """Train and measure the control: a LoRA on the texts, with as many parameters as the adapter, in its layers."""
     torch.manual_seed(settings.seed)
@@ -177,18 +185,12 @@ def train_lora(
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, text only: {count:,} trained parameters beside {parameters:,} of the adapter")
     with hidden_states(lora, settings):
-        result = train(lora, "lora", data, ids, None, settings, run, accelerator)
-        if result.interrupted:
+        seconds = train(lora, "lora", data, ids, None, settings, run)
+        if seconds is None:
             raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
         row, _ = measure.row("LoRA, text only", lora)
     lora.unload()
-    return row | {"parameters": count, "seconds": result.seconds}
-
-
-def plot_losses(run: training.RunFolder) -> None:
-    """Plot the loss of each model as `loss.png`."""
-    curves = training.curves_of({run.path.name: [training.read_run(run.path)]}, ["loss"])
-    inspect.plot_curves(curves, run.path / "loss.png", log=True)
+    return row | {"parameters": count, "seconds": seconds}
 
 
 def save_captions(
@@ -227,6 +229,6 @@ def make_pipeline_config(settings: Config, tokenizer: PreTrainedTokenizerBase, d
         host=pipelines.ModelReference.of(settings.lm, tokenizer),
         encoder=pipelines.EncoderReference.of(settings.encoder),
         generation={"max_new_tokens": settings.max_new_tokens},
-        trained_on=f"{len(data.train)} pictures of {len(data.species)} species ({settings.data.kind}).",
+        trained_on=f"{len(data.train)} pictures of {len(data.species)} species from {settings.data.path}.",
         training={"recipe": "vision", "seed": settings.seed, "steps": settings.optim.max_steps},
     )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mmattn
-from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
+from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 
@@ -162,14 +162,12 @@ class TestLoad:
         with pytest.warns(UserWarning, match="not those the adapter"):
             mmattn.load(host, saved)
 
-    def test_a_kind_that_is_not_registered_is_not_saved(self, tmp_path: Path) -> None:
+    def test_a_kind_that_is_not_registered_is_not_attached(self) -> None:
         class Own(mmattn.GatedAdapter):
             kind = "own"
 
-        model = mmattn.attach(tiny.make("llama"), Own(memory_dim=tiny.MEMORY_DIM, every=2))
-        with pytest.raises(ConfigError, match="kind 'own' are not registered.*@mmattn.register_adapter"):
-            model.save_adapter(tmp_path / "adapter")
-        assert not list(tmp_path.iterdir())
+        with pytest.raises(AttachError, match="takes .*GatedAdapter.* got Own"):
+            mmattn.attach(tiny.make("llama"), Own(memory_dim=tiny.MEMORY_DIM, every=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -185,7 +185,8 @@ class TestBroken:
 class TestGoingOn:
     COLOURS = list(range(13))
 
-    @pytest.mark.parametrize("kill", [4, *(pytest.param(kill, marks=pytest.mark.slow) for kill in (1, 7))])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kill", [1, 4, 7])
     def test_killed_it_goes_on_at_the_shard(self, kill: int, tmp_path: Path) -> None:
         """Invariant 109: no row twice, and none encoded again but those of the shard in work."""
         captions(tmp_path / "data", self.COLOURS)
@@ -247,6 +248,7 @@ def test_what_cannot_be(reader: TextEncoder, tmp_path: Path) -> None:
         (pictures, {**both, "rows_per_shard": 0}, ConfigError, "rows_per_shard"),
         (pictures, {**both, "host": "gan"}, ConfigError, "host"),
         (Dataset.from_dict({"text": ["a"]}), {}, ConfigError, "dim="),
+        (pictures.select([]), both, ConfigError, "no rows"),
         (saved("wide.safetensors"), {"dim": 5}, ConfigError, "row 0: .*dim=9"),
         (saved("high.safetensors"), {}, ConfigError, r"row 0: .*1e\+05.*float16"),
         (saved("two.safetensors"), {}, ShapeError, "2"),

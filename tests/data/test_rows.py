@@ -125,6 +125,13 @@ class TestFolders:
         (tmp_path / "a.txt").write_text("a tulip")
         assert read(tmp_path)["text"][:] == ["a tulip", None]
 
+    def test_a_text_that_is_not_utf_8(self, tmp_path: Path) -> None:
+        """Invariant 75."""
+        picture(tmp_path, "a.png")
+        (tmp_path / "a.txt").write_bytes("Blüte".encode("latin-1"))
+        with pytest.raises(ConfigError, match="a.txt is not UTF-8"):
+            read(tmp_path)
+
     def test_pictures_without_texts(self, tmp_path: Path) -> None:
         picture(tmp_path, "a.png")
         with pytest.raises(ConfigError, match="columns of .* are image,.*nothing for"):
@@ -260,6 +267,8 @@ class TestTars:
         assert rows[4]["image"]["bytes"] == pictures[4]
         rows = list(read(files, columns={"text": "json.caption", "image": "png"}, streaming=streaming))
         assert rows[7]["text"] == "other 7"
+        rows = list(read(files, columns={"label": "json.caption"}, template="A {label}.", streaming=streaming))
+        assert rows[3] == {"text": "A other 3."}
         rows = list(read(files, columns={"label": "txt"}, template="It is {label}.", streaming=streaming))
         assert rows[2] == {"text": "It is text 2."}
         samples = {"a": {"webp": pictures[0], "json": {"caption": "one", "prompt": "Say:", "width": 3}}}

@@ -88,6 +88,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "xlstm": {"num_heads": 2, "head_dim": None, "chunk_size": None},
     "reformer": {"axial_pos_embds": False},
+    "whisper": {"max_source_positions": 30},
     "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},

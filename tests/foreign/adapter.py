@@ -10,32 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import mmattn
-from mmattn import register_adapter
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.protocols import Host, Site
-from mmattn.adapters.settings import random_memory
-from mmattn.core.kv_cache import KeyValue
+from mmattn.extend import (
+    AdapterLayers,
+    CrossAttention,
+    Host,
+    KeyValue,
+    Scale,
+    Site,
+    chosen_sites,
+    random_memory,
+    register_adapter,
+    settle_layers,
+)
 
 
-@register_adapter
 @dataclass(frozen=True)
 class FilmAdapter:
-    """Settings of feature-wise modulation, before each of some layers.
+    """Settings of feature-wise modulation before each of the chosen layers.
 
     Args:
         memory_dim: e, width of the memory.
-        layers: of the host, counted from 0; all by default.
-        rank: r.
-        num_heads: h of the attention, dividing r.
+        every: modulate what goes into every n-th host layer; all by default.
+        layers: or the explicit list of host layers, counted from 0.
+        rank: r of the projections.
+        num_heads: h of the attention, a divisor of r.
     """
 
     memory_dim: int
+    every: int | None = None
     layers: tuple[int, ...] | None = None
     rank: int = 8
     num_heads: int = 2
@@ -44,21 +52,15 @@ class FilmAdapter:
     positions: ClassVar[tuple[str, ...]] = ("before",)
     example_call: ClassVar[str] = "model(input_ids=input_ids, memory=memory)"
 
-    def sites(self, host: Host) -> list[Site]:
-        """The layers that `layers` names."""
-        offered = host.sites("before")
-        if self.layers is None:
-            return offered
-        if not set(self.layers) <= set(range(len(offered))):
-            raise mmattn.errors.AttachError(f"layers {self.layers} were asked for, and the host has {len(offered)}")
-        return [offered[layer] for layer in self.layers]
+    def __post_init__(self) -> None:
+        settle_layers(self)
 
-    def build(self, sites: Sequence[Site]) -> FilmLayers:
-        """The trainable part for these sites."""
-        return FilmLayers(self, sites)
+    def sites(self, host: Host) -> list[Site]:
+        """Return the chosen layers."""
+        return chosen_sites(self, host.sites("before"), default_every=1)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> mmattn.Memory:
-        """A random memory, some slots masked."""
+        """Return a random memory, some slots masked."""
         return random_memory(generator, rows, self.memory_dim)
 
 
@@ -68,7 +70,7 @@ class FilmBlock(nn.Module):
     def __init__(self, config: FilmAdapter, width: int) -> None:
         super().__init__()
         self.down = nn.Linear(width, config.rank, bias=False)
-        self.attention = mmattn.CrossAttention(config.rank, config.memory_dim, config.num_heads)
+        self.attention = CrossAttention(config.rank, config.memory_dim, config.num_heads)
         self.up = nn.Linear(config.rank, 2 * width, bias=False)
         nn.init.zeros_(self.up.weight)
 
@@ -78,33 +80,27 @@ class FilmBlock(nn.Module):
         memory: KeyValue,
         *,
         attention_mask: Tensor | None = None,
-        seen: Tensor | None = None,
-        adapter_scale: Any = 1.0,
+        has_memory: Tensor | None = None,
+        adapter_scale: Scale = 1.0,
     ) -> Tensor:
-        """x (b, l, d), modulated; a token that sees nothing passes through bit for bit."""
-        wide = x.to(self.up.weight.dtype)
-        found = self.attention(self.down(wide), memory, attention_mask=attention_mask)
-        scale, shift = self.up(found).chunk(2, -1)
-        out = (wide + adapter_scale * (wide * scale + shift)).to(x.dtype)
-        return out if seen is None else torch.where(seen, out, x)
+        """Modulate x (b, l, d); tokens that attend to no slot pass through bit for bit."""
+        hidden = x.to(self.up.weight.dtype)
+        attended = self.attention(self.down(hidden), memory, attention_mask=attention_mask)
+        gamma, beta = self.up(attended).chunk(2, -1)
+        modulated = (hidden + adapter_scale * (gamma * hidden + beta)).to(x.dtype)
+        return modulated if has_memory is None else torch.where(has_memory, modulated, x)
 
 
 class FilmLayers(AdapterLayers):
-    """The trainable part of the adapter on one host: a block for each site, and how a memory is read."""
+    """The trainable part on one host: a block for each site."""
 
     def __init__(self, config: FilmAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self.blocks = nn.ModuleDict({str(site.layer): FilmBlock(config, site.width) for site in sites})
 
-    @property
-    def weight(self) -> Tensor:
-        """A weight on the device and in the dtype in which a memory is read."""
-        return self.block(self.layers[0]).down.weight
-
-    def attention(self, layer: int) -> Any:
-        """What attends at a layer."""
+    def attention(self, layer: int) -> nn.Module:
+        """Return what attends to the memory at a layer: its keys and values are cached, its weights recorded."""
         return self.block(layer).attention
 
-    def read(self, memory: mmattn.Memory) -> mmattn.Memory:
-        """The memory as every block sees it: as it is, in the dtype of the weights."""
-        return memory.replace(self.cast(memory))
+
+register_adapter(FilmAdapter, FilmLayers)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmattn import register_encoder
-from mmattn.encoders import ImageEncoder, ImageProcessor
+from mmattn.extend import ImageEncoder, ImageProcessor, register_encoder
 
 
 @register_encoder("stripes")

@@ -7,9 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmattn import register_host
-from mmattn.adapters.protocols import Site
-from mmattn.hosts import AdaptedModel
+from mmattn.extend import AdaptedModel, Site, register_host
 
 
 class Prediction(NamedTuple):

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import mmattn
-from mmattn import register_adapter
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.projection import PreparedMemory, VectorMemory
-from mmattn.adapters.protocols import Host, Site, View
-from mmattn.adapters.settings import random_memory
-from mmattn.adapters.text_state import TextState
+from mmattn.extend import (
+    AdapterLayers,
+    Host,
+    PreparedMemory,
+    Site,
+    TextState,
+    VectorMemory,
+    View,
+    random_memory,
+    register_adapter,
+)
 
 
-@register_adapter
 @dataclass(frozen=True)
 class PooledAdapter:
     """Settings of the adapter, which is after every layer.
@@ -41,10 +45,6 @@ class PooledAdapter:
     def sites(self, host: Host) -> list[Site]:
         """Every layer."""
         return host.sites("after")
-
-    def build(self, sites: Sequence[Site]) -> PooledLayers:
-        """The trainable part for these sites."""
-        return PooledLayers(self, sites)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> mmattn.Memory:
         """A random memory, some slots masked."""
@@ -102,3 +102,6 @@ class PooledView(View):
         assert self.mean.mask is not None
         seen = self.mean.mask.to(x.device).repeat_interleave(beams, 0)[..., None]
         return torch.where(seen, (x + added).to(x.dtype), x)
+
+
+register_adapter(PooledAdapter, PooledLayers)

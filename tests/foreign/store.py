@@ -8,7 +8,7 @@ import threading
 import torch
 
 from mmattn.errors import IndexFileError
-from mmattn.retrieval import Candidates, Entries, best_rows, register_store
+from mmattn.extend import Candidates, Entries, best_rows, register_store
 
 TABLE = "CREATE TABLE entries (place INTEGER PRIMARY KEY, id UNIQUE, text, metadata, vector)"
 FILE = "entries.sqlite"

@@ -15,14 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 import mmattn
-from mmattn import register_adapter, register_host
 from mmattn.cli.app import app
-from mmattn.errors import AdapterFileError, AttachError, ConfigError
+from mmattn.errors import AdapterFileError, ConfigError
+from mmattn.extend import register_adapter, register_host
 from mmattn.inspect import save_traces
 from mmattn.testing import Case, HostCase, adapter_checks, check_adapter, check_host, host_checks, stir
 from mmattn.testing.case import Check
 from tests import contracts, tiny
-from tests.foreign.adapter import FilmAdapter
+from tests.foreign.adapter import FilmAdapter, FilmLayers
 from tests.foreign.encoder import StripesEncoder
 from tests.foreign.host import AdaptedMeanDecoder, MeanDecoder
 from tests.foreign.pooled import PooledAdapter
@@ -159,18 +159,14 @@ def test_the_doctor_at_the_command_line(tmp_path: Path) -> None:
 def test_a_kind_is_not_taken_twice() -> None:
     twin = type("Other", (FilmAdapter,), {"__module__": "elsewhere"})
     with pytest.raises(ConfigError, match="the adapter kind 'film' is tests.foreign.adapter.FilmAdapter already"):
-        register_adapter(twin)
+        register_adapter(twin, FilmLayers)
     with pytest.raises(ConfigError, match="the host kind 'mean_decoder' is"):
         register_host(type("Other", (AdaptedMeanDecoder,), {"__module__": "elsewhere"}))
 
 
-def test_what_is_built_is_adapter_layers() -> None:
-    class Bare(FilmAdapter):
-        def build(self, sites: Any) -> Any:
-            return torch.nn.Linear(3, 5)
-
-    with pytest.raises(AttachError, match="Bare.build must return an AdapterLayers, got Linear"):
-        mmattn.attach(decoder(), Bare(memory_dim=tiny.MEMORY_DIM))
+def test_layers_are_adapter_layers() -> None:
+    with pytest.raises(ConfigError, match="layers of FilmAdapter must be a subclass .* got <class 'torch.nn.*Linear'>"):
+        register_adapter(FilmAdapter, torch.nn.Linear)
 
 
 def test_an_encoder_of_another_package_is_loaded_by_its_name() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from tests.hosts.memory_of_call import MemoryOfCall
+
 
 @pytest.fixture
 def dynamo() -> Iterator[Any]:
@@ -17,3 +19,9 @@ def dynamo() -> Iterator[Any]:
     torch._dynamo.utils.counters.clear()
     yield torch._dynamo.testing.CompileCounterWithBackend("eager")
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def asked(model: Any, ids: torch.Tensor) -> MemoryOfCall:
+    """Return a tiny LLaMA with an open adapter that is asked which memory a call has."""
+    return MemoryOfCall(model, ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -9,27 +10,22 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import mmattn
 from tests import tiny, tiny_unets
+from tests.families.building import tiny_model
 
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
-def t5() -> T5ForConditionalGeneration:
-    config = T5Config(
-        vocab_size=101, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return T5ForConditionalGeneration(config).eval()
+def t5() -> nn.Module:
+    return tiny_model("t5", AutoModelForSeq2SeqLM)
 
 
 def lora() -> nn.Module:
@@ -43,10 +39,10 @@ def attached(host: nn.Module) -> Any:
     return tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "a LoRA"])
-def test_a_generation_config_that_is_set_is_followed(family: str) -> None:
+@pytest.mark.parametrize("make", [lambda: tiny.make("llama"), lambda: tiny.make("gpt2"), lora, t5])
+def test_a_generation_config_that_is_set_is_followed(make: Callable[[], nn.Module]) -> None:
     """Invariant 149."""
-    model = attached(t5() if family == "t5" else lora() if family == "a LoRA" else tiny.make(family))
+    model = attached(make())
     asked = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=2)
     asked.decoder_start_token_id = 0
     model.generation_config = asked
@@ -58,7 +54,10 @@ def test_a_generation_config_that_is_set_is_followed(family: str) -> None:
 
 def test_a_trainer_that_sets_a_generation_config(tmp_path: Any) -> None:
     """Invariant 149."""
-    model, asked = attached(t5()), GenerationConfig(max_new_tokens=4, decoder_start_token_id=0, pad_token_id=0)
+    model, asked = (
+        attached(t5()),
+        GenerationConfig(max_new_tokens=4, decoder_start_token_id=0, pad_token_id=0),
+    )
     Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments(tmp_path, generation_config=asked, use_cpu=True))
     assert model.host.generation_config.max_new_tokens == 4
 

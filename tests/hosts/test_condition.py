@@ -14,12 +14,6 @@ import mmattn
 from mmattn.errors import ConditionError
 from mmattn.hosts.context import _BLOCKS
 from tests import tiny
-from tests.hosts.memory_of_call import MemoryOfCall
-
-
-@pytest.fixture
-def asked(model, ids):
-    return MemoryOfCall(model, ids)
 
 
 class Session:

@@ -28,10 +28,6 @@ WRITTEN = torch.tensor([[8, 11, 6], [3, 20, 2]])
 SETTINGS: dict[str, Any] = {"memory_dim": MEMORY_DIM, "layers": (0, 2), "num_heads": 2}
 
 
-def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
-    return tiny.memory(rows, seed=seed)
-
-
 def adapted(where: str | None = None, family: str = "t5") -> Any:
     model = mmattn.attach(tiny_model(family, AutoModelForSeq2SeqLM), mmattn.GatedAdapter(**SETTINGS, where=where))
     return tiny.open_gates(model)
@@ -49,10 +45,10 @@ def test_the_part_that_is_named_sees_the_memory(where: str) -> None:
     model = adapted(where)
     with torch.no_grad():
         read = model.host.get_encoder()(input_ids=IDS).last_hidden_state
-        with model.condition(memory()):
+        with model.condition(tiny.memory(2)):
             seen = model.host.get_encoder()(input_ids=IDS).last_hidden_state
     assert torch.equal(read, seen) == (where == "decoder")
-    assert tiny.differs(logits(model, memory=memory()), logits(model))
+    assert tiny.differs(logits(model, memory=tiny.memory(2)), logits(model))
     assert [site.part for site in model.adapter("default").sites] == [where] * 2
     assert model.adapter("default").layers == ((0, 2) if where == "decoder" else (4, 6))
 
@@ -61,13 +57,13 @@ def test_both_parts_with_a_memory_of_their_own() -> None:
     model = adapted()
     mmattn.attach(model, mmattn.GatedAdapter(**SETTINGS, where="encoder"), "sounds")
     tiny.open_gates(model)
-    both = logits(model, memory={"default": memory(1), "sounds": memory(2)})
-    assert tiny.differs(both, logits(model, memory={"default": memory(1)}))
-    assert tiny.differs(both, logits(model, memory={"sounds": memory(2)}))
+    both = logits(model, memory={"default": tiny.memory(2, seed=1), "sounds": tiny.memory(2, seed=2)})
+    assert tiny.differs(both, logits(model, memory={"default": tiny.memory(2, seed=1)}))
+    assert tiny.differs(both, logits(model, memory={"sounds": tiny.memory(2, seed=2)}))
     made = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3}
-    texts = model.generate(IDS, memory={"default": memory(1), "sounds": memory(2)}, **made)
+    texts = model.generate(IDS, memory={"default": tiny.memory(2, seed=1), "sounds": tiny.memory(2, seed=2)}, **made)
     for row in range(2):
-        own = {"default": memory(1)[row], "sounds": memory(2)[row]}
+        own = {"default": tiny.memory(2, seed=1)[row], "sounds": tiny.memory(2, seed=2)[row]}
         assert torch.equal(model.generate(IDS[row : row + 1], memory=own, **made)[0], texts[row])
 
 
@@ -75,10 +71,10 @@ def test_both_parts_with_a_memory_of_their_own() -> None:
 def test_a_saved_adapter_comes_back_to_its_part(where: str, tmp_path: Any) -> None:
     """Invariant 93."""
     model = adapted(where)
-    answer = logits(model, memory=memory())
+    answer = logits(model, memory=tiny.memory(2))
     model.save_adapter(tmp_path)
     again = mmattn.load(tiny_model("t5", AutoModelForSeq2SeqLM), tmp_path)
-    assert torch.equal(logits(again, memory=memory()), answer)
+    assert torch.equal(logits(again, memory=tiny.memory(2)), answer)
     with pytest.raises(AdapterFileError, match=f"where='{where}' needs a host with an encoder and a decoder"):
         mmattn.load(tiny.make("llama"), tmp_path)
 
@@ -92,9 +88,9 @@ def test_a_generate_of_the_hosts_own(family: str, auto: Any) -> None:
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
     inputs = torch.randn(2, 16, 2 * host.config.max_source_positions) if family == "whisper" else IDS
     settings = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2, "do_sample": False}
-    texts = model.generate(inputs, memory=memory(), **settings)
+    texts = model.generate(inputs, memory=tiny.memory(2), **settings)
     for row in range(2):
-        alone = model.generate(inputs[row : row + 1], memory=memory()[row], **settings)
+        alone = model.generate(inputs[row : row + 1], memory=tiny.memory(2)[row], **settings)
         assert torch.equal(alone, texts[2 * row : 2 * row + 2])
 
 
@@ -133,7 +129,7 @@ def test_recordings_that_are_left_are_refused(where: str, ways: dict[str, Any]) 
 
     def written(rows: list[int], length: int, seed: int = 1, **more: Any) -> Any:
         inputs = {"input_features": sounds[rows, :, :length], "attention_mask": mask[rows, :length]}
-        return model.generate(**inputs, memory=memory(seed, len(rows)), **options, **more)["segments"]
+        return model.generate(**inputs, memory=tiny.memory(len(rows), seed=seed), **options, **more)["segments"]
 
     with pytest.raises((ConditionError, ShapeError), match="one row at a time"):
         written([0, 1], 260)
@@ -159,14 +155,14 @@ def test_rows_that_are_left_and_not_known_are_refused(ways: dict[str, Any], wher
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS, where=where)))
     refused = (ConditionError, ShapeError) if where == "encoder" else ConditionError
     with pytest.raises(refused, match="one row at a time|give one row of memory"):
-        model.generate(IDS, memory=memory(), max_new_tokens=2, **ways)
-    assert len(model.generate(IDS[:1], memory=memory(rows=1), max_new_tokens=2, **ways)) == 1
+        model.generate(IDS, memory=tiny.memory(2), max_new_tokens=2, **ways)
+    assert len(model.generate(IDS[:1], memory=tiny.memory(1), max_new_tokens=2, **ways)) == 1
 
 
 @torch.no_grad()
 def test_outputs_of_an_encoder_belong_to_a_memory() -> None:
     """Invariants 94, 120."""
-    model, seen = adapted("encoder"), memory(2)
+    model, seen = adapted("encoder"), tiny.memory(2, seed=2)
     encoder, wanted = model.host.get_encoder(), logits(model, memory=seen)
     decoder = adapted("decoder")
     read = (decoder.host.get_encoder()(input_ids=IDS)[0],)
@@ -181,7 +177,7 @@ def test_outputs_of_an_encoder_belong_to_a_memory() -> None:
     assert torch.equal(answer(blind), logits(model))
     with model.disable_adapter():
         assert torch.equal(answer(blind, memory=seen), logits(model))
-    with model.condition(memory(1)):
+    with model.condition(tiny.memory(2, seed=1)):
         other = encoder(input_ids=IDS)[0]
     with model.condition(seen, adapter_scale=0.5):
         weak = encoder(input_ids=IDS)[0]
@@ -228,9 +224,9 @@ def test_calls_that_are_refused() -> None:
     model = adapted()
     for more in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
         with pytest.raises(ShapeError, match="2 rows .*'default' has 3"):
-            model.generate(IDS, memory=memory(rows=3), max_new_tokens=2, **more)
+            model.generate(IDS, memory=tiny.memory(3), max_new_tokens=2, **more)
     with pytest.raises(ConditionError, match="generate_batch"):
-        model.generate_batch([[1, 2]], memory=memory(rows=1))
+        model.generate_batch([[1, 2]], memory=tiny.memory(1))
 
 
 @torch.no_grad()

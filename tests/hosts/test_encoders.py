@@ -39,10 +39,6 @@ class PassedOn(torch.nn.Module):
         return x
 
 
-def memory(seed: int = 0, rows: int = 2) -> mmattn.Memory:
-    return tiny.memory(rows, seed=seed)
-
-
 def clip() -> CLIPModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -57,7 +53,7 @@ def test_a_model_of_two_parts_is_told_which(part: str) -> None:
     tiny.open_gates(model)
     given = {"input_ids": IDS, "pixel_values": PICTURES}
     with torch.no_grad():
-        alone, seeing = model(**given), model(**given, memory=memory())
+        alone, seeing = model(**given), model(**given, memory=tiny.memory(2))
     assert torch.equal(alone.text_embeds, seeing.text_embeds) == (part == "vision")
     assert torch.equal(alone.image_embeds, seeing.image_embeds) == (part == "text")
 
@@ -68,13 +64,13 @@ def test_what_is_refused() -> None:
         mmattn.attach(host, mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3))
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
     with pytest.raises(ShapeError, match="2 rows and the memory of adapter 'default' has 3"):
-        model(input_ids=IDS, memory=memory(rows=3))
+        model(input_ids=IDS, memory=tiny.memory(3))
     with pytest.raises(ConfigError, match="memroy=.*did you mean memory="):
-        model(input_ids=IDS, memroy=memory())
+        model(input_ids=IDS, memroy=tiny.memory(2))
     layers = host.bert.encoder.layer
     layers[2] = PassedOn()
     with pytest.raises(ConditionError, match=r"layers \[2\] of BertForSequenceClassification were replaced"):
-        model(input_ids=IDS, memory=memory())
+        model(input_ids=IDS, memory=tiny.memory(2))
 
 
 @pytest.mark.parametrize("family", ["convnext", "resnet"])
@@ -97,29 +93,29 @@ def test_outputs_of_the_layers_are_refused_unless_the_memory_is_in_them(training
     """Invariant 148."""
     host, model, sounds = whisper()
     host.train(training)
-    blind, wanted = host.encoder(sounds), model(sounds, memory=memory()).logits
+    blind, wanted = host.encoder(sounds), model(sounds, memory=tiny.memory(2)).logits
     assert not torch.allclose(model(sounds).logits, wanted)
     for given in (blind, (blind.last_hidden_state,)):
         with pytest.raises(
             ConditionError,
             match=r"did not reach layers \[0, 1, 2, 3\].*did not run: give their inputs, not their outputs",
         ):
-            model(encoder_outputs=given, memory=memory())
-        with pytest.raises(ConditionError, match="did not run"), model.condition(memory()):
+            model(encoder_outputs=given, memory=tiny.memory(2))
+        with pytest.raises(ConditionError, match="did not run"), model.condition(tiny.memory(2)):
             host(encoder_outputs=given)
     assert torch.equal(model(encoder_outputs=blind).logits, model(sounds).logits)
-    with model.condition(memory()):
+    with model.condition(tiny.memory(2)):
         seeing = host.encoder(sounds)
         assert torch.equal(host(encoder_outputs=seeing).logits, wanted)
     with pytest.raises(ConditionError, match="did not run"):
-        model(encoder_outputs=seeing, memory=memory(seed=1))
+        model(encoder_outputs=seeing, memory=tiny.memory(2, seed=1))
 
 
 def test_layers_that_training_drops_need_not_run() -> None:
     """Invariant 148."""
     host, model, sounds = whisper()
     host.encoder.layerdrop = host.config.encoder_layerdrop = 1.0
-    assert model.train()(sounds, memory=memory()).logits.isfinite().all()
+    assert model.train()(sounds, memory=tiny.memory(2)).logits.isfinite().all()
 
 
 @torch.no_grad()
@@ -131,6 +127,6 @@ def test_embeddings_that_stand_for_a_part_are_refused_beside_a_memory_for_it() -
     model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS), path=path))
     embeddings = torch.randn(2, 24)
     bare = model(pixel_values=PICTURES, input_ids=IDS).logits
-    assert not torch.allclose(model(pixel_values=PICTURES, input_ids=IDS, memory=memory()).logits, bare)
+    assert not torch.allclose(model(pixel_values=PICTURES, input_ids=IDS, memory=tiny.memory(2)).logits, bare)
     with pytest.raises(ConditionError, match=r"did not reach layers \[0, 2\] of CLIPSegForImageSegmentation"):
-        model(pixel_values=PICTURES, conditional_embeddings=embeddings, memory=memory())
+        model(pixel_values=PICTURES, conditional_embeddings=embeddings, memory=tiny.memory(2))

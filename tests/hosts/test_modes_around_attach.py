@@ -27,15 +27,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
@@ -43,7 +34,6 @@ MODES: dict[str, Callable[[], Any]] = {
     "float16 by default": lambda: default_dtype(torch.float16),
     "float64 by default": lambda: default_dtype(torch.float64),
     "device meta": lambda: torch.device("meta"),
-    "meta by default": lambda: default_device("meta"),
     "init_empty_weights with buffers": lambda: init_empty_weights(include_buffers=True),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }

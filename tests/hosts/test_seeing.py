@@ -27,21 +27,17 @@ def told(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": PICTURES}
 
 
-def memory() -> mmattn.Memory:
-    return mmattn.Memory(torch.randn(2, 5, MEMORY_DIM, generator=torch.Generator().manual_seed(2)))
-
-
 @torch.no_grad()
 def test_its_own_pictures_and_a_memory(told: tuple[Any, dict[str, torch.Tensor]]) -> None:
     """Both are seen, each by its own row; a fresh adapter changes nothing."""
     model, given = told
     alone = model.host(**given).logits
-    assert torch.equal(model(**given, memory=memory()).logits, alone)
+    assert torch.equal(model(**given, memory=tiny.memory(2)).logits, alone)
     tiny.open_gates(model)
-    both = model(**given, memory=memory()).logits
+    both = model(**given, memory=tiny.memory(2)).logits
     assert tiny.differs(both, alone)
     other = {**given, "pixel_values": torch.stack([PICTURES[0], PICTURES[1].flip(1)])}
-    changed = model(**other, memory=memory()).logits
+    changed = model(**other, memory=tiny.memory(2)).logits
     tiny.assert_close(changed[0], both[0], 1e-5)
     assert tiny.differs(changed[1:], both[1:], 1e-3), "its own picture is no longer seen"
     assert torch.equal(model(**given).logits, alone)
@@ -52,7 +48,7 @@ def test_it_writes_about_both(told: tuple[Any, dict[str, torch.Tensor]]) -> None
     tiny.open_gates(model)
     for ways in ({}, {"num_beams": 2}):
         settings = {"max_new_tokens": 4, "do_sample": False, **ways}
-        texts = model.generate(**given, memory=memory(), **settings)
+        texts = model.generate(**given, memory=tiny.memory(2), **settings)
         for row in range(2):
             own = {name: value[row : row + 1] for name, value in given.items()}
-            assert torch.equal(model.generate(**own, memory=memory()[row], **settings)[0], texts[row])
+            assert torch.equal(model.generate(**own, memory=tiny.memory(2)[row], **settings)[0], texts[row])

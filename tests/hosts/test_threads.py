@@ -20,18 +20,12 @@ from transformers import (
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
-from tests.hosts.memory_of_call import MemoryOfCall
 from tests.tiny import own
 
 # peft 0.21 asks transformers 5.23 by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 NEW = 4
-
-
-@pytest.fixture
-def asked(model, ids):
-    return MemoryOfCall(model, ids)
 
 
 def recorded(work):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
-from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 import mmattn
 from mmattn import training
 from tests import tiny, tiny_transformers, tiny_unets
+from tests.families.building import tiny_model
 
 HOSTS: dict[str, tuple[Callable[[], Any], Any]] = {
     "language model": (lambda: tiny.make("llama"), mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1)),
@@ -22,15 +23,11 @@ HOSTS: dict[str, tuple[Callable[[], Any], Any]] = {
     "prefix": (lambda: tiny.make("llama"), mmattn.adapters.PrefixAdapter(3)),
     "LoRA": (lambda: training.add_lora(tiny.make("llama"), 2), mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1)),
     "encoder": (
-        lambda: BertModel(
-            BertConfig(vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
-        ).eval(),
+        lambda: tiny_model("bert", AutoModel),
         mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1),
     ),
     "encoder and decoder": (
-        lambda: T5ForConditionalGeneration(
-            T5Config(vocab_size=53, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
-        ),
+        lambda: tiny_model("t5", AutoModelForSeq2SeqLM),
         mmattn.GatedAdapter(tiny.MEMORY_DIM, every=1),
     ),
     "UNet": (tiny_unets.make, mmattn.DecoupledAdapter(tiny.MEMORY_DIM)),

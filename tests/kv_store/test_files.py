@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.kv_store.store import Bank
+from mmattn.kv_store.bank import Bank
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests import tiny
 from tests.kv_store.banks import (

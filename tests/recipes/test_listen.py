@@ -25,7 +25,7 @@ from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
 from tests.recipes.comparing import check_compared
 
-STEPS = {"max_steps": 2, "batch_size": 5, "warmup_steps": 1}
+STEPS = {"max_steps": 2, "per_device_train_batch_size": 5, "warmup_steps": 1}
 SPOKEN = [
     "audio only",
     "audio and sensor",

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn.adapters.protocols import Site
+from mmattn.adapters.registry import build_layers
 from mmattn.training.losses import AUTO_CHUNK
 from tests import tiny
 
@@ -61,7 +62,7 @@ def make(name: str) -> tuple[Any, Any]:
         host = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False).train()
     settings = mmattn.GatedAdapter(WIDTH, layers=layers, num_heads=8, head_dim=64).sized(config.hidden_size)
     sites = [Site(layer, "after", f"model.layers.{layer}", config.hidden_size, META) for layer in layers]
-    adapter = settings.build(sites).to(META)
+    adapter = build_layers(settings, sites).to(META)
     memory = torch.empty(ROWS, SLOTS, WIDTH, device=META)
     for layer in layers:
         block = adapter.block(layer)

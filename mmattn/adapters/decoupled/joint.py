@@ -21,55 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled.unet import InsideAdapter
+from mmattn.adapters.decoupled.config import JointDecoupledAdapter, TimedResampler
 from mmattn.adapters.projection import PreparedMemory, ProjectedView, VectorMemory, check_read
-from mmattn.adapters.protocols import HeadSizes, Scale, Site
-from mmattn.adapters.settings import register_adapter
+from mmattn.adapters.protocols import HeadSizes, Scale, Site, Traits
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
-from mmattn.errors import ConditionError, ConfigError, check_int
+from mmattn.errors import ConditionError
 from mmattn.memory import Memory
-
-
-@dataclass(frozen=True)
-class TimedResampler:
-    """Settings of a resampler that follows the time step.
-
-    Args:
-        num_latents: n, slots of the output.
-        depth: number of layers.
-        width: d of the latents.
-        num_heads: h of its attention.
-        head_dim: k of its attention.
-        feed_forward: hidden width of its feed-forward as a multiple of d.
-        frequencies: sines and cosines of the time step.
-
-    Raises:
-        ConfigError: a setting outside what is allowed.
-    """
-
-    num_latents: int = 64
-    depth: int = 4
-    width: int = 1280
-    num_heads: int = 20
-    head_dim: int = 64
-    feed_forward: int = 4
-    frequencies: int = 320
-
-    def __post_init__(self) -> None:
-        limits = {"num_latents": 65536, "depth": 64, "width": 65536, "num_heads": 1024, "head_dim": 1024}
-        for name, at_most in (limits | {"feed_forward": 64, "frequencies": 65536}).items():
-            check_int(name, getattr(self, name), at_most=at_most)
-        if self.frequencies % 2:
-            raise ConfigError(f"frequencies must be even, a sine and a cosine of each; got {self.frequencies}")
 
 
 class TimedPerceiver(nn.Module):
@@ -142,35 +106,6 @@ def sinusoids(timestep: Tensor, frequencies: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], 1)
 
 
-@register_adapter
-@dataclass(frozen=True)
-class JointDecoupledAdapter(InsideAdapter):
-    """Settings of decoupled attention over picture and memory for a diffusion transformer.
-
-    Args:
-        memory_dim: e, width of the memory.
-        blocks: as in `DecoupledAdapter`.
-        resampler: what turns the memory into latents under the time step.
-
-    >>> JointDecoupledAdapter(memory_dim=24).resampler.num_latents
-    64
-    """
-
-    resampler: TimedResampler = field(default_factory=TimedResampler)
-
-    kind: ClassVar[str] = "joint_decoupled"
-    example_call: ClassVar[str] = "model(hidden_states=sample, timestep=timestep, …, memory=memory)"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.resampler, TimedResampler):
-            raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
-
-    def build(self, sites: Sequence[Site]) -> JointDecoupledLayers:
-        """Return the trainable part for these sites."""
-        return JointDecoupledLayers(self, sites)
-
-
 class JointDecoupledBlock(nn.Module):
     """Attention of a host's queries over its own picture and a memory of width `dim`, in one layer."""
 
@@ -192,7 +127,7 @@ class JointDecoupledBlock(nn.Module):
         resampled: tuple[Memory, Tensor],
         *,
         attention_mask: None = None,
-        seen: None = None,
+        has_memory: None = None,
         adapter_scale: Scale = 1.0,
     ) -> Tensor:
         """Return the attention (b, h, l, k) of x (b, 3h, l, k) over picture and latents, 0 in rows without a memory."""
@@ -217,7 +152,7 @@ class JointDecoupledLayers(AdapterLayers):
     """The trainable part of one such adapter on one host."""
 
     # Latents attend to each other beside the slots.
-    counts_slots = True
+    traits = Traits(duplicates_matter=True)
     follows_text = True
 
     def __init__(self, config: JointDecoupledAdapter, sites: Sequence[Site]) -> None:

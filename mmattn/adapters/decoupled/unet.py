@@ -14,126 +14,18 @@ of the host's; padding of the memory is never attended to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, cast, runtime_checkable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, AttachedHost
-from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
-from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import VectorAdapter, default_norm, register_adapter, settle
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.decoupled.config import DecoupledAdapter
+from mmattn.adapters.protocols import HeadSizes, Scale, Site
 from mmattn.core.key_value_projection import Attended, KeyValueProjection
-from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
+from mmattn.errors import AttachError
 from mmattn.memory import Memory
-
-STARTS = ("nothing", "host")
-ADDED_TO = ("attention", "block")
-
-
-@dataclass(frozen=True)
-class DecoupledLayout:
-    """Layout of published adapters, such as those for Flux, where it differs from the default.
-
-    Args:
-        slot_dim: width of the slots that `tokens` projects to; the width of the host's text by default.
-        bias: keys and values have a bias.
-        added_to: "attention", through its output projection, or "block": what the queries find is added as it is to
-            the hidden states that the transformer block hands on.
-    """
-
-    slot_dim: int | None = None
-    bias: bool = False
-    added_to: str = "attention"
-
-    def __post_init__(self) -> None:
-        if self.slot_dim is not None:
-            check_int("slot_dim", self.slot_dim, at_most=65536)
-        check_bool("bias", self.bias)
-        check_choice("added_to", self.added_to, ADDED_TO)
-
-
-@dataclass(frozen=True)
-class InsideAdapter(VectorAdapter):
-    """Base of the settings of adapters inside the attention layers of a diffusion model.
-
-    Args:
-        blocks: beginnings of the names of the attention layers, as in `DecoupledAdapter`.
-    """
-
-    blocks: tuple[str, ...] | None = None
-
-    positions: ClassVar[tuple[str, ...]] = ("inside",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        blocks = self.blocks
-        if blocks is None:
-            return
-        if isinstance(blocks, str) or not blocks or not all(isinstance(name, str) for name in blocks):
-            raise ConfigError(f"blocks must be a list of beginnings of block names, got {blocks!r}")
-        settle(self, blocks=tuple(blocks))
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention layers whose names begin as `blocks` say; None for all but single streams."""
-        offered = host.sites("inside")
-        if self.blocks is None:
-            return [site for site in offered if site.part != "stream"]
-        names = [site.module for site in offered]
-        for prefix in self.blocks:
-            if not any(name.startswith(prefix) for name in names):
-                raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
-        return [site for site in offered if site.module.startswith(self.blocks)]
-
-
-@register_adapter
-@dataclass(frozen=True)
-class DecoupledAdapter(InsideAdapter):
-    """Settings of decoupled cross-attention for a diffusion model: a UNet or a transformer.
-
-    Args:
-        memory_dim: e, width of the memory.
-        blocks: beginnings of the names of the attention layers that get the adapter ("up", "down_blocks.2",
-            "transformer_blocks.3", ...); None is all, but for those that hold text and picture in one stream where the
-            host has others (Flux's `single_transformer_blocks`).
-        tokens: turn each vector of the memory into this many slots of the host's text width (IP-Adapter's image
-            projection: 4); None reads the vectors as they are, normalised.
-        start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
-        resampler: turn the memory into few latents first.
-        layout: as in published adapters.
-        memory_norm: normalise what the blocks read; None is where it comes from `tokens`, or is 12 wide or more: of few
-            numbers a norm leaves little more than signs.
-
-    >>> DecoupledAdapter(memory_dim=24, tokens=4).tokens
-    4
-    """
-
-    tokens: int | None = None
-    start: str = "nothing"
-    resampler: Resampler | None = None
-    layout: DecoupledLayout = field(default_factory=DecoupledLayout)
-    memory_norm: bool | None = None
-
-    kind: ClassVar[str] = "decoupled"
-    example_call: ClassVar[str] = "model(sample, timestep, text, memory=memory)"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokens is not None:
-            check_int("tokens", self.tokens, at_most=1024)
-        check_choice("start", self.start, STARTS)
-        settle_resampler(self)
-        norm = True if self.memory_norm is None and self.tokens is not None else self.memory_norm
-        settle(self, memory_norm=default_norm(norm, self.memory_dim))
-        if not isinstance(self.layout, DecoupledLayout):
-            raise ConfigError(f"layout must be a DecoupledLayout, got {self.layout!r}")
-        if self.layout.slot_dim is not None and self.tokens is None:
-            raise ConfigError("layout.slot_dim is the width of the slots of tokens=, which is not given")
-
-    def build(self, sites: Sequence[Site]) -> DecoupledLayers:
-        """Return the trainable part for these sites."""
-        return DecoupledLayers(self, sites)
 
 
 class DecoupledBlock(KeyValueProjection):
@@ -150,7 +42,7 @@ class DecoupledBlock(KeyValueProjection):
         memory: Attended,
         *,
         attention_mask: None = None,
-        seen: Tensor | None = None,
+        has_memory: Tensor | None = None,
         adapter_scale: Scale = 1.0,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -159,14 +51,6 @@ class DecoupledBlock(KeyValueProjection):
         heads, weights = attended if isinstance(attended, tuple) else (attended, None)
         heads = heads if isinstance(adapter_scale, float) and adapter_scale == 1 else heads * adapter_scale
         return heads if weights is None else (heads, weights)
-
-
-@runtime_checkable
-class TextProjections(Protocol):
-    """A host whose attention projects the keys and values of a text."""
-
-    def key_value_weights(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the weights of the host's key and value projections of the text."""
 
 
 class DecoupledLayers(AdapterLayers):
@@ -178,7 +62,7 @@ class DecoupledLayers(AdapterLayers):
     def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         self._add_reader(False, config.resampler)
-        self.adds_to_block = config.layout.added_to == "block"
+        self.traits = replace(self.traits, adds_to_block=config.layout.added_to == "block")
         width, self.slot_dim = config.memory_dim, config.layout.slot_dim or self.sites[0].width
         self.projection = None
         if config.tokens is not None:
@@ -197,11 +81,10 @@ class DecoupledLayers(AdapterLayers):
         return cast(DecoupledBlock, self.block(layer))
 
     @torch.no_grad()
-    def initialise(self, host: AttachedHost) -> None:
+    def initialise(self, host: Any) -> None:
         """Copy the host's own key and value projections, with start="host"."""
         if self.config.start != "host":
             return
-        assert isinstance(host, TextProjections)
         for layer in self.layers:
             block, (k, v) = self.attention(layer), host.key_value_weights(layer)
             if k.shape != block.k_proj.weight.shape:

@@ -13,91 +13,150 @@ Norms, position and feed-forward can be those of the models that followed: see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from mmattn.adapters.gated.block import BlockLayers, BlockLayout, SlotAdapter
 from mmattn.adapters.protocols import Host, Site
-from mmattn.adapters.settings import random_memory, register_adapter, settle_nested
-from mmattn.adapters.text_state import Keywords, TextState, images_so_far
-from mmattn.core.masks import VISIBLE_SEGMENTS, media
-from mmattn.errors import AttachError, ShapeError, check_bool, check_choice, check_int
+from mmattn.adapters.resampler import Resampler, settle_resampler
+from mmattn.adapters.settings import (
+    chosen_sites,
+    default_heads,
+    default_norm,
+    random_memory,
+    settle,
+    settle_layers,
+    settle_nested,
+)
+from mmattn.core.cross_attention import check_score_settings
+from mmattn.core.masks import VISIBLE_SEGMENTS
+from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_float, check_int
 from mmattn.memory import Memory
 
+GATES = ("scalar", "head", "channel")
+NORMS = ("layer", "rms")
+ACTIVATIONS = ("gelu", "swiglu")
+POSITIONS = ("after", "before")
 PARTS = ("decoder", "encoder")
 
 
 @dataclass(frozen=True)
-class GatedLayout(BlockLayout):
-    """Layout of published gated blocks where it differs from the default.
+class GatedLayout:
+    """Layout of the blocks of published models where it differs from the default.
 
     Args:
+        norm: "layer" or "rms", of what goes into the attention and the feed-forward.
+        norm_eps: ε of these norms and of qk_norm; what torch and `CrossAttention` have by default.
+        memory_norm: normalise the memory, once for all layers; None is where it is 12 wide or more: of few numbers a
+            norm leaves little more than signs.
+        activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
+        calibrated: the blocks have the mean and spread of the host's hidden states; set by `AdaptedModel.calibrate`.
         feed_forward_all: the feed-forward also acts on tokens that may attend to nothing, as in OpenFlamingo and
-            Idefics; by default they pass through bit for bit.
-
-    The others are those of `BlockLayout`.
+            Idefics; by default they pass through bit for bit. For gated adapters only.
     """
 
+    norm: str = "layer"
+    norm_eps: float | None = None
+    memory_norm: bool | None = None
+    activation: str = "gelu"
+    calibrated: bool = False
     feed_forward_all: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_choice("norm", self.norm, NORMS)
+        check_choice("activation", self.activation, ACTIVATIONS)
+        if self.norm_eps is not None:
+            check_float("norm_eps", self.norm_eps, at_least=1e-12, below=1)
+        if self.memory_norm is not None:
+            check_bool("memory_norm", self.memory_norm)
+        check_bool("calibrated", self.calibrated)
         check_bool("feed_forward_all", self.feed_forward_all)
 
+    def make_norm(self, dim: int) -> nn.LayerNorm | nn.RMSNorm:
+        """Make the norm in front of an attention or a feed-forward."""
+        kind = nn.RMSNorm if self.norm == "rms" else nn.LayerNorm
+        return kind(dim, eps=1e-5 if self.norm_eps is None else self.norm_eps)
 
-@register_adapter
+
 @dataclass(frozen=True)
-class GatedAdapter(SlotAdapter):
+class GatedAdapter:
     """Settings of gated cross-attention for a language model, or another model of transformers.
 
     Args:
-        where: of a host with an encoder and a decoder, whose layers `layers` and `every` count: "decoder", which is
-            None, or "encoder"; for both attach two adapters.
+        memory_dim: e, width of the memory.
+        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either, or the
+            depth of a host with fewer.
+        layers: or the explicit list of host layers, counted from 0.
+        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_heads`.
+        head_dim: k of the cross-attention; None is 64, and less beside a narrow host.
+        num_kv_heads: g of the cross-attention, h by default.
+        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
+            0 leaves it out.
+        gate: "scalar", "head" or "channel": how many numbers the attention gate has.
+        qk_norm: normalise queries and keys, as in `CrossAttention`.
+        null_slot: a learned slot beside those of the memory, as in `CrossAttention`.
+        length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
+        dropout: of attention weights in training.
+        position: the block acts "after" its host layer, or "before" it.
+        layout: norms, activation and feed-forward as in published models.
+        score_bias: add the scores of slots to the attention scores; the memory must have them.
+        score_mean: the score that adds nothing.
+        score_std: how far from `score_mean` a score adds the learned temperature.
+        resampler: turn the memory into few latents first.
         visible_segments: a token sees "all" slots, or those of the "latest" image that began at or before it, or of all
             "previous" ones (needs `media_token` or `images` at the call, and segments in the memory).
         media_token: id of the token that stands for an image in the text.
-        layout: norms, activation and feed-forward as in published models.
-
-    The others are those of `SlotAdapter`: memory_dim, every, layers, num_heads, head_dim, num_kv_heads, feed_forward,
-    gate, qk_norm, null_slot, length_norm, dropout, position, score_bias, resampler.
+        where: of a host with an encoder and a decoder, whose layers `layers` and `every` count: "decoder", which is
+            None, or "encoder"; for both attach two adapters.
 
     >>> GatedAdapter(memory_dim=24, layers=[1, 3]).layers
     (1, 3)
     """
 
+    memory_dim: int
+    every: int | None = None
+    layers: tuple[int, ...] | None = None
+    num_heads: int | None = None
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    feed_forward: float = 1.0
+    gate: str = "scalar"
+    qk_norm: bool = False
+    null_slot: bool = False
+    length_norm: float | None = None
+    dropout: float = 0.0
+    position: str = "after"
     layout: GatedLayout = field(default_factory=GatedLayout)
+    score_bias: bool = False
+    score_mean: float = 0.0
+    score_std: float = 1.0
+    resampler: Resampler | None = None
     visible_segments: str = "all"
     media_token: int | None = None
     where: str | None = None
 
     kind: ClassVar[str] = "gated"
+    positions: ClassVar[tuple[str, ...]] = POSITIONS
     example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
-        settle_nested(self, "layout", GatedLayout)
-        super().__post_init__()
+        settle_block(self, may_feed_all=True)
+        settle_scores(self)
         check_choice("visible_segments", self.visible_segments, VISIBLE_SEGMENTS)
         if self.media_token is not None:
             check_int("media_token", self.media_token, at_least=0)
         if self.where is not None:
             check_choice("where", self.where, PARTS)
 
-    def offered(self, host: Host) -> list[Site]:
-        """Return the sites of the part that `where` names."""
-        if self.where is None:
-            return super().offered(host)
-        sites = [site for site in host.sites(self.position) if site.part == self.where]
-        if not sites:
+    def sites(self, host: Host) -> list[Site]:
+        """Return the chosen sites of the part that `where` names."""
+        offered = host.sites(self.position)
+        part = [site for site in offered if site.part == self.where] if self.where else decoder_sites(offered)
+        if self.where and not part:
             raise AttachError(f"where={self.where!r} needs a host with an encoder and a decoder: leave it out")
-        return sites
-
-    def build(self, sites: Sequence[Site]) -> GatedLayers:
-        """Return the trainable part for these sites."""
-        return GatedLayers(self, sites)
+        return chosen_sites(self, part)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
         """Return a random memory, of two images where tokens see some of them only."""
@@ -105,49 +164,44 @@ class GatedAdapter(SlotAdapter):
         return random_memory(generator, rows, self.memory_dim, parts, self.score_bias)
 
 
-class GatedLayers(BlockLayers):
-    """The trainable part of one gated adapter on one host."""
-
-    config: GatedAdapter
-
-    def __init__(self, config: GatedAdapter, sites: Sequence[Site]) -> None:
-        super().__init__(config, sites)
-        self.follows_text = config.visible_segments != "all"
-        self.changes_all = config.layout.feed_forward_all
-
-    def check_memory(self, memory: Memory) -> None:
-        super().check_memory(memory)
-        visible = self.config.visible_segments
-        if visible != "all" and memory.segments is None:
-            images = "latest image" if visible == "latest" else "previous images"
-            raise ShapeError(f"tokens see the {images} with adapter {self.name!r}, and the memory has no segments")
-
-    def why_whole(self) -> str | None:
-        return super().why_whole() if self.config.visible_segments == "all" else "its tokens see some segments only"
-
-    def visible_slots(self, text: TextState, memory: Memory) -> Tensor | None:
-        if not self.follows_text:
-            return None
-        images = text.images_begun(self.config.media_token).to(memory.device)
-        assert memory.segments is not None
-        segments = memory.segments.repeat_interleave(text.rows // max(memory.batch, 1), 0)
-        return media(images, segments, self.config.visible_segments).tensor
-
-    def first_tokens(self, memory: Memory, batch: Keywords) -> Tensor | None:
-        arrived = super().first_tokens(memory, batch)
-        if self.config.visible_segments == "all":
-            return arrived
-        images, ids = batch.get("images"), batch.get("input_ids")
-        if images is None:
-            assert ids is not None and self.config.media_token is not None
-            images = images_so_far(ids, self.config.media_token)
-        begun = first_reaching(images, memory)
-        return begun if arrived is None else torch.maximum(begun, arrived)
+def settle_block(config: Any, may_feed_all: bool = False) -> None:
+    """Check the settings of gated blocks, and fill in those that depend on others."""
+    settle_layers(config)
+    for name in ("num_heads", "head_dim", "num_kv_heads"):
+        if getattr(config, name) is not None:
+            check_int(name, getattr(config, name), at_most=1024)
+    if config.num_kv_heads is not None and config.num_heads is not None and config.num_heads % config.num_kv_heads:
+        raise ConfigError(f"num_kv_heads must divide num_heads, got {config.num_kv_heads} and {config.num_heads}")
+    check_float("feed_forward", config.feed_forward, at_least=0, below=64.1)
+    check_choice("gate", config.gate, GATES)
+    check_choice("position", config.position, POSITIONS)
+    check_bool("qk_norm", config.qk_norm)
+    check_bool("null_slot", config.null_slot)
+    if config.length_norm is not None:
+        check_float("length_norm", config.length_norm, at_least=1)
+    check_float("dropout", config.dropout, at_least=0, below=1)
+    settle_nested(config, "layout", GatedLayout)
+    if config.layout.feed_forward_all and not may_feed_all:
+        raise ConfigError(f"feed_forward_all is not for adapters of kind {config.kind!r}: leave it out")
+    norm = default_norm(config.layout.memory_norm, config.memory_dim)
+    settle(config, layout=replace(config.layout, memory_norm=norm))
 
 
-def first_reaching(counts: Tensor, memory: Memory) -> Tensor:
-    """Return the first token (b, m) at which the count (b, l) of what has begun exceeds the segment of each slot."""
-    assert memory.segments is not None
-    segments = memory.segments.cpu()
-    waiting = counts.cpu()[:, None] <= segments[..., None]
-    return waiting.sum(2).masked_fill(segments < 0, counts.shape[1])
+def settle_scores(config: Any) -> None:
+    """Check the settings of scores and of the resampler, which mixes the slots that scores belong to."""
+    check_bool("score_bias", config.score_bias)
+    check_score_settings(config.score_bias, config.score_mean, config.score_std)
+    settle_resampler(config)
+    if config.resampler is not None and config.score_bias:
+        raise ConfigError("score_bias needs the scores of the slots, which a resampler mixes: choose one of them")
+
+
+def decoder_sites(sites: list[Site]) -> list[Site]:
+    """Return all sites; of a host with an encoder and a decoder those of the decoder."""
+    return [site for site in sites if site.part != "encoder"]
+
+
+def sized(config: Any, host_dim: int) -> Any:
+    """Return the settings of gated blocks with the numbers of heads that they have on a host of width d."""
+    heads, width = default_heads(host_dim, config.memory_dim, config.num_heads, config.head_dim)
+    return replace(config, num_heads=heads, head_dim=width)

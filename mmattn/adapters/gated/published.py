@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmattn.adapters.gated.block import GatedLayers
 from mmattn.adapters.gated.config import GatedAdapter, GatedLayout
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AdapterFileError, check_choice, check_int
@@ -151,7 +152,7 @@ def read_published(
     )
     with torch.device("meta"):
         sites = [Site(layer, "before", "", host.width, torch.device("meta")) for layer in layers]
-        shapes = {name: value.shape for name, value in adapter.build(sites).state_dict().items()}
+        shapes = {name: value.shape for name, value in GatedLayers(adapter, sites).state_dict().items()}
     by_layer = {layer: blocks[number] for layer, number in zip(layers, sorted(blocks), strict=True)}
     return adapter, _weights(names, by_layer, tensors, shapes, source)
 

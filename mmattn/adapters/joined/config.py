@@ -16,33 +16,21 @@ paper's section 3.2, log C − log m is added to the scores of m slots.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.gated.block import Gate
-from mmattn.adapters.joined.host_attention import JoinSlots
-from mmattn.adapters.joined.slots import JoinedRequests, JoinedView, slots_of
-from mmattn.adapters.projection import ProjectedMemory
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, JoinRequests, KeepFinite, Site
-from mmattn.adapters.settings import LayeredAdapter, default_norm, register_adapter, settle
-from mmattn.adapters.text_state import TextState
-from mmattn.core.kv_cache import KeyValue
-from mmattn.core.tracing import all_finite, may_read
+from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.settings import chosen_sites, default_norm, random_memory, settle, settle_layers
 from mmattn.errors import check_choice, check_float
+from mmattn.memory import Memory
 
 GATES = ("scalar", "head")
 
 
-@register_adapter
 @dataclass(frozen=True)
-class JoinedAdapter(LayeredAdapter):
+class JoinedAdapter:
     """Settings of rectangular attention: slots as further keys and values of a language model's own attention.
 
     Args:
@@ -51,7 +39,7 @@ class JoinedAdapter(LayeredAdapter):
             either, or the depth of a host with fewer.
         layers: or the explicit list of host layers, counted from 0.
         gate: "scalar" or "head": how many numbers the gate of a layer has.
-        length_norm: C; m slots together weigh as much as C would that are like them. None is as they are.
+        length_norm: C, rescales the total weight of the slots to that of C identical slots; None: no rescaling.
         memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
             than signs.
 
@@ -59,6 +47,9 @@ class JoinedAdapter(LayeredAdapter):
     (1, 3)
     """
 
+    memory_dim: int
+    every: int | None = None
+    layers: tuple[int, ...] | None = None
     gate: str = "scalar"
     length_norm: float | None = None
     memory_norm: bool | None = None
@@ -68,87 +59,16 @@ class JoinedAdapter(LayeredAdapter):
     example_call: ClassVar[str] = "model.generate(input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        settle_layers(self)
         check_choice("gate", self.gate, GATES)
         if self.length_norm is not None:
             check_float("length_norm", self.length_norm, at_least=1)
         settle(self, memory_norm=default_norm(self.memory_norm, self.memory_dim))
 
-    def build(self, sites: Sequence[Site]) -> JoinedLayers:
-        """Return the trainable part for these sites."""
-        return JoinedLayers(self, sites)
+    def sites(self, host: Host) -> list[Site]:
+        """Return the chosen attention layers."""
+        return chosen_sites(self, host.sites("joined"))
 
-
-class JoinedBlock(JoinSlots):
-    """Keys and values of a memory for the attention of one host layer, and the gate of what they change."""
-
-    def __init__(self, config: JoinedAdapter, size: HeadSizes) -> None:
-        super().__init__(Gate(size.num_heads if config.gate == "head" else 1))
-        self.num_kv_heads, self.head_dim = size.num_kv_heads, size.head_dim
-        self.length_norm = config.length_norm
-        self.k_proj = nn.Linear(config.memory_dim, size.num_kv_heads * size.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.memory_dim, size.num_kv_heads * (size.value_dim or size.head_dim), bias=False)
-
-    def project(
-        self,
-        memory: Tensor,
-        *,
-        mask: Tensor | None = None,
-        scores: Tensor | None = None,
-        queries: int | None = None,
-        hidden_are_zero: bool = False,
-    ) -> KeyValue:
-        keys, values = (
-            projection(memory).unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
-            for projection in (self.k_proj, self.v_proj)
-        )
-        if queries is not None:
-            return KeyValue(keys, values, mask)
-        finite = may_read(keys) and all_finite(keys, values)
-        return KeyValue(keys.contiguous(), values.contiguous(), mask, finite=finite)
-
-    def projecting_parameters(self) -> list[Tensor]:
-        return [self.k_proj.weight, self.v_proj.weight]
-
-    def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
-        """Return the mask (b, 1, l, m), with `length_norm` as a bias of the scores."""
-        if self.length_norm is None:
-            return attention_mask
-        if attention_mask is None:
-            attention_mask = torch.ones(1, 1, 1, slots, dtype=torch.bool, device=self.k_proj.weight.device)
-        count = attention_mask.sum(-1, keepdim=True).clamp(min=1)
-        bias = (math.log(self.length_norm) - count.float().log()).expand(attention_mask.shape)
-        return bias.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
-
-
-class JoinedLayers(AdapterLayers):
-    """The trainable part of one joined adapter on one host."""
-
-    def __init__(self, config: JoinedAdapter, sites: Sequence[Site]) -> None:
-        super().__init__(config, sites)
-        # A slot that is there twice weighs twice as much beside the text.
-        self.counts_slots = config.length_norm is None
-        self._add_reader(config.memory_norm)
-        self.blocks = nn.ModuleDict({str(site.layer): JoinedBlock(config, site.sizes) for site in self.sites})
-
-    def attention(self, layer: int) -> nn.Module:
-        return self.block(layer)
-
-    def view(
-        self,
-        text: TextState,
-        projected: Mapping[int, KeyValue],
-        attention_mask: Tensor | None,
-        seen: Tensor | None,
-    ) -> JoinedView:
-        """Return the slots without positions; rows of the memory are repeated for the beams of a text."""
-        slots = slots_of(projected)
-        repeated = slots.repeated(text.rows // max(slots.batch, 1))
-        return JoinedView(repeated, None if attention_mask is None else attention_mask[:, 0].to(slots.mask.device))
-
-    def join_requests(
-        self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite
-    ) -> JoinedRequests:
-        vectors = {n: one for n, one in enumerate(requests) if isinstance(one, ProjectedMemory)}
-        slots = {n: partial(lambda one: slots_of(one.project_all()), one) for n, one in vectors.items()}
-        return JoinedRequests(self.name, len(requests), slots)
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """Return a random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)

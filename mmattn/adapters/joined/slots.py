@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.base import AdapterLayers, AttachedHost
+from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Site, View, check_one_row
+from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Traits, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.kv_cache import KeyValue
 from mmattn.core.tracing import may_read
@@ -162,32 +162,18 @@ class JoinedView(View):
         return visible[:, None].to(where)
 
 
-@runtime_checkable
-class TextHost(Protocol):
-    """An adapted language model, as adapters use it whose slots stand before the text."""
-
-    def probe_before_text(self, sites: Sequence[Site]) -> Rotations:
-        """Prove that keys and values before a text reach the output; return how each layer rotates keys."""
-
-    def probe_rotations(self) -> Rotations:
-        """Return how each layer rotates keys with their positions."""
-
-
 class BeforeTextLayers(AdapterLayers):
     """Base of adapters whose slots stand before the text in the attention of every layer, and move its positions."""
 
-    orders_slots = True
-    counts_slots = True
-    moves_text = True
+    traits = Traits(order_matters=True, duplicates_matter=True, moves_text=True)
     #: How each layer rotates keys to other positions; None if it cannot. Set by `attach_to`.
     rotations: Rotations = None
 
     def attention(self, layer: int) -> nn.Module:
         return self.block(layer)
 
-    def attach_to(self, host: AttachedHost) -> None:
+    def attach_to(self, host: Any) -> None:
         """Prove that slots before a text reach the output, and learn how their keys are moved."""
-        assert isinstance(host, TextHost)
         self.rotations = host.probe_before_text(self.sites)
 
 

@@ -120,7 +120,7 @@ class RequestMemories:
 
     def _bind(self, memory: object) -> RequestMemory:
         by_adapter = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)
-        key = tuple((name, id(given)) for name, given in by_adapter.items())
+        key = tuple((name, id(value)) for name, value in by_adapter.items())
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = Shared(by_adapter, prepared_by_name(self.model, by_adapter))

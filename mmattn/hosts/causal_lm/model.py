@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
     from transformers.utils import ModelOutput
 
-    from mmattn.kv_store.store import Bank
+    from mmattn.kv_store.bank import Bank
 
 
 @register_host
@@ -240,7 +240,9 @@ class AdaptedCausalLM(AdaptedModel):
             return
         if text is None or text.cache is None:
             note_cache(output)
-        if text is None or (text.past and not call.unchecked):
+        # Memories whose values need not be finite.
+        unchecked = [memory for source in call.sources.values() if (memory := source.unchecked) is not None]
+        if text is None or (text.past and not unchecked):
             return
         logits = getattr(output, "logits", None)
         if isinstance(output, tuple):
@@ -250,7 +252,7 @@ class AdaptedCausalLM(AdaptedModel):
             return
         if text.packed is not None and text.cache is not None:
             return
-        largest, unchecked = logits.detach().amax(-1), call.unchecked  # a host may hide tokens by -inf
+        largest = logits.detach().amax(-1)  # a host may hide tokens by -inf
 
         def explain() -> None:
             if rows := text.rows_of(~torch.isfinite(largest)):
@@ -272,7 +274,7 @@ class AdaptedCausalLM(AdaptedModel):
             hooks.append(inner.register_forward_pre_hook(BeforeHost(self), with_kwargs=True))
             hooks.append(inner.register_forward_hook(AfterHost(self), always_call=True))
         vars(inner).pop("prepare_inputs_for_generation", None)
-        reads_whole_text = any(self.adapter(name).reads_whole_text for name in self.adapters)
+        reads_whole_text = any(self.adapter(name).traits.reads_whole_text for name in self.adapters)
         if reads_whole_text and hasattr(inner, "prepare_inputs_for_generation"):
             self.attachment.replace(inner, "prepare_inputs_for_generation", TextNotes(self, inner))
         return hooks
@@ -286,7 +288,7 @@ class AdaptedCausalLM(AdaptedModel):
             memory: a row for each entry.
             dtype: of the cached keys and values; that of the weights by default, `torch.int8` for codes with scales.
         """
-        from mmattn.kv_store.store import Bank
+        from mmattn.kv_store.bank import Bank
 
         return Bank.from_memory(self, memory, dtype)
 
@@ -296,7 +298,7 @@ class AdaptedCausalLM(AdaptedModel):
         Raises:
             AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
         """
-        from mmattn.kv_store.store import Bank
+        from mmattn.kv_store.bank import Bank
 
         return Bank.load(self, path, mapped)
 

@@ -92,7 +92,6 @@ class DenoisingCall(Call):
     texts: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.timesteps is None and not torch.compiler.is_compiling():  # nothing is cached inside of a graph
             self.timesteps, self.text = WeakKeyDictionary(), TensorCache()
 

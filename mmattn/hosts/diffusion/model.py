@@ -345,7 +345,9 @@ class AdaptedDenoiser(AdaptedModel):
                 part.register_forward_hook(partial(note_queries, self, index)) for part in query_projections(attn)
             ]
         adapters = [self.adapter(name) for name in self.adapters]
-        for index in sorted({layer for adapter in adapters if adapter.adds_to_block for layer in adapter.layers}):
+        for index in sorted(
+            {layer for adapter in adapters if adapter.traits.adds_to_block for layer in adapter.layers}
+        ):
             block, part = self.block_of(index)
             hook = partial(after_block, self, index, part)
             hooks.append(self.host.get_submodule(block).register_forward_hook(hook))
@@ -360,7 +362,7 @@ class AdaptedDenoiser(AdaptedModel):
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
         """Refuse an adapter that adds to blocks where the host has none."""
-        if adapter.adds_to_block:
+        if adapter.traits.adds_to_block:
             self.block_of(adapter.layers[0])
 
     def asks_by_layer(self, call: Call) -> bool:
@@ -438,7 +440,7 @@ class AdaptedDenoiser(AdaptedModel):
         if is_zero(scale):
             return []
         adapter = self.adapter(reading.name)
-        part = RowsAndScale(reading.conditional, scale, reading.grid, adapter.adds_to_block, reading.rows)
+        part = RowsAndScale(reading.conditional, scale, reading.grid, adapter.traits.adds_to_block, reading.rows)
         return [(view, adapter.block(index), part)]
 
     def _view(self, reading: Reading, only: int | None, length: int) -> View:

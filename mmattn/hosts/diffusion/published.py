@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout, JointDecoupledAdapter, TimedResampler
+from mmattn.adapters.registry import build_layers
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
 from mmattn.hosts.diffusion.heads import attention_names
 from mmattn.hosts.model import AdaptedModel
@@ -75,7 +76,7 @@ class PublishedLayout:
             settings = self.settings(state)
             state = self.complete(state)
             with torch.device("meta"):
-                expected = _shapes(settings.build(settings.sites(self.model)).state_dict())
+                expected = _shapes(build_layers(settings, settings.sites(self.model)).state_dict())
         except (KeyError, ValueError, ZeroDivisionError) as error:
             raise AdapterFileError(f"{str(path)!r} is not {self.title}: it lacks {error}") from error
         shapes = _shapes(state)
@@ -130,7 +131,7 @@ class FluxLayout(PublishedLayout):
 
     def written(self, adapter: AdapterLayers, state: Tensors) -> Tensors | None:
         """Return what is written of an adapter's state."""
-        return super().written(adapter, state) if adapter.adds_to_block else None
+        return super().written(adapter, state) if adapter.traits.adds_to_block else None
 
 
 class SD3Layout(PublishedLayout):

@@ -80,7 +80,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
     def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
         """Return the module whose output an adapter changes, and the index of the picture in it."""
-        if not adapter.adds_to_block:
+        if not adapter.traits.adds_to_block:
             return self.layer(index), self.attention(index).part
         block, part = self.block_of(index)
         return self.host.get_submodule(block), part
@@ -92,7 +92,7 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             layer = self.attention(site.layer)
             if getattr(adapter.block(site.layer), "reads_projections", False):
                 check_projections(self.layer(site.layer), layer.name, layer.kind == CROSS)
-            changed.append(self.block_of(site.layer) if adapter.adds_to_block else (layer.name, layer.part))
+            changed.append(self.block_of(site.layer) if adapter.traits.adds_to_block else (layer.name, layer.part))
         with self.open_blocks.conditioned(None):
             check_reaches(self.host, self.structure, changed)
 

@@ -67,6 +67,19 @@ def test_ways_to_name_the_same_layers(family, settings, options, same, ids):
     assert torch.equal(model(ids, memory=memory).logits, want(ids, memory=memory).logits)
 
 
+@torch.no_grad()
+def test_unloading_twice_leaves_the_next_adapters_alone():
+    """Invariant 28: what an earlier model gave back is not taken away from the next."""
+    lm, ids, memory = tiny.make("llama"), tiny.text(3), tiny.memory(3)
+    first = tiny.attach(lm)
+    want = first(ids, memory=memory).logits
+    assert first.unload() is lm
+    again = tiny.attach(lm)
+    assert first.unload() is lm
+    assert torch.equal(again(ids, memory=memory).logits, want)
+    assert again.half().adapter("default").weight.dtype is torch.float16 and again.unload() is lm
+
+
 def test_layers_that_memory_cannot_reach(ids):
     """Invariant 30: where a layer is run without being called, what a hook returns is lost, and attaching says so."""
     lm = tiny.make("llama")

@@ -12,7 +12,7 @@ from mmattn.testing.adapter_answers import (
     check_memory_is_heard,
     check_rows_keep_to_themselves,
     check_rows_that_see_nothing,
-    check_starts_as_nothing,
+    check_starts_as_identity,
 )
 from mmattn.testing.adapter_life import check_gradients_reach_the_adapter
 from tests import tiny
@@ -41,7 +41,7 @@ SETTINGS = {
 def test_promises(setting):
     case = Case(mmattn.GatedAdapter(**SMALL | setting), functools.partial(tiny.make, "llama"))
     for check in (
-        check_starts_as_nothing,
+        check_starts_as_identity,
         check_memory_is_heard,
         check_rows_that_see_nothing,
         check_rows_keep_to_themselves,

@@ -18,7 +18,7 @@ from mmattn.testing.adapter_answers import (
     check_masked_slots_are_nothing,
     check_rows_keep_to_themselves,
     check_rows_that_see_nothing,
-    check_starts_as_nothing,
+    check_starts_as_identity,
 )
 from mmattn.testing.adapter_life import check_unload_leaves_no_trace
 from mmattn.testing.case import no_trace, traces
@@ -40,7 +40,7 @@ def model():
 @pytest.mark.parametrize(
     "check",
     [
-        check_starts_as_nothing,
+        check_starts_as_identity,
         check_rows_that_see_nothing,
         check_masked_slots_are_nothing,
         check_rows_keep_to_themselves,

@@ -1,0 +1,161 @@
+"""The trainable part of one adapter on one host, and the memory of a call for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmattn.adapters.gated.block import Gate
+from mmattn.adapters.inserted.config import InsertedAdapter
+from mmattn.adapters.joined.host_attention import JoinSlots
+from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots
+from mmattn.adapters.projection import PreparedMemory, check_read
+from mmattn.adapters.protocols import Site, check_one_row
+from mmattn.adapters.text_state import TextState
+from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import cached
+
+PROJECTIONS = ("mlp", "linear")
+
+
+class EmbeddingReader(Protocol):
+    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part."""
+
+    turns_keys: bool
+
+    @property
+    def is_training(self) -> bool: ...
+
+    def embedding_size(self) -> float:
+        """Return the root of the mean square of the embeddings of the host's tokens."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights of the host."""
+
+    def unchanged(self) -> Callable[[], bool]:
+        """Return a function that tells whether the host still computes as it does now."""
+
+    def read(
+        self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
+    ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
+        """Compute keys and values by layer for embeddings (b, m, d) of adapter `name`, padded on the right."""
+
+
+class InsertedLayers(BeforeTextLayers):
+    """The trainable part of one adapter that inserts tokens, on one host."""
+
+    config: InsertedAdapter
+
+    def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        e, d = config.memory_dim, self.sites[0].width
+        self._add_reader(config.memory_norm, config.resampler)
+        layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
+        self.projector = nn.Sequential(*layers)
+        self.blocks = nn.ModuleDict({str(layer): JoinSlots(Gate() if config.gate else None) for layer in self.layers})
+        self._reader: EmbeddingReader | None = None
+
+    @property
+    def reader(self) -> EmbeddingReader:
+        """The host's reader of embeddings, set by `attach_to`."""
+        assert self._reader is not None
+        return self._reader
+
+    @torch.no_grad()
+    def initialise(self, host: Any) -> None:
+        """Scale projected slots to the norm of the host's embeddings; else it ignores them or attends only to them."""
+        last = cast(nn.Linear, self.projector[-1])
+        last.bias.zero_()
+        generator = torch.Generator().manual_seed(0)
+        slots = torch.randn(512, self.config.memory_dim, generator=generator, device="cpu").to(last.weight)
+        size = self.projector(slots).float().square().mean().sqrt()
+        last.weight.mul_(self.reader.embedding_size() / max(float(size), 1e-12))
+
+    def read(self, memory: Memory) -> Memory:
+        read = super().read(memory)
+        return read.replace(self.projector(read.tokens))
+
+    def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
+        return InsertedMemory(prepared, self)
+
+    def slots_for(self, prepared: PreparedMemory, text: TextState | None) -> JoinedSlots:
+        """Return the slots for a text, or as the host computes them now.
+
+        Without gradients the host computes keys and values once for each state of memory, projector and host, in
+        evaluation mode; with gradients, and in training mode, in each forward of the text. A text that continues keeps
+        the slots that it began with.
+        """
+        reader, grad = self.reader, torch.is_grad_enabled()
+        cache = None if text is None else text.cache
+        # These fall with the adapter's weights, the memory and autocast; slots depend on the host, too.
+        values = prepared.cache.values(self)
+        by_text: WeakKeyDictionary[object, JoinedSlots] = cached(values, "by text", WeakKeyDictionary)
+        if text is not None and text.past and not grad and cache in by_text:
+            return by_text[cache]
+        sources = [*prepared.memory.tensors(), *self.reading_parameters(), *reader.tensors()]
+        if reader.is_training or (grad and any(one.requires_grad for one in sources)):
+            return self.insert(prepared.memory)
+        if "unchanged" not in values or not values["unchanged"]():
+            values.pop("slots", None)
+            values["unchanged"] = reader.unchanged()
+        slots = cached(values, "slots", lambda: self.insert(prepared.memory))
+        if cache is not None:
+            by_text[cache] = slots
+        return slots
+
+    def attach_to(self, host: Any) -> None:
+        """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
+        self._reader = host.embedding_reader(self.sites)
+
+    def insert(self, memory: Memory) -> JoinedSlots:
+        """Compute keys and values of every layer by the host, of a memory as it was given; finite, if it must be."""
+        inserted = self._insert(memory)
+        check_read(self, memory, inserted.tensors(), lambda row: self._insert(row).tensors())
+        return inserted
+
+    def _insert(self, memory: Memory) -> JoinedSlots:
+        read = self.read(memory)
+        real = read.real_slots().to(read.device)
+        counts = real.sum(1, keepdim=True)
+        lengths = counts.flatten().tolist()
+        longest = max(lengths, default=0)
+        # Real slots stand one after the other, whatever lies between them.
+        order = torch.sort((~real).to(torch.uint8), dim=1, stable=True).indices[:, :longest]
+        number = torch.arange(longest, device=read.device)
+        mask = number < counts
+        gated = self.config.gate
+        # Learned positions have none before 0: there the tokens stand beside the first of the text.
+        positions = number - counts if gated and self.reader.turns_keys else number.expand_as(mask)
+        offsets = None if gated else counts[:, 0]
+        if not longest:
+            return JoinedSlots({}, {}, mask, positions, offsets, lengths)
+        embeddings = read.tokens.gather(1, order[..., None].expand(-1, -1, read.tokens.shape[2]))
+        embeddings = embeddings.masked_fill(~mask[..., None], 0)
+        return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets, lengths)
+
+
+class InsertedMemory(JoinedMemory):
+    """A prepared memory bound to the adapter that inserts it before a text."""
+
+    def __init__(self, prepared: PreparedMemory, adapter: InsertedLayers) -> None:
+        super().__init__(adapter.name, prepared.batch, partial(adapter.slots_for, prepared), prepared)
+        self.memory = prepared.memory
+        self.unchecked = None if self.memory.finite_checked else self.memory
+
+    def as_memory(self, text: TextState) -> Memory:
+        return self.memory.detach()
+
+    def sources(self) -> list[Tensor]:
+        return self.memory.tensors()
+
+    def for_request(self) -> JoinedMemory | None:
+        """Return the slots as the host computes them now: in a step of transformers' manager its attention differs."""
+        check_one_row(self)
+        with torch.no_grad():
+            slots = self.slots(None)
+        return JoinedMemory(self.name, 1, lambda text: slots, self.shared) if slots.keys else None

@@ -76,7 +76,7 @@ __all__ = [
     "positions",
 ]
 
-# Rooms are loaded by name, too: mmattn.inspect.record, mmattn.seq2seq.EncoderDecoder, …
+# Rooms are loaded by name, too: mmattn.inspect.record, mmattn.retrieval.Index, …
 _ROOMS = (
     "adapters",
     "core",
@@ -87,7 +87,6 @@ _ROOMS = (
     "models",
     "pipelines",
     "retrieval",
-    "seq2seq",
     "storage",
     "testing",
     "training",

@@ -36,7 +36,7 @@ OURS = re.compile(
     r"https://(?:mmattn\.github\.io/mmattn/"
     r"|(?:github\.com/mmattn/mmattn/(?:blob|tree)|raw\.githubusercontent\.com/mmattn/mmattn)/main/)"
 )
-ROOMS = "adapters encoders errors hosts inspect retrieval seq2seq testing training"
+ROOMS = "adapters encoders errors hosts inspect retrieval testing training"
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 

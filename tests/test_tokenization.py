@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from mmattn.errors import TextError
 from mmattn.inspect.doctor.answering import make_answer
 from mmattn.pipelines.templates import chat_ids, template_ids
 from mmattn.retrieval.chunking import chunk
-from mmattn.retrieval.rerank import Reranker
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
 from tests import tiny
-from tests.tiny_texts import save_encoder
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +58,12 @@ def test_the_tokenizers_own_ends_stand_around_the_text_only(tokenizer: PreTraine
         tokenize(tokenizer, "a", 1, add_special_tokens=True)
 
 
-WAYS = ("texts", "a template", "a conversation", "chunks", "a reranker", "a model that is asked", "two tokenizers")
+WAYS = ("texts", "a template", "a conversation", "chunks", "a model that is asked", "two tokenizers")
 
 
-def _ways(folder: Path, tokenizer: Any) -> dict[str, Callable[[], object]]:
+def _ways(tokenizer: Any) -> dict[str, Callable[[], object]]:
     """What reads a text with a tokenizer that it was given."""
-    reranker = Reranker(save_encoder(folder, labels=1))
-    reranker.tokenizer, lm = tokenizer, tiny.make("llama", vocab_size=307)
+    lm = tiny.make("llama", vocab_size=307)
     ids = torch.tensor([tokenizer("the woods", add_special_tokens=False)["input_ids"]])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}</s>"
     return {
@@ -75,17 +71,16 @@ def _ways(folder: Path, tokenizer: Any) -> dict[str, Callable[[], object]]:
         "a template": lambda: template_ids(tokenizer, "<s>{question}</s>", {"{question}": "a </s> b"}),
         "a conversation": lambda: chat_ids(tokenizer, [{"role": "user", "content": "a </s> b"}]),
         "chunks": lambda: chunk(["the woods in spring"], 5, tokenizer=tokenizer),
-        "a reranker": lambda: reranker(["the woods"], [["a </s> b", "the bluebell"]]),
         "a model that is asked": lambda: make_answer(lm, tokenizer, 1, True)(["the woods"], [[]]),
         "two tokenizers": lambda: retokenize(ids, torch.ones_like(ids).bool(), tokenizer, tokenizer),
     }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tokenizer_keeps_its_settings(tokenizer: PreTrainedTokenizerFast, way: str, tmp_path: Path) -> None:
+def test_a_tokenizer_keeps_its_settings(tokenizer: PreTrainedTokenizerFast, way: str) -> None:
     """Invariant 163: settings of a call of the user's stay as they are, for they are those of all threads."""
     tokenizer = copy.deepcopy(tokenizer)
-    read = _ways(tmp_path, tokenizer)[way]
+    read = _ways(tokenizer)[way]
     before = read()
     options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": 7}
     for split in (True, False):

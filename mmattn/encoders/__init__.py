@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from mmattn.encoders.audio import AudioEncoder, LogMelEncoder
     from mmattn.encoders.audio_input import load_audio, stream_audio
     from mmattn.encoders.base import ImageEncoder, load_image_encoder, load_text_encoder, register_encoder
-    from mmattn.encoders.hybrid import HybridEncoder
     from mmattn.encoders.images import ImageProcessor, load_image
-    from mmattn.encoders.multi_vector import MultiVectorEncoder
     from mmattn.encoders.names import NameEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.series import SeriesEncoder
@@ -27,11 +25,9 @@ __all__ = [
     "OpenCLIPEncoder",
     "OpenCLIPTextEncoder",
     "Frame",
-    "HybridEncoder",
     "ImageEncoder",
     "ImageProcessor",
     "LogMelEncoder",
-    "MultiVectorEncoder",
     "NameEncoder",
     "SeriesEncoder",
     "StyleEncoder",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mmattn.encoders.images import MAX_PIXELS, PixelProcessor, image_list
@@ -240,7 +238,6 @@ class ImageEncoder(FrozenEncoder):
 _ENCODERS = Registry(
     "the encoder",
     {
-        "hybrid": "mmattn.encoders.hybrid",
         "names": "mmattn.encoders.names",
         "openclip": "mmattn.encoders.openclip",
         "openclip-text": "mmattn.encoders.openclip",
@@ -306,7 +303,7 @@ def load_text_encoder(
 
     Args:
         name: "minilm", any other name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
-            `HybridEncoder` or `NameEncoder`, or "KIND:NAME" of a registered encoder.
+            `NameEncoder`, or "KIND:NAME" of a registered encoder.
         pooling: of a `TextEncoder`; None for that of its folder, otherwise the mean. The others give one slot, and take
             None or "none".
         device: where it runs.
@@ -318,7 +315,7 @@ def load_text_encoder(
     """
     name = find_asset(name)
     is_clip = (Path(name) / "open_clip_config.json").is_file()
-    default = "openclip-text" if is_clip else _file_kind(name) if name.endswith(".safetensors") else "text"
+    default = "openclip-text" if is_clip else "names" if name.endswith(".safetensors") else "text"
     kind, rest = _split(name, default)
     if default != "text" and kind == default and pooling not in (None, "none"):
         raise ConfigError(f"{name} gives one slot for each text: leave pooling={pooling!r} out")
@@ -331,13 +328,6 @@ def _is_timm_folder(name: str) -> bool:
         return "architecture" in json.loads((Path(name) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return False
-
-
-def _file_kind(name: str) -> str:
-    """Return the kind of text encoder of a safetensors file; the loader reports what is wrong with the file."""
-    with contextlib.suppress(OSError, SafetensorError), safe_open(name, "pt") as file:
-        return "names" if (file.metadata() or {}).get("format") == "mmattn-name-encoder" else "hybrid"
-    return "hybrid"
 
 
 def _split(name: str, default: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import register_encoder
-from mmattn.encoders.hybrid import HybridEncoder, hashing
-from mmattn.errors import ShapeError, check_float, check_int
+from mmattn.encoders.base import TextEncoderBase, register_encoder
+from mmattn.encoders.text import TextEncoder
+from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.storage.json_files import parse_errors, validated
-from mmattn.storage.safetensors import read_tensors
+from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text, refuse_empty
 
 if TYPE_CHECKING:
     import numpy
     from scipy.sparse import csr_matrix
 
+FORMAT = "mmattn-name-encoder"
 #: Places of hashed features before they are projected.
 _PLACES = 1 << 16
 _NGRAMS = range(2, 5)
@@ -35,7 +36,7 @@ _END = re.compile(r"[\s?\u061f\uff1f]+\Z")
 
 
 @register_encoder("names")
-class NameEncoder(HybridEncoder):
+class NameEncoder(TextEncoderBase):
     """Vectors of texts about names as a memory (b, 1, 3w): meaning, words and spelling, each of width w.
 
     A sentence encoder takes names that are one letter apart for the same, most of all among very many. Here it reads
@@ -45,6 +46,9 @@ class NameEncoder(HybridEncoder):
     in the texts of `fit` weigh more (inverse document frequency, as in BM25). All three are projected to w numbers by
     fixed random matrices (Johnson and Lindenstrauss 1984) and have the same length.
 
+    Queries may have other words than entries ("What is the currency of Lima?", "currency of Lima"): `fit` learns a
+    linear map from queries to entries, which `encode_query` applies.
+
     Args:
         name: of the text encoder, as for `TextEncoder`.
         width: w of each part.
@@ -53,6 +57,7 @@ class NameEncoder(HybridEncoder):
 
     Attributes:
         dim: width 3w of the memory.
+        query_projection: (3w, r) and (r, 3w), whose product the map adds to queries; None before `fit`.
 
     Raises:
         ConfigError: a setting outside what is allowed.
@@ -68,7 +73,8 @@ class NameEncoder(HybridEncoder):
     True
     """
 
-    file_format = "mmattn-name-encoder"
+    model: TextEncoder
+    query_projection: tuple[Tensor, Tensor] | None
 
     def __init__(
         self,
@@ -78,17 +84,29 @@ class NameEncoder(HybridEncoder):
         common: float = 0.02,
         device: str | torch.device | None = None,
     ) -> None:
-        super().__init__(name, ngrams=check_int("width", width), device=device)
-        self.width = width
+        super().__init__(TextEncoder(name), device=device)
+        self.name, self.query_projection = os.fspath(name), None
+        self.width = check_int("width", width)
         self.common = check_float("common", common, at_least=0, below=1)
         self.dim = 3 * width
         self.common_words: frozenset[str] = frozenset()
         self.weights = torch.ones(len(_PARTS), _PLACES)
 
+    @classmethod
+    def from_name(cls, name: str, device: str | torch.device | None = None, pooling: str | None = None) -> NameEncoder:
+        """Load the file for `load_text_encoder`."""
+        return cls.load(name, device)
+
     def fit(self, queries: Sequence[str], entries: Sequence[str]) -> None:
         """Learn which words are common, how much each feature weighs, and the map from queries to entries.
 
-        Arguments and errors as for `HybridEncoder.fit`.
+        Args:
+            queries: texts of queries.
+            entries: the entry that each should find.
+
+        Raises:
+            ShapeError: another number of entries than of queries, or none.
+            TextError: a text without words.
         """
         texts = [*check_text(queries), *check_text(entries)]
         if len(queries) != len(entries) or not texts:
@@ -99,7 +117,23 @@ class NameEncoder(HybridEncoder):
         frequencies = [(self._features(part, texts) != 0).sum(0) for part in _PARTS]
         texts_with = torch.tensor([frequency.tolist()[0] for frequency in frequencies])
         self.weights = torch.log((1 + len(texts)) / (1 + texts_with)).float()
-        super().fit(queries, entries)
+        self.query_projection = _linear_map(self.encode(queries).tokens[:, 0], self.encode(entries).tokens[:, 0])
+
+    def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """Return the memory (b, 1, e) of b queries. Arguments and errors as for `encode`."""
+        memory = self.encode(texts, batch_size=batch_size, progress=progress)
+        return Memory(self.project_queries(memory.tokens), sources=memory.sources)
+
+    def project_queries(self, vectors: Tensor) -> Tensor:
+        """Map vectors of queries, as `encode` gives them; the identity before `fit`.
+
+        Args:
+            vectors: (…, e).
+        """
+        if self.query_projection is None:
+            return vectors
+        down, up = (part.to(vectors) for part in self.query_projection)
+        return nn.functional.normalize(vectors + vectors @ down @ up, dim=-1)
 
     def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
         if not texts:
@@ -125,7 +159,8 @@ class NameEncoder(HybridEncoder):
 
     def _features(self, part: str, texts: Sequence[str]) -> csr_matrix:
         features = _words if part == "words" else _ngrams
-        return hashing(analyzer=features, n_features=_PLACES, norm=None).transform(texts)
+        vectorizer = import_extra("sklearn.feature_extraction.text", "data").HashingVectorizer
+        return vectorizer(analyzer=features, n_features=_PLACES, norm=None, dtype="float32").transform(texts)
 
     @cached_property
     def _matrices(self) -> list[numpy.ndarray]:
@@ -136,10 +171,33 @@ class NameEncoder(HybridEncoder):
         sizes = (self.model.dim, _PLACES, _PLACES)
         return [(random.randn(size, self.width) / self.width**0.5).astype("float32") for size in sizes]
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the map of queries to a safetensors file, with the settings; the text encoder is named, not copied.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            ConfigError: there is no map yet.
+            OSError: the disk is full, or the folder is not writable.
+        """
+        if self.query_projection is None:
+            raise ConfigError("there is no map of queries to save: call fit first")
+        name = os.path.abspath(self.name) if os.path.isdir(self.name) else self.name
+        write_tensors(Path(path), self._weights(), {"format": FORMAT, "name": name, **self._settings()})
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device | None = None) -> NameEncoder:
-        """Read what `save` wrote. Arguments and errors as for `HybridEncoder.load`."""
-        state, metadata = read_tensors(Path(path), cls.file_format)
+        """Read the file of `save`.
+
+        Args:
+            path: of the file.
+            device: where it runs, by default the CPU.
+
+        Raises:
+            AdapterFileError: the file is missing, damaged or something else, or names a text encoder of another width.
+        """
+        state, metadata = read_tensors(Path(path), FORMAT)
         with parse_errors(path, "NameEncoder"):
             name, words = (
                 validated(key, kind, metadata[key]) for key, kind in (("name", str), ("common_words", list[str]))
@@ -149,17 +207,41 @@ class NameEncoder(HybridEncoder):
             weights = weights.view(len(_PARTS), _PLACES)
         encoder = cls(name, width=width, common=common, device=device)
         encoder.common_words, encoder.weights = frozenset(words), weights
-        encoder._set_projection(path, down, up)
+        if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1] == encoder.dim and down.shape[1] == len(up)):
+            raise AdapterFileError(
+                f"{os.fspath(path)!r} maps queries by {tuple(down.shape)} and {tuple(up.shape)}, but its vectors have "
+                f"width {encoder.dim}"
+            )
+        encoder.query_projection = (down.to(encoder.device), up.to(encoder.device))
         return encoder
 
-    def _metadata(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         return {"width": self.width, "common": self.common, "common_words": sorted(self.common_words)}
 
     def _described(self) -> dict[str, object]:
-        return {"encoder": "names", **self._metadata(), "dense": self.model.fingerprint}
+        return {"encoder": "names", **self._settings(), "dense": self.model.fingerprint}
 
     def _weights(self) -> dict[str, Tensor]:
-        return {"weights": self.weights, **super()._weights()}
+        weights = {"weights": self.weights}
+        if self.query_projection is not None:
+            weights |= dict(zip(("down", "up"), self.query_projection, strict=True))
+        return weights
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, query_projection={self.query_projection is not None}"
+
+
+def _linear_map(queries: Tensor, entries: Tensor, ridge: float = 1e-3, rank: int = 64) -> tuple[Tensor, Tensor]:
+    """Fit entries - queries, both (n, e), by ridge regression on the queries; return factors (e, r) and (r, e).
+
+    `ridge` is a share of the mean eigenvalue of the queries.
+    """
+    source, target = queries.double(), entries.double()
+    gram = source.T @ source
+    penalty = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.double, device=gram.device)
+    change = torch.linalg.solve(gram + penalty, source.T @ (target - source))
+    left, size, right = torch.linalg.svd(change)
+    return (left[:, :rank] * size[:rank]).float().contiguous(), right[:rank].float().contiguous()
 
 
 def _refuse_wordless(texts: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Retrieval: indexes of entries, hits as memory, chunking, reranking, corpora and kNN-LM."""
+"""Retrieval: indexes of entries, hits as memory, chunking, corpora."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from mmattn.retrieval.entries import Entries, Entry, Filter, Id
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
-    from mmattn.retrieval.knn_lm import knn_log_probs, next_token_states
-    from mmattn.retrieval.multi_vector import MultiVectorIndex
-    from mmattn.retrieval.rerank import Reranked, Reranker
     from mmattn.retrieval.scoring import best_rows, score
     from mmattn.retrieval.stores import (
         Candidates,
@@ -47,17 +44,12 @@ __all__ = [
     "Index",
     "IndexMemory",
     "LanceStore",
-    "MultiVectorIndex",
     "PgvectorStore",
     "QdrantStore",
-    "Reranked",
-    "Reranker",
     "VectorStore",
     "best_rows",
     "chunk",
     "embed_corpus",
-    "knn_log_probs",
-    "next_token_states",
     "register_store",
     "score",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Encoder(Protocol):
         """Identifies the encoder and its weights."""
 
     def encode(self, texts: list[str], *, batch_size: int = ...) -> Memory:
-        """Return a memory of one row per text, with one slot (or several, for a `MultiVectorIndex`)."""
+        """Return a memory of one row per text, with one slot."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,14 @@ class EmbeddingSpace:
     encoder: Encoder | None = None
     fingerprint: str | None = None
 
-    metrics: ClassVar[tuple[str, ...]] = METRICS
-
     @classmethod
     def of_items(cls, items: object, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, object]:
         """Return the space of a new index, and its items: unchanged with an encoder, otherwise as vectors."""
-        check_choice("metric", metric, cls.metrics)
+        check_choice("metric", metric, METRICS)
         if encoder is not None:
             return cls(encoder.dim, metric, encoder, encoder.fingerprint), items
         if are_texts(items):
             raise ConfigError("texts need an encoder: give encoder=, or vectors as items and these as texts=")
-        return cls.of_vectors(items, metric)
-
-    @classmethod
-    def of_vectors(cls, items: object, metric: str) -> tuple[EmbeddingSpace, object]:
-        """Return the space of vectors, and these converted to a tensor."""
         vectors = as_vectors("vectors", items)
         return cls(vectors.shape[1], metric), vectors
 
@@ -103,8 +96,11 @@ class EmbeddingSpace:
                 new = check_text(items)
                 columns["texts"] = tuple(new)
                 items = self._encode(new, self.encoder)
-            columns = {**columns, **self.vector_columns(items)}
-            rows = len(columns["vectors"])
+            if isinstance(items, (list, tuple)) and not items:
+                items = torch.empty(0, self.dim)
+            vectors = as_vectors("vectors", items, dim=self.dim).detach()
+            check_vectors("vectors", vectors, self.metric)
+            columns["vectors"], rows = vectors.to("cpu", copy=True), len(vectors)
             if count not in (None, rows):
                 raise IndexMismatchError(f"each entry needs one item: got {rows} items for {count} ids")
             count = rows
@@ -114,39 +110,22 @@ class EmbeddingSpace:
         if metadata is not None:
             columns["metadata"] = check_metadata(metadata, count)
         if tokens is not None:
-            columns["tokens"] = self.check_tokens(tokens, count)
+            columns["tokens"] = check_tokens(tokens, count)
         return columns
-
-    def vector_columns(self, items: object) -> Columns:
-        """Return the columns that are computed from items which are no texts: "vectors" (n, e)."""
-        if isinstance(items, (list, tuple)) and not items:
-            items = torch.empty(0, self.dim)
-        vectors = as_vectors("vectors", items, dim=self.dim).detach()
-        check_vectors("vectors", vectors, self.metric)
-        return {"vectors": vectors.to("cpu", copy=True)}
-
-    def check_tokens(self, tokens: Memory, count: int) -> tuple[Tensor, ...]:
-        """Return the encoded tokens of `count` entries."""
-        return check_tokens(tokens, count)
 
     def queries(self, queries: object, encoder: Encoder | None, device: torch.device) -> Tensor:
         """Return the vectors (b, e) of queries, checked; gradients reach vectors that are given."""
-        encoded = self.encoded_queries(queries, encoder)
-        vectors = as_vectors("queries", encoded, dim=self.dim, single=True).to(device)
-        check_vectors("queries", vectors, self.metric)
-        return vectors
-
-    def encoded_queries(self, queries: object, encoder: Encoder | None) -> object:
-        """Return queries, encoded where they are texts."""
         if encoder is not None:
             self.check(encoder)
-        if not are_texts(queries):
-            return queries
-        texts = check_text(queries)
-        for number, text in enumerate(texts):
-            if not text.strip():
-                raise TextError(f"query {number} is empty: it would find anything; leave it out")
-        return self._encode(texts, encoder or self.encoder, "encode_query")
+        if are_texts(queries):
+            texts = check_text(queries)
+            for number, text in enumerate(texts):
+                if not text.strip():
+                    raise TextError(f"query {number} is empty: it would find anything; leave it out")
+            queries = self._encode(texts, encoder or self.encoder, "encode_query")
+        vectors = as_vectors("queries", queries, dim=self.dim, single=True).to(device)
+        check_vectors("queries", vectors, self.metric)
+        return vectors
 
     def _encode(self, texts: list[str], encoder: Encoder | None, verb: str = "encode_document") -> Memory:
         if encoder is None:

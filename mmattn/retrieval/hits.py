@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from torch import Tensor
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_float, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.entries import Entries, copied
-
-if TYPE_CHECKING:
-    from mmattn.retrieval.rerank import Reranker
+from mmattn.retrieval.rerank import text_scores
+from mmattn.tokenization import check_text, refuse_empty
 
 
 class Hits:
@@ -93,26 +92,46 @@ class Hits:
         places = torch.arange(self.scores.shape[1], device=self.scores.device)[: check_int("count", count)]
         return self._reordered(self.scores, places.expand(len(self), -1))
 
-    def rerank(self, queries: str | Iterable[str], reranker: Reranker, *, batch_size: int = 32) -> Hits:
-        """Return the hits in the order of a cross-encoder's scores: `index.search(q, 50).rerank(q, reranker).first(5)`.
+    def rerank(self, queries: str | Iterable[str], model: Any, *, batch_size: int = 32) -> Hits:
+        """Return the hits in the order of new scores: `index.search(q, 50).rerank(q, model).first(5)`.
 
-        Masked hits stay masked and come last. The new scores carry no gradient.
+        Masked hits stay masked and come last. The new scores carry no gradient. Texts beyond the length of the model
+        are cut, as sentence-transformers does.
 
         Args:
             queries: the texts of the search: one, or b of them.
-            reranker: `mmattn.retrieval.Reranker`.
-            batch_size: pairs that the model reads at once.
+            model: a `sentence_transformers.CrossEncoder`, which reads each pair of query and text; or an encoder with a
+                vector for each token, a `sentence_transformers.MultiVectorEncoder` or `TextEncoder(pooling="none")`,
+                whose vectors are compared by MaxSim (late interaction). Encoded tokens of the hits stand for the
+                vectors of their texts.
+            batch_size: texts that the model reads at once.
 
         Raises:
-            ConfigError: a hit has no text. Otherwise as the reranker.
+            ConfigError: a hit has no text, or the model gives other than one score for each.
+            IndexMismatchError: tokens of another width than the query's.
+            NonFiniteError: a score that is not finite.
+            ShapeError: another number of queries.
+            TextError: an empty query.
+            MissingExtraError: sentence-transformers is not installed.
         """
+        asked = check_text(queries)
+        refuse_empty([len(query.strip()) for query in asked])
+        if len(asked) != len(self):
+            raise ShapeError(f"{len(self)} rows of hits need as many queries, got {len(asked)}")
         texts = self.texts or [[None] * self.scores.shape[1]] * len(self)
-        for i, j in self.mask.nonzero().tolist():
-            if texts[i][j] is None:
-                name = f"hit {j} of query {i}" if self.ids is None else f"{self.ids[i][j]!r}, hit {j} of query {i},"
-                raise ConfigError(f"reranking reads texts, and {name} has none: give texts= when building the index")
-        ranked = reranker([queries] if isinstance(queries, str) else queries, texts, batch_size=batch_size)
-        return self._reordered(ranked.scores.to(self.scores.device), ranked.order.to(self.scores.device))
+        scores = torch.full(self.scores.shape, -torch.inf)
+        for row, real in enumerate(self.mask.tolist()):
+            places = [place for place, there in enumerate(real) if there]
+            for place in places:
+                if texts[row][place] is None:
+                    name = f"hit {place} of query {row}" if self.ids is None else f"the entry {self.ids[row][place]!r}"
+                    raise ConfigError(f"reranking reads texts, and {name} has none; build the index with texts=")
+            if places:
+                tokens = None if self.tokens is None else [self.tokens[row][place] for place in places]
+                found = text_scores(model, asked[row], [texts[row][place] for place in places], tokens, batch_size)
+                scores[row, places] = found
+        order = torch.argsort(scores, dim=1, descending=True, stable=True)
+        return self._reordered(scores.to(self.scores.device), order.to(self.scores.device))
 
     def _reordered(self, scores: Tensor, places: Tensor) -> Hits:
         """Return the hits at places (b, c), with new scores (b, k) of the old places."""
@@ -139,12 +158,12 @@ class Hits:
         as its source {"id": …, "text": …}, with tokens also {"slot": …} within the entry.
 
         Args:
-            tokens: use the encoded tokens of each entry instead of its vector; always where hits have no vectors.
+            tokens: use the encoded tokens of each entry instead of its vector.
 
         Raises:
             ConfigError: these hits have no vectors, or no tokens.
         """
-        if tokens or (self.vectors is None and self.tokens is not None):
+        if tokens:
             return self._token_memory()
         if self.vectors is None:
             raise ConfigError("these hits have no vectors, so they make no memory; give vectors (b, k, e) to Hits")
@@ -179,9 +198,7 @@ class Hits:
         return source if self.texts is None else {**source, "text": self.texts[row][rank]}
 
 
-def hits_of_rows(
-    entries: Entries, rows: Tensor, vectors: Tensor | None, scores: Tensor, token_dim: int | None = None
-) -> Hits:
+def hits_of_rows(entries: Entries, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
     """Return the hits of rows (b, k) of entries, -1 being none, with vectors (b, k, e) and scores (b, k)."""
     numbers = rows.tolist()
 
@@ -195,8 +212,7 @@ def hits_of_rows(
         column(entries.ids),
         column(entries.texts),
         column(entries.metadata),
-        None if entries.tokens is None and token_dim is None else column(entries.tokens or ()),
-        token_dim,
+        None if entries.tokens is None else column(entries.tokens),
     )
 
 

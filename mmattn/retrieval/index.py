@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -65,10 +65,8 @@ class Index:
     [['z', None]]
     """
 
-    space_type: ClassVar[type[EmbeddingSpace]] = EmbeddingSpace
-
     def __init__(self, store: VectorStore, encoder: Encoder | None = None) -> None:
-        space = self.space_type(store.dim, store.metric, None, store.about.get("encoder"))
+        space = EmbeddingSpace(store.dim, store.metric, None, store.about.get("encoder"))
         self.store = store
         self.space = space if encoder is None else space.with_encoder(encoder)
         self._writing = threading.RLock()
@@ -114,7 +112,7 @@ class Index:
         >>> Index.build([[3.0, 4.0], [1.0, 0.0]]).search([1.0, 0.0], 1).scores
         tensor([[1.]])
         """
-        space, items = cls.space_type.of_items(items, encoder, metric)
+        space, items = EmbeddingSpace.of_items(items, encoder, metric)
         # Everything is checked before there is a store, so that what is refused leaves none behind.
         columns = space.columns(items, texts, metadata, tokens)
         names = None if ids is None else check_ids(ids, len(columns["vectors"]))

@@ -1,4 +1,4 @@
-"""Questions and answers: how answers are trained, generated with a memory, or taken from neighbours (kNN-LM)."""
+"""Questions and answers: how answers are trained, generated with a memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mmattn
 from mmattn import inspect, pipelines, training
-from mmattn.retrieval import knn_log_probs
 
 from .settings import Config
 
 MemoryOf = Callable[[list[int]], Any]  # the memory of some of the questions, by their numbers
 LONGEST = 24  # tokens of an answer
-NEAREST, TEMPERATURE, WEIGHT = 16, 10.0, 0.9  # of the kNN-LM
 
 
 def load_lm(name: str, device: torch.device | str = "cpu") -> tuple[Any, Any]:
@@ -123,34 +121,3 @@ def most_attended(
 def memory_on(model: Any, memory: Any) -> Any:
     """Return a memory on the device of the model; a searched one stays where it is."""
     return memory.to(device_of(model)) if isinstance(memory, mmattn.Memory) else memory
-
-
-@torch.no_grad()
-def neighbour_answers(
-    lm: Any, tokenizer: Any, prompts: Sequence[str], known: Sequence[str], answers: Sequence[str], batch: int = 64
-) -> list[str]:
-    """Answer prompts greedily by a kNN-LM (arXiv 1911.00172) whose datastore are the answers to `known` prompts."""
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for start in range(0, len(known), batch):
-        texts = answer_batch(tokenizer, known[start : start + batch], answers[start : start + batch]).to(device_of(lm))
-        states = lm(**texts.kwargs(), output_hidden_states=True, use_cache=False).hidden_states[-1]
-        labels = texts.labels[:, 1:]
-        keys.append(states[:, :-1][labels != -100])
-        values.append(labels[labels != -100])
-    store = torch.cat(keys), torch.cat(values)
-    begin, end = training.bos_and_eos(tokenizer)
-    written = []
-    for prompt in prompts:
-        ids = [begin, *tokenizer(prompt)["input_ids"]]
-        start = len(ids)
-        while len(ids) < start + LONGEST:
-            output = lm(torch.tensor([ids], device=device_of(lm)), output_hidden_states=True, use_cache=False)
-            query, logits = output.hidden_states[-1][:, -1:], output.logits[:, -1:]
-            mixed = knn_log_probs(*store, query, logits, top_k=NEAREST, temperature=TEMPERATURE, weight=WEIGHT)
-            token = int(mixed[0, -1].argmax())
-            if token == end:
-                break
-            ids.append(token)
-        written.append(tokenizer.decode(ids[start:]).strip())
-    return written

@@ -27,7 +27,7 @@ import torch
 
 import mmattn
 from mmattn import pipelines
-from mmattn.encoders import HybridEncoder, NameEncoder
+from mmattn.encoders import NameEncoder
 
 from .topics import is_right
 
@@ -114,8 +114,8 @@ def main() -> None:
     kinds, questions, titles, sentences, values = map(list, zip(*rows, strict=True))
     asked, half = torch.arange(min(args.ask, len(rows) // 2)), len(rows) // 2
     print("| encoder | first | refused |\n|---|---:|---:|")
-    for encoder in (mmattn.TextEncoder("minilm"), HybridEncoder(), NameEncoder()):
-        if isinstance(encoder, HybridEncoder):
+    for encoder in (mmattn.TextEncoder("minilm"), NameEncoder()):
+        if isinstance(encoder, NameEncoder):
             encoder.fit(questions[half:], titles[half:])
         encode = getattr(encoder, "encode_query", encoder.encode)
         scores = encode(questions[: len(asked)]).tokens[:, 0] @ encoder.encode(titles, batch_size=128).tokens[:, 0].T

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mmattn
-from mmattn.encoders import HybridEncoder
+from mmattn.encoders import NameEncoder
 
 from .territories import Fact
 
 BLOCK = 1 << 14  # texts
 
 
-def embed(encoder: HybridEncoder, texts: Sequence[str], cache: Path, progress: bool = False) -> Tensor:
+def embed(encoder: NameEncoder, texts: Sequence[str], cache: Path, progress: bool = False) -> Tensor:
     """Return the vectors (n, e) of texts; each block of them is kept in a file named after encoder and texts."""
     blocks = []
     for start in range(0, len(texts), BLOCK):
@@ -44,7 +44,7 @@ class Entries:
     titles: Tensor
     values: Tensor
     questions: Tensor
-    encoder: HybridEncoder | None = None
+    encoder: NameEncoder | None = None
 
     def __post_init__(self) -> None:
         self.by_key: dict[str, list[int]] = {}  # the rows of each key
@@ -55,7 +55,7 @@ class Entries:
 
     @classmethod
     def of(
-        cls, facts: list[Fact], questions: int, encoder: HybridEncoder, cache: Path, progress: bool = False
+        cls, facts: list[Fact], questions: int, encoder: NameEncoder, cache: Path, progress: bool = False
     ) -> Entries:
         """Embed each text once; the first `questions` facts have questions."""
         return cls(

@@ -10,14 +10,13 @@ import torch
 
 import mmattn
 
-from .answering import LONGEST, MemoryOf, device_of, memory_on, most_attended, neighbour_answers, write_answers
+from .answering import LONGEST, MemoryOf, device_of, memory_on, most_attended, write_answers
 from .entries import Entries, EntrySet, entry_sets
 from .reading import Reader
 from .settings import Config
 from .territories import UNKNOWN, Fact, prompt
 from .topics import TIMED, time_tokens
 
-READ_ALL = ("knn", "all")  # ways that read every entry
 NOTHING = (None, "closed")  # ways that read no entry
 OTHERS = ("shuffled", "random", "other prefix")  # ways that read the wrong entries
 RECORDED = ("index", "all", "hits")  # ways whose attention is measured
@@ -29,7 +28,7 @@ class Measure:
 
     A way of reading the entries is None; "index" (attention searches the index), "all" (attention to all entries),
     "hits" (to those of a search), "shuffled" (to the hits of another question), "random" (to any entries of the
-    index), "prompt" or "knn"; "prefix" (that of the set) or "other prefix"; of a `Reader` its own ways.
+    index), "prompt"; "prefix" (that of the set) or "other prefix"; of a `Reader` its own ways.
     """
 
     def __init__(self, config: Config, tokenizer: Any, entries: Entries, held_out: int) -> None:
@@ -41,7 +40,7 @@ class Measure:
         """Return one row of the table for each size; a single one without a memory, when the size does not matter."""
         rows = []
         for size, sets in self.sets.items():
-            if (way in READ_ALL and size > self.config.data.small) or (way in PREFIXES and size > min(self.sets)):
+            if (way == "all" and size > self.config.data.small) or (way in PREFIXES and size > min(self.sets)):
                 continue
             answers = [line for one in sets for line in self.answers(model, one, way)]
             cost = self.cost(model, sets[0], way) if self.config.data.timed and way not in OTHERS else {}
@@ -59,8 +58,8 @@ class Measure:
         attended: list[Any] = [None] * len(facts)
         if isinstance(model, Reader):
             texts = model.answers(self.entries, one, way)
-        elif way in ("knn", "prompt"):
-            texts = self.baseline(model, one, prompts, way)
+        elif way == "prompt":
+            texts = self.from_prompts(model, one)
         else:
             memory_of = None if way is None else self.memory_of(one, way, index)
             batch = 1 if way == "all" else 32
@@ -88,7 +87,7 @@ class Measure:
         """
         if isinstance(model, Reader):
             return model.cost(self.entries, one, way)
-        if way in ("knn", "prompt"):
+        if way == "prompt":
             return {}
         prompts = [prompt(self.entries.facts[row]) for row in one.questions[:TIMED]]
         memory_of = None if way is None else self.memory_of(one, way)
@@ -105,13 +104,9 @@ class Measure:
             cost["bytes"] = memory.nbytes()
         return cost
 
-    def baseline(self, lm: Any, one: EntrySet, prompts: list[str], way: str) -> list[str]:
-        """Answer without an adapter: by neighbours among all entries, or with the best entries in the prompt."""
+    def from_prompts(self, lm: Any, one: EntrySet) -> list[str]:
+        """Answer without an adapter, with the best entries in the prompt."""
         entries = self.entries
-        if way == "knn":
-            known = [entries.facts[row] for row in one.rows]
-            values = [fact.value for fact in known]
-            return neighbour_answers(lm, self.tokenizer, prompts, [prompt(fact) for fact in known], values)
         hits = entries.index(one.rows).search(entries.questions[one.questions], self.config.data.in_prompt).ids
         context = [[entries.facts[row] for row in reversed(ids)] for ids in hits]
         with_facts = [

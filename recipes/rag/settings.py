@@ -17,7 +17,6 @@ class DataSettings(Strict):
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
     sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of an index when measured
     small: int = 10_000  # entries up to which rows are measured that read all of them
-    encoder: Literal["names", "hybrid"] = "names"  # of titles, values and questions
     per_query: int = Field(64, ge=2)  # entries that a token attends to, in each layer and head
     in_prompt: int = Field(6, ge=1)  # entries in a prompt, for the language model alone
     absent: float = Field(0.4, ge=0, lt=1)  # share of questions whose answer is left out, in training
@@ -93,7 +92,7 @@ class Config(Strict):
     device: Literal["auto", "cpu"] = "auto"
     mixed_precision: Literal["no", "bf16"] = "no"
     lm: str = "assets/rag"
-    controls: bool = True  # LoRA without memory, facts in the prompt, and kNN-LM or facts read beforehand
+    controls: bool = True  # LoRA without memory, facts in the prompt or read beforehand
     progress: bool = True
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()

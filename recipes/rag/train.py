@@ -18,7 +18,7 @@ import torch
 
 import mmattn
 from mmattn import inspect, pipelines, training
-from mmattn.encoders import HybridEncoder, NameEncoder
+from mmattn.encoders import NameEncoder
 
 from .answering import answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
 from .entries import Entries
@@ -74,7 +74,6 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     rows = measure.rows("closed book, frozen LM", lm, None)
     if config.controls and tokenizer.chat_template is None:
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
-        rows += measure.rows("kNN-LM, frozen LM", lm, "knn")
     elif config.controls:
         reader = Reader(config, lm, tokenizer)
         rows += measure.rows("closed book, chat template", reader, "closed")
@@ -161,7 +160,7 @@ def load_entries(config: Config) -> tuple[Entries, Entries, int]:
     needed = max(data.sizes) + data.ask
     others = (held_out + facts[data.train :])[:needed]
     others += made_up(names, needed - len(others))
-    encoder = NameEncoder() if data.encoder == "names" else HybridEncoder()
+    encoder = NameEncoder()
     encoder.fit([fact.question for fact in train_facts], [fact.title for fact in train_facts])
     cache, filled = Path(data.cache), train_facts + made_up(train_facts, data.made_up)
     known = Entries.of(filled, len(train_facts), encoder, cache, config.progress)

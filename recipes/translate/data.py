@@ -1,18 +1,15 @@
-"""Sentence pairs from a file or from the CLDR, the split, the tokenizer, and batches."""
+"""Sentence pairs from a file or from the CLDR, the split, the tokenizer, and ids."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmattn import training
@@ -124,39 +121,11 @@ def encode_sources(tokenizer: Any, texts: Sequence[str], max_tokens: int | None 
     return [ids[1:-1] for ids in training.encode_texts(tokenizer, texts, max_tokens)]
 
 
-def pad_rows(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return ids (b, l) and their mask, or None without padding."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
-    mask = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
-    return ids.to(device), None if bool(mask.all()) else mask.to(device)
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Pairs of ids in endless batches of like length, the same for every model of a run."""
-
-    sources: list[list[int]]
-    targets: list[list[int]]
-    batch: int
-    seed: int
-
-    @staticmethod
-    def of(tokenizer: Any, pairs: Sequence[Pair], max_tokens: int, batch: int, seed: int) -> Batches:
-        """Encode the pairs with at most `max_tokens` tokens on either side."""
-        sources = training.encode_texts(tokenizer, [pair.source for pair in pairs])
-        targets = training.encode_texts(tokenizer, [pair.target for pair in pairs])
-        short = [both for both in zip(sources, targets, strict=True) if max(map(len, both)) <= max_tokens]
-        if not short:
-            raise ConfigError(f"no pair has at most data.max_tokens={max_tokens} tokens: raise it")
-        return Batches([source[1:-1] for source, _ in short], [target for _, target in short], batch, seed)
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __iter__(self) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-        lengths = [len(source) + len(target) for source, target in zip(self.sources, self.targets, strict=True)]
-        order = training.LengthGroupedSampler(lengths, self.batch, self.seed)
-        for epoch in count():
-            for rows in order.batches(epoch):
-                yield [self.sources[row] for row in rows], [self.targets[row] for row in rows]
+def encode_pairs(tokenizer: Any, pairs: Sequence[Pair], max_tokens: int) -> list[dict[str, list[int]]]:
+    """Return the ids of the pairs with at most `max_tokens` tokens on either side; a label ends with the end token."""
+    sources = training.encode_texts(tokenizer, [pair.source for pair in pairs])
+    targets = training.encode_texts(tokenizer, [pair.target for pair in pairs])
+    short = [both for both in zip(sources, targets, strict=True) if max(map(len, both)) <= max_tokens]
+    if not short:
+        raise ConfigError(f"no pair has at most data.max_tokens={max_tokens} tokens: raise it")
+    return [{"input_ids": source[1:-1], "labels": target[1:]} for source, target in short]

@@ -25,7 +25,6 @@ class ModelSettings(Strict):
     num_heads: int = Field(6, ge=1)
     layers: int = Field(3, ge=1)
     feed_forward: float = Field(4.0, gt=0)
-    norm: Literal["pre", "post"] = "pre"
     dropout: float = Field(0.2, ge=0, lt=1)
     positions: Literal["sinusoidal", "learned", "rotary", "alibi"] = "rotary"
 

@@ -8,20 +8,25 @@ Every row of the table is trained on the same pairs in the same order for the sa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from transformers import (
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-import mmattn
 from mmattn import inspect, training
 from mmattn.errors import import_extra
 from mmattn.evaluation import text_scores
 
-from .data import Batches, HeldOut, load_pairs, pad_rows, train_tokenizer
+from .data import HeldOut, encode_pairs, load_pairs, train_tokenizer
+from .model import TranslationConfig, TranslationModel
 from .settings import Config
 from .writing import Translator, align_text, draw_alignments
 
@@ -44,21 +49,19 @@ def main(settings: dict[str, Any]) -> Path:
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
-    device = training.make_accelerator(device=config.device).device
 
     # Data.
     pairs, held_out = load_pairs(config.data, config.seed)
     tokenizer = train_tokenizer(pairs, config.data.vocabulary)
-    batches = Batches.of(tokenizer, pairs, config.data.max_tokens, config.optim.batch_size, config.seed)
+    pairs = encode_pairs(tokenizer, pairs, config.data.max_tokens)
     lengths = map(len, training.encode_texts(tokenizer, [one.source for one in held_out]))
     held_out = [one for one, length in zip(held_out, lengths, strict=True) if length <= config.data.max_tokens]
-    print(f"{len(batches)} pairs to train on, {len(held_out)} held-out sentences, {len(tokenizer)} tokens")
+    print(f"{len(pairs)} pairs to train on, {len(held_out)} held-out sentences, {len(tokenizer)} tokens")
 
     # Model and training.
     name = config.model.positions
-    translator, costs = train(config, tokenizer, batches, name, run, device)
-    translator.model.save(run.path / "model.safetensors")
-    tokenizer.save_pretrained(run.path / "tokenizer")
+    translator, costs = train(config, tokenizer, pairs, name, run)
+    translator.save(run.path / "model")
 
     # Measuring: the right source, another's source; then the other codes, and a decoder without a source.
     sources = [one.source for one in held_out]
@@ -73,51 +76,70 @@ def main(settings: dict[str, Any]) -> Path:
     right = [one.source for one, text in zip(held_out, texts, strict=True) if text in one.references]
     save_alignments(config, run, translator, right or sources)
     for control in [*(code for code in CODES if code != name), NO_SOURCE] if config.controls else []:
-        other, costs = train(config, tokenizer, batches, control, run, device)
+        other, costs = train(config, tokenizer, pairs, control, run)
         rows.append({"name": control, **score(held_out, other(sources)), **costs})
-    content = {"seed": config.seed, "pairs": len(batches), "held_out": len(held_out), "steps": config.optim.max_steps}
+    content = {"seed": config.seed, "pairs": len(pairs), "held_out": len(held_out), "steps": config.optim.max_steps}
     content |= {"rows": rows}
     run.finish(content, table)
     return run.path
 
 
 def train(
-    config: Config, tokenizer: Any, batches: Batches, name: str, run: training.RunFolder, device: torch.device
+    config: Config, tokenizer: Any, rows: list[dict[str, list[int]]], name: str, run: training.RunFolder
 ) -> tuple[Translator, dict[str, float]]:
     """Train a model with a position code, or `NO_SOURCE`; return it with its seconds and parameters."""
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)
     settings = config.model.model_dump()
     if name != NO_SOURCE:
         settings["positions"] = name
-    model = mmattn.seq2seq.EncoderDecoder(
-        len(tokenizer), **settings, max_length=config.data.max_tokens, cross_attention=name != NO_SOURCE
+    model = TranslationModel(
+        TranslationConfig(
+            len(tokenizer),
+            **settings,
+            max_positions=config.data.max_tokens,
+            cross_attention=name != NO_SOURCE,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.bos_token_id,
+        )
     )
-    model = model.to(device).train()
-    pad, optim = tokenizer.pad_token_id, config.optim
-    groups = training.parameter_groups(model, optim.learning_rate, weight_decay=optim.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: training.learning_rate_factor(step, optim.max_steps, optim.warmup_steps)
+    arguments = TrainingArguments(
+        output_dir=str(run.path / "trainer"),
+        seed=config.seed,  # every model sees the same pairs in the same order
+        use_cpu=config.device == "cpu",
+        max_steps=config.optim.max_steps,
+        per_device_train_batch_size=config.optim.batch_size,
+        train_sampling_strategy="group_by_length",
+        learning_rate=config.optim.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=config.optim.warmup_steps,
+        weight_decay=config.optim.weight_decay,
+        adam_beta2=0.98,
+        max_grad_norm=config.optim.max_grad_norm,
+        label_smoothing_factor=config.optim.label_smoothing,
+        logging_steps=min(20, config.optim.max_steps),
+        save_strategy="no",
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        report_to=[],
+        disable_tqdm=not config.progress,
     )
-    began, recent = time.perf_counter(), []
-    steps = training.tracked(optim.max_steps, name, config.progress)
-    for step, (sources, targets) in zip(steps, batches):  # noqa: B905 (batches have no end)
-        source, mask = pad_rows(sources, pad, device)
-        target, _ = pad_rows(targets, pad, device)
-        # Padding comes after the targets, and attention is causal.
-        logits, labels = model(source, target[:, :-1], source_mask=mask).flatten(0, 1), target[:, 1:].flatten()
-        loss = F.cross_entropy(logits, labels, ignore_index=pad, label_smoothing=optim.label_smoothing)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
-        optimizer.step()
-        scheduler.step()
-        recent.append(float(loss.detach()))
-        if (step + 1) % 20 == 0 or step + 1 == optim.max_steps:
-            run.log(model=name, step=step + 1, loss=sum(recent) / len(recent))
-            recent.clear()
-    costs = {"seconds": time.perf_counter() - began, "parameters": sum(p.numel() for p in model.parameters())}
+    collator = DataCollatorForSeq2Seq(tokenizer, model)
+    trainer = Trainer(model, arguments, collator, rows, callbacks=[Log(run, name)])
+    result = trainer.train()
+    costs = {"seconds": result.metrics["train_runtime"], "parameters": model.num_parameters()}
     return Translator(model.eval(), tokenizer, config.writing, config.data.max_tokens), costs
+
+
+class Log(TrainerCallback):
+    """Writes the loss to the run's `metrics.jsonl`."""
+
+    def __init__(self, run: training.RunFolder, name: str) -> None:
+        self.run, self.name = run, name
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.run.log(model=self.name, step=state.global_step, loss=logs["loss"])
 
 
 def score(held_out: Sequence[HeldOut], texts: Sequence[str]) -> dict[str, float]:

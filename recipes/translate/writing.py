@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-import mmattn
 from mmattn import inspect
 from mmattn.errors import ConfigError
 
-from .data import encode_sources, pad_rows
+from .data import encode_sources
+from .model import TranslationModel
 from .settings import WritingSettings
 
 Words = list[tuple[str, list[int]]]
@@ -26,51 +27,43 @@ Words = list[tuple[str, list[int]]]
 class Translator:
     """Translates sources of at most `max_tokens` tokens, begin and end included."""
 
-    model: mmattn.seq2seq.EncoderDecoder
+    model: TranslationModel
     tokenizer: Any
     settings: WritingSettings
     max_tokens: int
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    def save(self, folder: Path) -> None:
+        """Save the model and the tokenizer."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     @classmethod
     def load(cls, run: Path, settings: WritingSettings | None = None) -> Translator:
         """Load the model and the tokenizer of a finished run."""
-        from transformers import PreTrainedTokenizerFast
-
-        if not (run / "model.safetensors").is_file() or not (run / "tokenizer").is_dir():
-            raise ConfigError(f"{run} is not the folder of a finished run: it needs model.safetensors and tokenizer/")
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "tokenizer")
-        model = mmattn.seq2seq.EncoderDecoder.load(run / "model.safetensors").eval()
-        return cls(model, tokenizer, settings or WritingSettings(), model.max_length)
+        if not (run / "model" / "model.safetensors").is_file():
+            raise ConfigError(f"{run} is not the folder of a finished run: it needs model/")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "model")
+        model = TranslationModel.from_pretrained(run / "model").eval()
+        return cls(model, tokenizer, settings or WritingSettings(), model.config.max_positions)
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
         """Return the translations of sentences, in their order."""
         sources = encode_sources(self.tokenizer, texts, self.max_tokens)
+        order = sorted(range(len(sources)), key=lambda row: len(sources[row]))
         targets: list[list[int]] = [[] for _ in sources]
-        for rows in self.batches(sources):
+        for begin in range(0, len(order), self.settings.batch):
+            rows = order[begin : begin + self.settings.batch]
             for row, ids in zip(rows, self.write([sources[row] for row in rows]), strict=True):
                 targets[row] = ids
         return [self.tokenizer.decode(ids).strip() for ids in targets]
 
-    def batches(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the numbers of sources of like length to translate together."""
-        order = sorted(range(len(sources)), key=lambda row: len(sources[row]))
-        return [order[begin : begin + self.settings.batch] for begin in range(0, len(order), self.settings.batch)]
-
-    def write(self, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """Return the ids of translations; `options` of `generate` come before the settings."""
-        ids, mask = pad_rows(sources, self.tokenizer.pad_token_id, self.device)
-        defaults = {
-            "beams": self.settings.beams,
-            "length_penalty": self.settings.length_penalty,
-            "max_length": self.max_tokens,
-            "start": self.tokenizer.bos_token_id,
-            "end": self.tokenizer.eos_token_id,
-        }
-        return self.model.generate(ids, mask=mask, **{**defaults, **options})
+    def write(self, sources: Sequence[list[int]]) -> list[list[int]]:
+        """Return the ids of translations, without begin, end and padding."""
+        batch = self.tokenizer.pad({"input_ids": sources}, return_tensors="pt").to(self.model.device)
+        settings = {"num_beams": self.settings.beams, "length_penalty": self.settings.length_penalty}
+        written = self.model.generate(**batch, **settings, do_sample=False, max_new_tokens=self.max_tokens - 1)
+        special = self.tokenizer.all_special_ids
+        return [[token for token in row if token not in special] for row in written.tolist()]
 
     @torch.no_grad()
     def trace(self, source: str) -> inspect.Trace:
@@ -83,14 +76,15 @@ class Translator:
         visible[1] = False
         for row, (_, tokens) in enumerate(sources, start=2):
             visible[row, tokens] = False
-        encoded = self.model.encode(torch.tensor([ids], device=self.device)).tokens
-        memory = mmattn.Memory(encoded.expand(len(visible), -1, -1), visible.to(self.device))
-        target = torch.tensor([[self.tokenizer.bos_token_id, *written]], device=self.device)
-        rows = target.expand(len(visible), -1)
-        logs = self.model.decode(rows[:, :-1], memory).log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
+        whole = torch.tensor([ids], device=self.model.device).expand(len(visible), -1)
+        begun = torch.tensor([[self.tokenizer.bos_token_id, *written]], device=self.model.device)
+        rows = begun.expand(len(visible), -1)
+        encoded = self.model.encoder(whole)
+        logits = self.model(None, visible.to(self.model.device), rows[:, :-1], encoder_outputs=encoded).logits
+        logs = logits.log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
         chances = torch.stack([logs[:, tokens].sum(1) for _, tokens in targets], 1).exp().cpu()
         with inspect.record(self.model) as weights:
-            self.model(torch.tensor([ids], device=self.device), target)
+            self.model(whole[:1], decoder_input_ids=begun)
         return inspect.Trace(
             [word for word, _ in targets],
             [word for word, _ in sources],

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from mmattn.encoders import HybridEncoder, NameEncoder
+from mmattn.encoders import NameEncoder
 from mmattn.encoders.base import load_text_encoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
 from mmattn.storage.safetensors import read_tensors, write_tensors
+from tests.cli.running import call
 from tests.tiny_texts import save_encoder
 
 CITIES = ["Lima", "Quito", "La Paz", "Bogotá", "Asunción", "Caracas", "Brasília", "Montevideo", "Santiago"]
@@ -43,11 +44,10 @@ def test_names_that_differ_by_a_letter_an_accent_or_a_blank_are_apart(encoder: N
     assert scores.isfinite().all() and scores[0] > 0.9 and scores[1:].max() < scores[0] - 0.03
 
 
-@pytest.mark.parametrize("kind", [NameEncoder, HybridEncoder])
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
-def test_a_name_in_two_spellings_of_unicode_is_one(folder: Path, kind: Any, form: str) -> None:
+def test_a_name_in_two_spellings_of_unicode_is_one(folder: Path, form: str) -> None:
     """Invariant 164: whichever of them was fitted; compatibility letters stay letters of their own."""
-    encoder = kind(folder)
+    encoder = NameEncoder(folder)
     encoder.fit(*([unicodedata.normalize(form, text) for text in texts] for texts in (QUESTIONS, TITLES)))
     for texts in (QUESTIONS, TITLES, ["currency of Ångström", "currency of Việt Nam", "currency of 한국"]):
         composed, decomposed = (
@@ -95,6 +95,29 @@ def test_the_meaning_is_that_of_common_words_and_each_sequence_of_them_is_encode
     assert encoder.encode([]).tokens.shape == (0, 1, 3 * WIDTH)
 
 
+def test_queries_are_mapped_to_the_entries_they_were_fitted_to(folder: Path, encoder: NameEncoder) -> None:
+    """The map is ridge regression towards no change; entries stay as they are, and each map is another encoder."""
+    asked, titles = (encoder.encode(texts).tokens[:, 0] for texts in (QUESTIONS, TITLES))
+    mapped = encoder.encode_query(QUESTIONS).tokens[:, 0]
+    torch.testing.assert_close(mapped.norm(dim=-1), torch.ones(len(TITLES)))
+    assert (mapped * titles).sum(1).min() > 0.99 > (asked * titles).sum(1).max()
+    fresh = NameEncoder(folder, width=WIDTH, common=0.3)
+    assert torch.equal(fresh.encode_query(QUESTIONS).tokens, fresh.encode(QUESTIONS).tokens), "nothing is fitted yet"
+    assert fresh.fingerprint != encoder.fingerprint
+
+
+def test_commands_take_its_file(encoder: NameEncoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder.save(tmp_path / "encoder.safetensors")
+    (tmp_path / "titles.txt").write_text("\n".join(TITLES), encoding="utf-8")
+    given = ["--encoder", tmp_path / "encoder.safetensors"]
+    code, _, err = call(capsys, "index", "build", tmp_path / "titles.txt", "-o", tmp_path / "index", *given)
+    assert code == 0, err
+    code, out, err = call(capsys, "index", "search", tmp_path / "index", QUESTIONS[5], "--top-k", 1, *given)
+    assert code == 0 and TITLES[5] in out, err
+    code, _, err = call(capsys, "index", "search", tmp_path / "index", QUESTIONS[5])
+    assert code == 2 and "width" in err
+
+
 def test_rare_words_weigh_more_than_common_ones(folder: Path) -> None:
     encoder = NameEncoder(folder, width=997)
     texts = ["of Lima", "of Quito", "of Lima now"]
@@ -123,12 +146,11 @@ def test_a_file_gives_the_same_encoder(encoder: NameEncoder, folder: Path, tmp_p
 
 def test_other_files_and_texts_are_refused(encoder: NameEncoder, tmp_path: Path) -> None:
     encoder.save(tmp_path / "encoder.safetensors")
-    with pytest.raises(AdapterFileError, match="encoder.safetensors"):
-        HybridEncoder.load(tmp_path / "encoder.safetensors")
+    save_file({"down": torch.zeros(3, 2), "up": torch.zeros(2, 3)}, tmp_path / "plain.safetensors")
     tensors, metadata = read_tensors(tmp_path / "encoder.safetensors", "mmattn-name-encoder")
     write_tensors(tmp_path / "short.safetensors", tensors | {"weights": torch.ones(2, 31)}, metadata)
     write_tensors(tmp_path / "narrow.safetensors", tensors, metadata | {"width": 7})
-    for name, message in (("short", "holds no sound NameEncoder"), ("narrow", "width 21")):
+    for name, message in (("short", "NameEncoder"), ("narrow", "width 21"), ("plain", "plain"), ("nothing", "nothing")):
         with pytest.raises(AdapterFileError, match=message):
             NameEncoder.load(tmp_path / f"{name}.safetensors")
     with pytest.raises(ShapeError, match="each query needs its entry"):

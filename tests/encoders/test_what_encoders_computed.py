@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 import mmattn
-from mmattn.encoders import HybridEncoder, NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
+from mmattn.encoders import NameEncoder, StyleEncoder, StyleNetwork, TextEncoder
 from mmattn.errors import MmattnError
 from mmattn.training import encode_dataset, stack_memories
 from tests.computed import Ask, Cache, Change, Subject, all_of, outcome, outcome_of_files
@@ -54,12 +54,6 @@ def text(settings: dict[str, Any] | None = None, **options: Any) -> Subject:
     with _folder(settings) as folder:
         encoder = TextEncoder(folder, **options)
     return Subject(encoder.model, model=encoder)
-
-
-def hybrid() -> Subject:
-    with _folder() as folder:
-        encoder = HybridEncoder(folder, ngrams=31)
-    return Subject(encoder.model.model, model=encoder)
 
 
 def names() -> Subject:
@@ -139,9 +133,9 @@ def _cache(name: str, make: Callable[..., Subject], opened: Callable[..., Abstra
 
 
 CACHES = [
-    *[_cache(f"index, {make.__name__}", make, _index) for make in (text, hybrid, names)],
-    *[_cache(f"index file, {make.__name__}", make, _index_file) for make in (text, hybrid, names)],
-    *[_cache(f"rows, {make.__name__}", make, _rows) for make in (text, hybrid)],
+    *[_cache(f"index, {make.__name__}", make, _index) for make in (text, names)],
+    *[_cache(f"index file, {make.__name__}", make, _index_file) for make in (text, names)],
+    *[_cache(f"rows, {make.__name__}", make, _rows) for make in (text, names)],
     *[_cache(f"rows, {make.__name__}", make, _pictures) for make in (eye, style)],
 ]
 BY_NAME = {cache.name: cache for cache in CACHES}

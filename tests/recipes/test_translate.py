@@ -29,7 +29,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
-    names = ("settings", "dates", "data", "writing", "train")
+    names = ("settings", "dates", "data", "model", "writing", "train")
     return load_files("translate", *names)
 
 
@@ -162,7 +162,8 @@ def test_traces_have_weights_and_the_effect_of_each_word(recipe: SimpleNamespace
     (target,) = short.write([ids])
     prefix, chances = [short.tokenizer.bos_token_id], []
     for token in target:
-        chances.append(short.model(torch.tensor([ids]), torch.tensor([prefix]))[0, -1].softmax(-1)[token])
+        given = {"input_ids": torch.tensor([ids]), "decoder_input_ids": torch.tensor([prefix])}
+        chances.append(short.model(**given).logits[0, -1].softmax(-1)[token])
         prefix.append(token)
     spans = [places for _, places in recipe.writing.split_words(short.tokenizer, target)]
     want = torch.stack([torch.stack(chances)[places].prod() for places in spans])
@@ -174,6 +175,57 @@ def test_traces_have_weights_and_the_effect_of_each_word(recipe: SimpleNamespace
     alone = short.trace("7")
     assert alone.sources == ("7",) and len(alone.words)
     torch.testing.assert_close(alone.dropped[:, 0], alone.without, rtol=1e-5, atol=0)
+
+
+def tiny(recipe: SimpleNamespace, positions: str = "rotary", **settings) -> torch.nn.Module:
+    """A random model in float64 whose texts differ from source to source."""
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {"dim": 42, "num_heads": 3, "layers": 2, "max_positions": 19}
+    config = recipe.model.TranslationConfig(53, **sizes, positions=positions, **tokens, **settings)
+    model = recipe.model.TranslationModel(config).double().eval()
+    # Tied weights as they begin repeat the last token: let the blocks outweigh the embeddings.
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 0.4 if "embedding" in name else 3
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary", "alibi"])
+def test_tokens_see_the_source_and_earlier_tokens(recipe: SimpleNamespace, positions: str, beams: int) -> None:
+    model = tiny(recipe, positions)
+    source, target = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 0, 0, 0]]), torch.randint(3, 53, (2, 5))
+    mask = (source != 0).long()
+    logits = model(source, mask, target).logits
+    assert logits.isfinite().all()
+    torch.testing.assert_close(model(source[1:, :4], None, target[1:]).logits, logits[1:])
+    later = target.clone()
+    later[:, 3] = (target[:, 3] + 1) % 53
+    changed = model(source, mask, later).logits
+    assert torch.equal(changed[:, :3], logits[:, :3]) and (changed[:, 3] - logits[:, 3]).abs().max() > 1e-3
+    swapped = model(source[:, [1, 0, 2, 3, 4, 5, 6]], mask, target).logits
+    assert (swapped - logits).abs().amax((1, 2)).min() > 1e-4, "the order of the source counts"
+    given = {"num_beams": beams, "max_new_tokens": 11, "do_sample": False}
+    texts = model.generate(source, attention_mask=mask, **given)
+    assert torch.equal(model.generate(source, attention_mask=mask, use_cache=False, **given), texts)
+
+
+def test_without_cross_attention_the_source_changes_nothing(recipe: SimpleNamespace, tmp_path: Path) -> None:
+    model = tiny(recipe, cross_attention=False)
+    source, target = torch.randint(3, 53, (2, 7)), torch.randint(3, 53, (2, 5))
+    assert torch.equal(model(source, None, target).logits, model(source.flip(0), None, target).logits)
+    assert not any(name.startswith("encoder") for name, _ in model.named_parameters()) and model.attentions() == {}
+    model.save_pretrained(tmp_path)
+    again = recipe.model.TranslationModel.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(again(source, None, target).logits, model(source, None, target).logits)
+
+
+def test_every_weight_is_trained(recipe: SimpleNamespace) -> None:
+    for code in ("sinusoidal", "learned", "rotary", "alibi"):
+        model = tiny(recipe, code).train()
+        model(torch.randint(3, 53, (2, 7)), labels=torch.randint(3, 53, (2, 5))).loss.backward()
+        assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config_pairs.yaml"])

@@ -309,6 +309,4 @@ def test_what_is_refused(tmp_path: Any) -> None:
         index.as_memory(queries=torch.randn(1, E + 1))
     with pytest.raises(ConfigError, match="elsewhere"):
         Index.build(vectors(3), store="qdrant").as_memory()
-    with pytest.raises(ConfigError, match="several"):
-        mmattn.retrieval.MultiVectorIndex.build([vectors(2), vectors(3)]).as_memory()
     assert isinstance(memory, IndexMemory) and repr(memory) == f"IndexMemory({N} entries, e={E}, per_query=3)"

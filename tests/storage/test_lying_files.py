@@ -22,7 +22,6 @@ from mmattn.hosts import PassageCache
 from mmattn.inspect import Trace, load_traces, save_traces
 from mmattn.inspect.trace import FILE, FORMAT
 from mmattn.retrieval import Index
-from mmattn.seq2seq import EncoderDecoder
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.checkpoints import STATE
 from tests import tiny
@@ -177,24 +176,12 @@ def _traces(tmp_path: Path, host: Any, adapted: Any) -> tuple[Path, str, Use]:
     return tmp_path / FILE, FORMAT, lambda: [one.weights for one in load_traces(tmp_path)]
 
 
-def _seq2seq(tmp_path: Path, host: Any, adapted: Any) -> tuple[Path, str, Use]:
-    model = EncoderDecoder(7, 12, target_vocab_size=11, num_heads=3, layers=2, max_length=9)
-    model.save(tmp_path / "file")
-
-    def use() -> Any:
-        again = EncoderDecoder.load(tmp_path / "file").eval()
-        return [again(torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2]])).float() if again.settings["layers"] else None]
-
-    return tmp_path / "file", "mmattn-seq2seq", use
-
-
 KINDS = {
     "passages": _passages,
     "bank": _bank,
     "memory": _memory,
     "adapter": _adapter,
     "traces": _traces,
-    "seq2seq": _seq2seq,
 }
 
 

@@ -17,7 +17,7 @@ ROOMS = (
     ("core",),
     ("memory",),
     ("adapters",),
-    ("hosts", "seq2seq"),
+    ("hosts",),
     ("inspect",),
     ("training",),
     ("testing",),
@@ -72,7 +72,6 @@ HOMES = {
         "serving.formats",
         "serving.sampling",
         "adapters.composed.augmenting_model",
-        "seq2seq",
     ),
     "accelerate": ("training",),
     "datasets": ("data", "retrieval.corpus"),
@@ -109,7 +108,7 @@ HOMES = {
     "torchmetrics": ("evaluation",),
     "plotly": ("inspect",),
     "pandas": (),
-    "sklearn": ("encoders.hybrid",),
+    "sklearn": ("encoders.names",),
 }
 #: What adapters and hosts are called in files.
 KINDS = {"gated", "chunked", "composed", "decoupled", "causal_lm", "unet", "diffusion_transformer"}
@@ -125,7 +124,6 @@ FRONT_ROOMS = {
     "mmattn.pipelines",
     "mmattn.recipes",
     "mmattn.retrieval",
-    "mmattn.seq2seq",
 }
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmattn.encoders import HybridEncoder
+from mmattn.encoders import NameEncoder
 from tests.models.test_pretrained import need
 
 
@@ -40,7 +40,7 @@ def test_smollm2_reads_facts_itself(recipe: SimpleNamespace, tmp_path: Path) -> 
     """One fact in the prompt is the same fact read beforehand, and answers; without it nothing does."""
     need("smollm2")
     facts = [recipe.territories.Fact("Zubrowka", "currency", "Krone", "fr")]
-    entries = recipe.entries.Entries.of(facts, 1, HybridEncoder(), tmp_path)
+    entries = recipe.entries.Entries.of(facts, 1, NameEncoder(), tmp_path)
     one = recipe.entries.EntrySet([0], [0], [True])
     lm, tokenizer = recipe.answering.load_lm("smollm2")
     reader = recipe.reading.Reader(recipe.settings.Config(lm="smollm2", data={"in_prompt": 1}), lm, tokenizer)

@@ -35,7 +35,7 @@ def main(config):
     layer = torch.nn.Linear(3, 1)
     settings = training.OptimSettings(max_steps=config["steps"], per_device_train_batch_size=1)
     arguments = settings.arguments(training.RunSettings(out="run", device="cpu"))
-    trainer = Printing(layer, arguments, data_collator=lambda rows: {}, train_dataset=range(7))
+    trainer = Printing(layer, arguments, data_collator=lambda rows: {"rows": rows}, train_dataset=range(7))
     try:
         training.RunFolder("run").train(trainer, "layer", progress=False)
         print("finished", flush=True)

@@ -13,7 +13,7 @@ class Strict(BaseModel, extra="forbid"):
 
 class DataSettings(Strict):
     train: int = Field(12_000, ge=200)  # facts to train on, of 43,000
-    made_up: int = Field(88_000, ge=0)  # entries beside them in training, about names that nobody has
+    synthetic: int = Field(88_000, ge=0)  # entries beside them in training, about names that nobody has
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
     sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of an index when measured
     small: int = 10_000  # entries up to which rows are measured that read all of them

@@ -26,7 +26,7 @@ from .measure import Measure
 from .prefixes import train_prefixes
 from .reading import Reader
 from .settings import Config
-from .territories import UNKNOWN, Fact, load_facts, made_up, prompt
+from .territories import UNKNOWN, Fact, load_facts, prompt, synthetic
 from .train_docs import train_documents
 
 FACTS = {
@@ -155,14 +155,14 @@ def load_entries(config: Config) -> tuple[Entries, Entries, int]:
     """
     (facts, held_out), data = load_facts(), config.data
     names = facts + held_out
-    facts, held_out = some(facts, len(facts), 0), some(held_out, len(held_out), 0)
+    facts, held_out = sample_facts(facts, len(facts), 0), sample_facts(held_out, len(held_out), 0)
     train_facts = facts[: data.train]
     needed = max(data.sizes) + data.ask
     others = (held_out + facts[data.train :])[:needed]
-    others += made_up(names, needed - len(others))
+    others += synthetic(names, needed - len(others))
     encoder = NameEncoder()
     encoder.fit([fact.question for fact in train_facts], [fact.title for fact in train_facts])
-    cache, filled = Path(data.cache), train_facts + made_up(train_facts, data.made_up)
+    cache, filled = Path(data.cache), train_facts + synthetic(train_facts, data.synthetic)
     known = Entries.of(filled, len(train_facts), encoder, cache, config.progress)
     entries = Entries.of(others, len(held_out), encoder, cache, config.progress)
     for one in (known, entries):
@@ -170,7 +170,7 @@ def load_entries(config: Config) -> tuple[Entries, Entries, int]:
     return known, entries, min(len(held_out), needed)
 
 
-def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
+def sample_facts(facts: list[Fact], count: int, seed: int) -> list[Fact]:
     """Return at most so many facts in a random order of their keys, all facts of a key together."""
     keys = sorted({fact.key for fact in facts})
     Random(seed).shuffle(keys)

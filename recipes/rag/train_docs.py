@@ -19,7 +19,18 @@ from mmattn import inspect, training
 
 from .answering import device_of, hidden_states, load_lm, lora_layers, train
 from .continuing import Writer
-from .documents import KINDS, Choice, Passages, Window, any_of, load_topics, memory_of, neighbours, sample_of, windows
+from .documents import (
+    KINDS,
+    Choice,
+    Passages,
+    Window,
+    load_topics,
+    memory_of,
+    neighbours,
+    random_passages,
+    sample_of,
+    windows,
+)
 from .settings import Config
 
 Memories = Callable[[Sequence[Any]], Any]  # the memory of a batch of windows, or of other texts with ids
@@ -50,7 +61,7 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
     size = sum(len(text.encode()) for text in held_out.values())
 
     def random_ones() -> Choice:
-        return any_of(docs.neighbours, library, Random(config.seed))
+        return random_passages(docs.neighbours, library, Random(config.seed))
 
     def bits(model: Any, kind: str | None = None, choose: Choice = list) -> float:
         memory = None if kind is None else partial(memory_of, library=library, kind=kind, choose=choose)

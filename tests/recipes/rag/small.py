@@ -20,7 +20,7 @@ def small(lm: Path, out: Path, **more: Any) -> dict[str, Any]:
         "progress": False,
         "data": {
             "train": 200,
-            "made_up": 50,
+            "synthetic": 50,
             "ask": 6,
             "sizes": [10, 20, 40],
             "small": 20,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,8 +61,7 @@ class Composition:
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run = config, run
-        self.accelerator = training.make_accelerator(device=config.device, mixed_precision=config.mixed_precision)
-        device = self.accelerator.device
+        device = training.OptimSettings().arguments(config).device
         self.world = self.small = World(config.data, config.seed, device)  # `small` is of the models trained here
         if config.anchor is not None:
             self.anchor, self.tokenizer = pipelines.load_language_model(config.anchor, device)
@@ -242,22 +241,30 @@ class Composition:
     def train(self, reader: Single, world: World, batches: Iterator[list[Texts]], label: str, **options: Any) -> float:
         """Train the weights of a reader that are not frozen; return the seconds."""
 
-        def loss(rows: Sequence[Texts], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-            batch = world.batch(rows)
-            targets = int((batch["labels"][:, 1:] != -100).sum())
-            return reader.loss(batch) * targets, targets
+        @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
+        def batch_of(step: int) -> list[Texts]:
+            return next(batches)
 
-        config = training.TrainingConfig(
+        class ReaderTrainer(training.AdapterTrainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return reader.loss(world.batch(batch_of(inputs["step"])))
+
+        optim = training.OptimSettings(
             warmup_steps=min(self.config.optim.warmup_steps, options["max_steps"] // 2),
             max_grad_norm=self.config.optim.max_grad_norm,
-            seed=self.config.seed,
             **options,
         )
+        bf16 = self.config.mixed_precision == "bf16"
         # The next adapter begins as if nothing had been trained before it.
         with torch.random.fork_rng():
-            return training.train_run(
-                self.run, label, reader.model, loss, batches, config, self.accelerator, progress=self.config.progress
-            ).seconds
+            trainer = ReaderTrainer(
+                reader.model,
+                optim.arguments(self.config, per_device_train_batch_size=1, use_cache=True, bf16=bf16),
+                data_collator=lambda steps: {"step": steps[0]},
+                train_dataset=range(optim.max_steps),
+                gate_learning_rate=optim.gate_learning_rate,
+            )
+            return self.run.train(trainer, label, self.config.progress)
 
     def row(self, name: str, reader: Single, world: World | None = None) -> dict[str, Any]:
         """Return a row: the shares of right answers in each task, and those of KV-arithmetic teacher-forced."""

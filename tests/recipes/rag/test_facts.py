@@ -25,7 +25,7 @@ from tests.recipes.rag.small import small
 @pytest.fixture(scope="module")
 def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over facts."""
-    prefix = {"num_virtual_tokens": 5, "max_steps": 2, "batch_size": 3}
+    prefix = {"num_virtual_tokens": 5, "max_steps": 2, "per_device_train_batch_size": 3}
     return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run", prefix=prefix))
 
 
@@ -73,7 +73,7 @@ def test_a_prefix_learns_its_own_facts_and_none_that_is_asked_without_an_answer(
     entries = recipe.entries.Entries(facts[1], *[torch.zeros(len(facts[1]), 3)] * 3)
     sets = recipe.entries.entry_sets(entries, len(facts[1]), 37, 14, 0)
     measure = SimpleNamespace(entries=entries)
-    config = recipe.settings.Config(optim={"batch_size": 211}, data={"absent": 0.4})
+    config = recipe.settings.Config(optim={"per_device_train_batch_size": 211}, data={"absent": 0.4})
     rows = next(recipe.prefixes.questions(config, measure, sets))
     numbers = {recipe.territories.prompt(fact): number for number, fact in enumerate(entries.facts)}
     unknown = 0
@@ -108,7 +108,7 @@ def known(recipe: SimpleNamespace, facts: Any) -> Any:
 
 def test_training_has_the_most_alike_entries_of_indexes_of_every_size(recipe: SimpleNamespace, known: Any) -> None:
     data = {"per_query": 13, "absent": 0.4}
-    config = recipe.settings.Config(data=data, optim={"batch_size": 400})
+    config = recipe.settings.Config(data=data, optim={"per_device_train_batch_size": 400})
     rows = next(recipe.train.questions(config, known))
     asked = {recipe.territories.prompt(fact): row for row, fact in enumerate(known.facts[:200])}
     absent, smaller = 0, 0

@@ -47,13 +47,16 @@ class Registry(Mapping[str, Any]):
 
     def add(self, name: str, cls: Any) -> None:
         """Register a class; raise ConfigError if another class has this name."""
-        known = self.loaded.get(name)
-        if known is None and name in self.modules and not cls.__module__.startswith(self.modules[name]):
-            known = self[name]
+        registered = self.loaded.get(name)
+        if registered is None and name in self.modules and not cls.__module__.startswith(self.modules[name]):
+            registered = self[name]
         # A notebook cell that runs again defines the same class once more.
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        if registered is not None and (registered.__module__, registered.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
             raise ConfigError(
-                f"{self.what} {name!r} is {known.__module__}.{known.__qualname__} already: give "
+                f"{self.what} {name!r} is {registered.__module__}.{registered.__qualname__} already: give "
                 f"{cls.__module__}.{cls.__qualname__} another name"
             )
         self.loaded[name] = cls

@@ -97,7 +97,6 @@ def build_index(
 
 def _check_paths(files: list[Path], out: Path) -> None:
     """Refuse files that are not there, and a file in place of the folder of an index."""
-
     for file in files:
         if not (file.is_file() or file.is_dir()):
             raise AdapterFileError(f"cannot embed {file}: there is no such file or folder")
@@ -123,9 +122,9 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
     cut = chunk(list(texts.values()), size=_CHUNK, overlap=_CHUNK // 8, sources=list(texts))
     if not cut:
         raise TextError(f"the folder {folder} has no {', '.join(_TEXTS)} file with a text: name one that has, or files")
-    about = ({"id": f"{one.source}:{one.start}", "text": one.text, "source": one.source} for one in cut)
+    lines = ({"id": f"{part.source}:{part.start}", "text": part.text, "source": part.source} for part in cut)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in about))
+    write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def _read_by(host: str, encoder: str, texts: list[str], out: Path) -> None:
@@ -191,15 +190,15 @@ def search_index(
     with without_progress_bars():
         index = Index.open(folder, encoder=load_text_encoder(encoder))
         hits = index.search([query], top_k if rerank is None else 10 * top_k)
-        found = hits.scores[0][hits.mask[0]].tolist()
+        scores = hits.scores[0][hits.mask[0]].tolist()
         if score_threshold is None and index.metric == "cosine":
             score_threshold = COSINE_THRESHOLD
         if score_threshold is not None:
             hits = hits.above(score_threshold)
         if not hits.mask.any():
             why = (
-                f"the best score is {found[0]:.3f}, below --score-threshold {score_threshold}"
-                if found
+                f"the best score is {scores[0]:.3f}, below --score-threshold {score_threshold}"
+                if scores
                 else "the index is empty"
             )
             typer.echo(f"nothing fits: {why}", err=True)

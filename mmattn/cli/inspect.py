@@ -136,14 +136,14 @@ def compare(
     from mmattn.training.compare import METRICS, compare_runs, curves_of, read_seeds
 
     names = [run.resolve().name for run in runs]
-    given = {
+    labelled = {
         name if names.count(name) == 1 else str(run): read_seeds(run) for run, name in zip(runs, names, strict=True)
     }
-    shown = tuple(metrics or METRICS)
-    typer.echo(compare_runs(given, shown))
-    curves = curves_of(given, shown)
+    selected = tuple(metrics or METRICS)
+    typer.echo(compare_runs(labelled, selected))
+    curves = curves_of(labelled, selected)
     if not curves:
-        typer.echo(f"\nno run has {' or '.join(shown)} in its metrics")
+        typer.echo(f"\nno run has {' or '.join(selected)} in its metrics")
         return
     try:
         typer.echo(f"\n{plot_curves(curves, out)}")

@@ -96,12 +96,12 @@ def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
     if seeds is not None:
         raise ConfigError(f"--dry-run measures one run, and --seeds {seeds} asks for several: leave one of them out")
     with tempfile.TemporaryDirectory(prefix="mmattn-dry-run-") as folder:
-        given = [*overrides, f"out={folder}"]
+        changes = [*overrides, f"out={folder}"]
         if "trackers" in read_settings(config, overrides):
-            given.append("trackers=[]")
+            changes.append("trackers=[]")
         try:
             with dry_run():
-                run_recipe(config, given)
+                run_recipe(config, changes)
         except DryRunEnded as ended:
             if os.environ.get("RANK", "0") == "0":
                 typer.echo(str(ended))

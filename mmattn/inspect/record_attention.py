@@ -84,7 +84,7 @@ class _Recorder:
 
 
 class AdapterMetrics:
-    """Metrics of the adapters of a model in a step of training, for `training.train(measure=…)`.
+    """Metrics of the adapters of a model in a step of training, for `RunFolder.train(measure=…)`.
 
     Each is named by what it is and the layer of the host: "gate/layer_3" and "feed_forward_gate/layer_3", the mean of
     |tanh α|; "gradients/layer_3", the L2 norm of the gradient of the parameters there, and "gradients/shared" of those
@@ -103,7 +103,7 @@ class AdapterMetrics:
     ...                                   num_attention_heads=4))
     >>> model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=24, every=2, num_heads=3))
     >>> metrics = AdapterMetrics(model, lambda: model(torch.tensor([[5, 6, 7]]), memory=torch.randn(1, 11, 24)))
-    >>> {name: round(value, 6) for name, value in metrics(step=1, grad_norm=0.0).items() if "grad" not in name}
+    >>> {name: round(value, 6) for name, value in metrics(step=1).items() if "grad" not in name}
     {'gate/layer_1': 0.0, 'feed_forward_gate/layer_1': 0.0, 'memory_attention/layer_1': 1.0}
     """
 
@@ -113,15 +113,13 @@ class AdapterMetrics:
         self.model, self.forward = model, forward
         self.attention_steps = check_int("attention_steps", attention_steps)
 
-    def __call__(self, step: int, grad_norm: float) -> dict[str, float]:
-        """Return the figures of this step.
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the figures of this step; gradients are those that the optimizer is given.
 
         Args:
             step: its number.
-            grad_norm: the L2 norm of the gradient of all trained parameters as it was computed; what is found in the
-                parameters may have been clipped since, and is scaled back to it.
         """
-        figures = {**self._gates(), **self._gradients(grad_norm)}
+        figures = {**self._gates(), **self._gradients()}
         if self.forward is not None and step % self.attention_steps == 0:
             figures |= self._attention(self.forward)
         return figures
@@ -143,13 +141,11 @@ class AdapterMetrics:
             if rest[-1] == "gate" and len(rest) > 1
         }
 
-    def _gradients(self, grad_norm: float) -> dict[str, float]:
-        whole = sum(_square(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
-        scale = grad_norm / whole**0.5 if whole else 0.0
+    def _gradients(self) -> dict[str, float]:
         squares: dict[str, float] = {}
         for place, _, parameter in self._parameters():
             squares[place] = squares.get(place, 0.0) + _square(parameter)
-        return {f"gradients/{place}": scale * square**0.5 for place, square in squares.items()}
+        return {f"gradients/{place}": square**0.5 for place, square in squares.items()}
 
     def _attention(self, forward: Callable[[], object]) -> dict[str, float]:
         try:

@@ -191,11 +191,11 @@ def _parse_yaml(text: str | bytes, where: str) -> object:
         """Refuses a key that is given twice, and reads 1e-3 as a number, which YAML 1.1 takes for a word."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            known: list[object] = []
+            keys: list[object] = []
             for key, _ in node.value:
-                if key.value in known:
+                if key.value in keys:
                     raise ConfigError(f"{where}: the key {key.value!r} is given twice (line {key.start_mark.line + 1})")
-                known.append(key.value)
+                keys.append(key.value)
             return super().construct_mapping(node, deep=True)
 
     number = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")

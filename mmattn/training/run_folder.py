@@ -6,20 +6,25 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from mmattn.errors import ConfigError
 from mmattn.inspect.plots import plot_curves
 from mmattn.progress import tracked
 from mmattn.storage.files import write_text
+from mmattn.training.compare import flattened
 from mmattn.training.cost import CostForecast, is_dry_run
 from mmattn.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+IGNORED = 1e-3
+"""Share of the loss by which shuffled memories must be worse than the right ones."""
 
 
 class RunFolder:
@@ -62,18 +67,41 @@ class RunFolder:
         Args:
             settings: as they were given to `begin` or `write_config`.
         """
-        import yaml
-
-        config = self.path / "config.resolved.yaml"
-        if not (self.path / "table.json").is_file() or not config.is_file():
-            return ""
-        earlier = yaml.safe_load(config.read_text(encoding="utf-8"))
-        if not isinstance(earlier, dict) or _learned_from(earlier) != _learned_from(settings):
+        earlier = self._read_config()
+        if not (self.path / "table.json").is_file() or _learned_from(earlier) != _learned_from(settings):
             return ""
         return (
             f"{self.path} holds the finished run of these settings, and its table is left as it is; to begin anew "
             "remove that folder, or name another: out=FOLDER"
         )
+
+    def check_settings(self, settings: Mapping[str, object], free: Sequence[str] = ()) -> None:
+        """Refuse to go on with a run of other settings.
+
+        Args:
+            settings: as they were given to `write_config`.
+            free: settings, or sections of them, that may differ.
+
+        Raises:
+            ConfigError: the run in this folder has other settings.
+        """
+        there, here = flattened(_learned_from(self._read_config())), flattened(_learned_from(settings))
+        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        names = [name for name in names if name.split(".")[0] not in free]
+        if there and names:
+            differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:5])
+            raise ConfigError(
+                f"{self.path} holds a run with other settings ({differing}): start it with those, name another folder, "
+                "or begin anew with resume=false"
+            )
+
+    def _read_config(self) -> dict[str, object]:
+        """Return the settings that were written, empty where there are none."""
+        import yaml
+
+        config = self.path / "config.resolved.yaml"
+        content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        return content if isinstance(content, dict) else {}
 
     def write_config(self, settings: Mapping[str, object]) -> None:
         """Write all settings as they were used, as `config.resolved.yaml`."""
@@ -97,7 +125,14 @@ class RunFolder:
         kept = [line for line in lines if line.get("model") != model or line["step"] <= step]
         self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
 
-    def train(self, trainer: Trainer, label: str, progress: bool = True, resume: bool = False) -> float:
+    def train(
+        self,
+        trainer: Trainer,
+        label: str,
+        progress: bool = True,
+        resume: bool = False,
+        measure: Callable[[int], Mapping[str, float]] | None = None,
+    ) -> float:
         """Train, with metrics in `metrics.jsonl`, and return the seconds.
 
         Args:
@@ -105,6 +140,8 @@ class RunFolder:
             label: names the model in the metrics, and stands before the progress.
             progress: show it.
             resume: from the last checkpoint, if there is one.
+            measure: is called with the number of each step that is logged while its gradients are there, in every
+                process; what it returns is added to the metrics. See `mmattn.inspect.AdapterMetrics`.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the model has the weights of its last step.
@@ -112,7 +149,7 @@ class RunFolder:
         """
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(CostForecast(label) if is_dry_run() else RunLog(self, label, progress))
+        trainer.add_callback(CostForecast(label) if is_dry_run() else RunLog(self, label, progress, measure))
         try:
             output = trainer.train(resume_from_checkpoint=resume)
         except KeyboardInterrupt:
@@ -160,10 +197,19 @@ class RunLog(TrainerCallback):
         run: the folder.
         label: names the model in the metrics, and stands before the progress.
         progress: show it.
+        measure: as in `RunFolder.train`.
     """
 
-    def __init__(self, run: RunFolder, label: str, progress: bool = True) -> None:
-        self.run, self.label, self.progress, self.loss = run, label, progress, ""
+    def __init__(
+        self,
+        run: RunFolder,
+        label: str,
+        progress: bool = True,
+        measure: Callable[[int], Mapping[str, float]] | None = None,
+    ) -> None:
+        self.run, self.label, self.progress, self.measure = run, label, progress, measure
+        self.loss, self.measured = "", dict[str, float]()
+        self.right, self.ignored = 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the progress; of a run that goes on drop the lines of steps that come again."""
@@ -176,6 +222,12 @@ class RunLog(TrainerCallback):
         self.bar = tracked(last, self.label, self.progress, lambda: self.loss, first)
         next(self.bar, None)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure a step that is logged, while its gradients are there."""
+        step = state.global_step + 1
+        if self.measure is not None and (step % state.logging_steps == 0 or step == state.max_steps):
+            self.measured = dict(self.measure(step))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a step, and have the last one logged."""
         control.should_log |= state.global_step == state.max_steps
@@ -186,8 +238,22 @@ class RunLog(TrainerCallback):
         logs = logs or {}
         if "loss" in logs:
             self.loss = f"loss {logs['loss']:.3f}"
+            logs |= self.measured
+        self.right = logs.get("eval_right_loss", self.right)
+        if "eval_shuffled_loss" in logs:
+            self._compare(logs["eval_shuffled_loss"], state.global_step)
         if state.is_world_process_zero:
             self.run.log(model=self.label, step=state.global_step, **logs)
+
+    def _compare(self, shuffled: float, step: int) -> None:
+        """Warn, once, after three evaluations in a row in which shuffled memories did as well as the right ones."""
+        self.ignored = self.ignored + 1 if shuffled - self.right <= IGNORED * abs(self.right) else 0
+        if self.ignored == 3 and self.progress:
+            print(
+                f"{self.label}: the adapter ignores its memory so far: up to step {step} the loss of held-out rows is "
+                f"{self.right:.4f} with the right memories and {shuffled:.4f} with shuffled ones",
+                flush=True,
+            )
 
 
 def _learned_from(settings: Mapping[str, object]) -> dict[str, object]:

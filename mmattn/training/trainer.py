@@ -154,6 +154,22 @@ class AdapterTrainer(Trainer):
         loss = self._of_every_parameter(loss)
         return (loss, *outputs) if return_outputs else loss
 
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluate a batch; where only the loss is needed it is that of `compute_loss`, without the outputs."""
+        if not prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            items = self._get_num_items_in_batch([inputs], self.args.device)
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items)
+        return loss.detach().mean(), None, None
+
     def _of_every_parameter(self, loss: Tensor) -> Tensor:
         """Return a loss that depends on every parameter: DistributedDataParallel waits for all of them."""
         if not torch.is_grad_enabled():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,14 @@ EXPLORED = 6  # rows that `mmattn explore` shows
 class Language:
     """The frozen language model `lm` of the settings, `host` with its LoRA, and the loss of rows."""
 
-    def __init__(self, settings: Config, accelerator: Any) -> None:
+    def __init__(self, settings: Config, arguments: Any) -> None:
         self.settings = settings
-        if settings.tp_plan and accelerator.num_processes == 1:
+        if settings.called_together and arguments.world_size == 1:
             raise ConfigError(
-                f"tp_plan={settings.tp_plan} is for several processes, and there is one: torchrun --nproc-per-node N "
-                "-m mmattn train CONFIG, or leave it out"
+                "fsdp and tp_plan are for several processes, and there is one: torchrun --nproc-per-node N -m mmattn "
+                "train CONFIG, or leave them out"
             )
-        self.lm, self.tokenizer = load_lm(settings, accelerator.device)
-        if settings.fsdp:
-            training.shard_host(self.lm, accelerator)
+        self.lm, self.tokenizer = load_lm(settings, arguments)
         self.host = self.lm
         self.positions: int | None = getattr(self.lm.config, "max_position_embeddings", None)
         self.max_new_tokens = settings.caption.max_new_tokens
@@ -75,21 +72,15 @@ class Language:
             heads = {name: options[name] for name in ("num_heads", "head_dim")}
             options["resampler"] = mmattn.Resampler(num_latents=latents, **heads)
         model = mmattn.attach(self.host, mmattn.GatedAdapter(memory_dim=memory_dim, **options))
-        if settings.optim.host_gradient_checkpointing:
+        if settings.optim.checkpoint_host:
             host: Any = self.host  # since transformers 5.24 by another name
             enable = getattr(host, "activation_checkpointing_enable", None) or host.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         return model
 
-    def collate(self, text_only: bool) -> training.Collate:
-        """Return the function from rows to a batch, which a thread beside the training calls."""
-        collator = self.collator(text_only)
-        return lambda rows, seeds: collator.batch(rows)
-
-    def loss(self, model: Any) -> training.Loss:
-        """Return the loss: minus log p of the texts, over their tokens."""
-        chunk_size = self.settings.optim.loss_chunk_size
-        return lambda batch, seeds: training.sum_nats(model, batch, chunk_size)
+    def trainer(self, *args: Any, text_only: bool = False, **kwargs: Any) -> training.AdapterTrainer:
+        """Return the trainer, whose loss is that of the language model."""
+        return training.AdapterTrainer(*args, data_collator=self.collator(text_only), **kwargs)
 
     def control(self, parameters: int) -> tuple[Any, Any]:
         """Return the text-only LoRA with as many parameters, and the function that removes it."""
@@ -122,26 +113,23 @@ class Language:
         )
 
 
-def load_lm(settings: Config, device: torch.device | str) -> tuple[Any, Any]:
-    """Load the frozen language model of the settings and its tokenizer."""
+def load_lm(settings: Config, arguments: Any) -> tuple[Any, Any]:
+    """Load the frozen language model of the settings and its tokenizer; its weights may lie in several processes."""
     name, dtype = settings.lm, getattr(torch, settings.dtype)
-    if settings.tp_plan is None:
+    if not settings.called_together:
         reference = pipelines.ModelReference(name=name, quantization=settings.quantise)
-        lm, tokenizer = pipelines.load_host(reference, Path(), device, None if settings.quantise else dtype)
+        lm, tokenizer = pipelines.load_host(reference, Path(), arguments.device, None if settings.quantise else dtype)
         return lm, tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.distributed import DistributedConfig
 
-    # Before transformers 5.18 the plan is an argument of its own.
-    options: dict[str, Any] = {"tp_plan": settings.tp_plan}
-    if "tp_plan" in {field.name for field in dataclasses.fields(DistributedConfig)}:
-        options = {"distributed_config": DistributedConfig(**options)}
+    sharing = {"fsdp_size": arguments.world_size} if settings.fsdp else {"tp_plan": settings.tp_plan}
     name = models.resolve(name)
     try:
-        lm = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        return lm.eval(), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"lm={name!r} cannot be loaded with tp_plan={settings.tp_plan}: {error}") from error
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, distributed_config=DistributedConfig(**sharing))
+        return lm.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"lm={name!r} cannot be loaded with {sharing}: {error}") from error
 
 
 def hidden_states(settings: Config, model: Any) -> contextlib.AbstractContextManager[Any]:

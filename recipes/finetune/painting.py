@@ -20,8 +20,8 @@ STEPS = 20  # of denoising, where pictures are drawn
 class Painting:
     """The frozen UNet `host` of the settings; `models` has its text encoder, noise schedule and VAE, too."""
 
-    def __init__(self, settings: Config, accelerator: Any) -> None:
-        self.settings, self.device = settings, accelerator.device
+    def __init__(self, settings: Config, arguments: Any) -> None:
+        self.settings, self.device = settings, arguments.device
         self.models = pipelines.load_diffusion_host(settings.unet, device=self.device)
         self.host = self.models.unet
         if "pooled_projection_dim" in self.host.config:
@@ -40,7 +40,7 @@ class Painting:
         if (latents := self.settings.decoupled.latents) is not None:
             options["resampler"] = mmattn.Resampler(num_latents=latents, num_heads=4, head_dim=32)
         model = self._masked(mmattn.attach(self.host, mmattn.DecoupledAdapter(memory_dim=memory_dim, **options)))
-        if self.settings.optim.host_gradient_checkpointing:
+        if self.settings.optim.checkpoint_host:
             model.enable_gradient_checkpointing()
         return model
 
@@ -59,44 +59,37 @@ class Painting:
         # A UNet of recipes/diffusion masks the padding of its text; a Stable Diffusion attends to it.
         return model if self.models.prompts.attends_to_padding else model.use_core()
 
-    def collate(self, text_only: bool) -> training.Collate:
-        """Return the function from rows to a batch, which a thread beside the training calls."""
+    def trainer(self, *args: Any, text_only: bool = False, **kwargs: Any) -> training.AdapterTrainer:
+        """Return the trainer, whose loss is `loss`."""
+        painting = self
 
-        def collate(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
-            memory = None if text_only else training.stack_memories(rows)
-            pixels = self.pixels([row["image"] for row in rows])
-            return {"pixels": pixels, "texts": [row["text"] for row in rows], "memory": memory}
+        class DenoisingTrainer(training.AdapterTrainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return painting.loss(model, inputs)
 
-        return collate
+        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            batch = {"pixels": self.pixels([row["image"] for row in rows]), "texts": [row["text"] for row in rows]}
+            return batch if text_only else batch | {"memory": training.stack_memories(rows)}
 
-    def loss(self, model: Any) -> training.Loss:
-        """Return the loss: the min-SNR weighted error (arXiv 2303.09556) of each picture.
+        return DenoisingTrainer(*args, data_collator=collate, **kwargs)
 
-        Time, noise and dropped conditions come from the seed of a row, whatever the number of processes.
-        """
+    def loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the min-SNR weighted error (arXiv 2303.09556), with the same noise in every evaluation."""
+        random = None if model.training else torch.Generator().manual_seed(0)
         drop, schedule = self.settings.decoupled.conditioning_dropout_prob, self.models.schedule
-
-        def loss(batch: dict[str, Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-            random = [torch.Generator().manual_seed(seed) for seed in seeds]
-            chances = torch.stack([torch.rand(2, generator=one) for one in random])
-            no_text, no_memory = (chances < (drop if model.training else 0)).unbind(1)
-            texts = [None if out else text for text, out in zip(batch["texts"], no_text.tolist(), strict=True)]
-            inputs, memory = self.words(texts), batch["memory"]
-            if memory is not None:
-                mask = memory.real_slots() & ~no_memory.to(memory.device)[:, None]
-                inputs["memory"] = mmattn.Memory(
-                    memory.tokens, mask, memory.segments, memory.scores, check_finite=False
-                )
-            clean = self.models.encode(batch["pixels"])
-            steps = schedule.config.num_train_timesteps
-            times = torch.cat([torch.randint(steps, (1,), generator=one) for one in random]).to(self.device)
-            noise = torch.stack([torch.randn(clean.shape[1:], generator=one) for one in random]).to(self.device)
-            output = model(schedule.add_noise(clean, noise, times), times, **inputs).sample
-            target, weight = self._target(clean, noise, times)
-            errors = (output.float() - target).square().mean((1, 2, 3))
-            return (weight * errors).sum(), len(seeds)
-
-        return loss
+        clean = self.models.encode(batch["pixels"])
+        chances = torch.rand(len(clean), 2, generator=random)
+        no_text, no_memory = (chances < (drop if model.training else 0)).unbind(1)
+        texts = [None if out else text for text, out in zip(batch["texts"], no_text.tolist(), strict=True)]
+        inputs, memory = self.words(texts), batch.get("memory")
+        if memory is not None:
+            mask = memory.real_slots() & ~no_memory.to(memory.device)[:, None]
+            inputs["memory"] = mmattn.Memory(memory.tokens, mask, memory.segments, memory.scores, check_finite=False)
+        times = torch.randint(schedule.config.num_train_timesteps, (len(clean),), generator=random).to(self.device)
+        noise = torch.randn(clean.shape, generator=random).to(self.device)
+        output = model(schedule.add_noise(clean, noise, times), times, **inputs).sample
+        target, weight = self._target(clean, noise, times)
+        return (weight * (output.float() - target).square().mean((1, 2, 3))).mean()
 
     def _target(self, clean: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the target of the UNet at these times, and the weight (b,) of its error."""

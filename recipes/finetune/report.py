@@ -24,7 +24,7 @@ NOTES = """
 - Shuffled: each row with the memory of another; with fewer than two held-out rows there is none to exchange. LoRA: as
   many trained parameters, the same texts."""
 PANELS = {
-    "loss": {"loss": "training", "eval_loss": "held out", "eval_loss_shuffled": "held out, other rows' memories"},
+    "loss": {"loss": "training", "eval_right_loss": "held out", "eval_shuffled_loss": "held out, shuffled memories"},
     "gate": "gate/",
     "share of attention": ("memory_attention/", "null_attention/"),
     "norm of the gradient": "gradients/",
@@ -51,7 +51,7 @@ def table(contents: list[dict[str, Any]]) -> str:
 
 def plot_metrics(path: Path, metrics: Path) -> None:
     """Plot losses, gates, attention and gradients over steps: a panel for each of which there is something."""
-    lines = training.read_metrics(metrics)
+    lines = [line for line in training.read_metrics(metrics) if line["model"] == "adapter"]
     names = list(dict.fromkeys(name for line in lines for name in line))
     panels: dict[str, dict[str, list[dict[int, float]]]] = {}
     for title, part in PANELS.items():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+import torch
+from pydantic import Field, model_validator
+
+from mmattn import training
 
 
-class Strict(BaseModel, extra="forbid"):
-    """Settings; an unknown key is an error."""
-
-
-class DataSettings(Strict):
+class DataSettings(training.Settings):
     # a .jsonl file, a folder of pictures with texts, a dataset of Hugging Face, tars of webdataset, a Lance dataset, or
     # a dataset that `mmattn encode` made, here or at an address
     path: str = "assets/flora"
@@ -29,7 +28,7 @@ class DataSettings(Strict):
     cache: str = "runs/cache"  # memories are cached here, by encoder and content
 
 
-class AdapterSettings(Strict):
+class AdapterSettings(training.Settings):
     every: int | None = Field(None, ge=1)
     layers: list[int] | None = None  # by default every second one of the upper six
     num_heads: int = Field(4, ge=1)
@@ -43,7 +42,7 @@ class AdapterSettings(Strict):
     latents: int | None = None  # a Perceiver resampler with so many latents in front
 
 
-class DecoupledSettings(Strict):
+class DecoupledSettings(training.Settings):
     tokens: int | None = None
     blocks: list[str] | None = None
     start: Literal["nothing", "host"] = "nothing"
@@ -52,52 +51,48 @@ class DecoupledSettings(Strict):
     min_snr: float = Field(5.0, gt=0)  # arXiv 2303.09556
 
 
-class LoraSettings(Strict):
+class LoraSettings(training.Settings):
     rank: int = Field(0, ge=0)  # a LoRA on the language model, trained beside the adapter; 0: none
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
-class OptimSettings(Strict):
-    max_steps: int | None = Field(None, ge=1)  # overrides num_train_epochs, as in transformers
+class OptimSettings(training.OptimSettings):
+    max_steps: int = -1  # overrides num_train_epochs where it is above 0
     num_train_epochs: float | None = Field(None, gt=0)  # by default 400 steps or 20 epochs, the longer of them
-    batch_size: int = Field(8, ge=1)  # rows that one step learns from, over all processes
-    gradient_accumulation_steps: int = Field(1, ge=1)  # micro-batches of a process
-    learning_rate: float = Field(2e-3, gt=0)
+    per_device_train_batch_size: int = Field(8, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
     gate_learning_rate: float | None = Field(3e-2, gt=0)
     lora_learning_rate: float = Field(1e-3, gt=0)  # of the control
     weight_decay: float = Field(0.05, ge=0)
     warmup_steps: int = Field(10, ge=0)
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
-    max_grad_norm: float | None = Field(1.0, gt=0)
-    ema_decay: float = Field(0.0, ge=0, lt=1)
-    gradient_checkpointing: bool = False  # of the adapters
-    host_gradient_checkpointing: bool = False  # of the host
-    cache_hidden_states: bool = False  # language: of the frozen layers below the adapter, for each text, in data.cache
-    # language: tokens whose logits are computed at once; auto: 256 where the host permits it, null: all
-    loss_chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    torch_compile: bool = False  # language: of the adapter; results differ by rounding
+    logging_steps: int = Field(10, ge=1)
     save_steps: int = Field(100, ge=1)
     save_total_limit: int = Field(2, ge=1)  # checkpoints
-    logging_steps: int = Field(10, ge=1)
-    dataloader_prefetch_factor: int = Field(2, ge=0)  # batches that are read and collated ahead, in a thread
+    dataloader_num_workers: int = Field(0, ge=0)  # processes that read and collate rows
+    bf16: bool = False
+    fp16: bool = False
+    torch_compile: bool = False  # language: results differ by rounding
+    checkpoint_adapters: bool = False  # compute activations of the adapters again in the backward pass
+    checkpoint_host: bool = False  # and those of the host
+    cache_hidden_states: bool = False  # language: of the frozen layers below the adapter, for each text, in data.cache
+    report_to: list[str] = []  # trackers besides metrics.jsonl: tensorboard, wandb, mlflow
 
 
-class EvalSettings(Strict):
+class EvalSettings(training.Settings):
     eval_steps: int = Field(50, ge=0)  # steps between two evaluations; 0: never
     early_stopping_patience: int = Field(0, ge=0)  # evaluations without a lower loss; 0: no early stopping
     shuffled_memory: bool = True  # measure the loss with the memories of other rows, too: a warning if it is the same
     controls: bool = False  # no memory, shuffled memory, and a text-only LoRA of equal size, trained as long
 
 
-class CaptionSettings(Strict):
+class CaptionSettings(training.Settings):
     prompt: str = ""
     max_new_tokens: int = Field(64, ge=1)
     num_beams: int = Field(1, ge=1)
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/finetune"
-    seed: int = Field(0, ge=0)
     host: Literal["language", "unet"] = "language"
     lm: str = "smollm2"  # language: a short name, a folder, or a name on the hub
     quantise: Literal["int8", "bnb8", "bnb4"] | None = None  # language: by torchao, or by bitsandbytes
@@ -110,11 +105,7 @@ class Config(Strict):
     captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as
     # a part of the memory; auto: in the memory where its own never saw some of the words
     pooling: Literal["mean", "cls", "max", "none"] = "none"  # of passages; none: a slot for every token
-    device: Literal["auto", "cpu"] = "auto"
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    trackers: list[str] = []  # those of accelerate besides metrics.jsonl: tensorboard, wandb, mlflow
     resume: bool = True  # go on from the last checkpoint in `out`; false: begin anew
-    progress: bool = True
     data: DataSettings = DataSettings()
     adapter: AdapterSettings = AdapterSettings()  # language
     decoupled: DecoupledSettings = DecoupledSettings()  # unet
@@ -137,20 +128,34 @@ class Config(Strict):
         fields = type(self).model_fields
         wrong = sorted(name for name in others if getattr(self, name) != fields[name].default)
         if self.host == "unet":
-            names = ("cache_hidden_states", "loss_chunk_size", "torch_compile")
+            names = ("cache_hidden_states", "torch_compile")
             optim = type(self.optim).model_fields
             wrong += [f"optim.{name}" for name in names if getattr(self.optim, name) != optim[name].default]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} is for another host than host: {self.host}")
         if self.fsdp + bool(self.tp_plan) + bool(self.quantise) > 1:
             raise ValueError("fsdp, tp_plan and quantise exclude each other: leave tp_plan and quantise out")
-        if self.called_together and (self.optim.cache_hidden_states or isinstance(self.optim.loss_chunk_size, int)):
-            raise ValueError(
-                "all processes call the host together with fsdp or tp_plan: leave optim.cache_hidden_states and "
-                "optim.loss_chunk_size out"
-            )
+        if self.called_together and self.optim.cache_hidden_states:
+            raise ValueError("all processes call the host together with fsdp or tp_plan: leave cache_hidden_states out")
         if self.tp_plan and (self.eval.controls or self.lora.rank):
             raise ValueError("a LoRA cannot be put on a tensor parallel host: leave eval.controls and lora.rank out")
-        if self.optim.max_steps is not None:  # it wins, as in transformers
-            self.optim.num_train_epochs = None
         return self
+
+    def arguments(self, **fields: Any) -> Any:
+        """Return the `TrainingArguments` of a training; evaluations are those of the settings."""
+        evaluation = self.eval
+        options: dict[str, Any] = {
+            "output_dir": f"{self.out}/checkpoints",
+            # Transformers has no optimizer state of a host in pieces to go on from.
+            "save_strategy": "no" if self.called_together else "steps",
+            "eval_strategy": "steps" if evaluation.eval_steps else "no",
+            "eval_steps": evaluation.eval_steps or None,
+            "per_device_eval_batch_size": self.optim.per_device_train_batch_size,
+            "prediction_loss_only": True,
+            "dataloader_pin_memory": self.device != "cpu" and torch.cuda.is_available(),
+            "load_best_model_at_end": bool(evaluation.early_stopping_patience),
+            "metric_for_best_model": "right_loss",
+        }
+        if evaluation.early_stopping_patience:
+            options["save_steps"] = evaluation.eval_steps
+        return self.optim.arguments(self, **options | fields)

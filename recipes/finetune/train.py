@@ -8,14 +8,16 @@ Killed at any moment and started again with the same command, it goes on where i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import EarlyStoppingCallback
 from transformers.utils import logging as transformers_logging
 
 from mmattn import inspect, training
@@ -36,101 +38,97 @@ MEASURED = 4  # held-out rows whose attention is measured during the training
 def main(config: dict[str, Any]) -> Path:
     """Run with these settings (see settings.py) and return the run's folder."""
     settings = Config.model_validate(config)
-    written = {"recipe": "finetune", **settings.model_dump()}
-    finished = training.RunFolder(settings.out).finished(written) if settings.resume else ""
-    accelerator = training.make_accelerator(
-        settings.out,
-        mixed_precision=settings.mixed_precision,
-        device=settings.device,
-        trackers=() if finished else tuple(settings.trackers),
-        settings=written,
-        resumed_step=training.last_step(Path(settings.out) / "checkpoints") if settings.resume else 0,
-    )
-    if not accelerator.is_main_process:
+    run = Run(settings)
+    if not run.first:
         transformers_logging.disable_progress_bar()
+    finished = run.folder.finished(run.written()) if settings.resume else ""
     if finished:
-        accelerator.print(finished)
+        run.say(finished)
     else:
-        Run(settings, accelerator).run()
-    training.end_training(accelerator)
+        run.run()
     return Path(settings.out)
 
 
 class Run:
     """One run: its data, its host, and the files that the first of its processes writes."""
 
-    def __init__(self, settings: Config, accelerator: Any) -> None:
-        self.settings, self.accelerator = settings, accelerator
-        self.out, self.first = Path(settings.out), accelerator.is_main_process
-        self.progress = settings.progress and self.first
-        others = {"batch_size", "lora_learning_rate", "host_gradient_checkpointing", "cache_hidden_states"}
-        optim = settings.optim.model_dump(exclude={*others, "loss_chunk_size"})
-        if not (optim["max_steps"] or optim["num_train_epochs"]):
-            optim["num_train_epochs"] = EPOCHS
-        evaluations = settings.eval.model_dump(include={"eval_steps", "early_stopping_patience"})
-        self.config = training.TrainingConfig(**optim, **evaluations, seed=settings.seed)
+    def __init__(self, settings: Config) -> None:
+        self.settings, self.arguments = settings, settings.arguments()
+        self.out, self.first = Path(settings.out), self.arguments.process_index == 0
+        self.folder = training.RunFolder(self.out)
+
+    def say(self, text: str) -> None:
+        """Print in the first process."""
+        if self.first:
+            print(text, flush=True)
+
+    def written(self) -> dict[str, Any]:
+        """Return the settings as they are written into the folder."""
+        return {"recipe": "finetune", **self.settings.model_dump()}
 
     def run(self) -> None:
         """Read the data, attach the adapter, train and measure."""
-        settings, accelerator = self.settings, self.accelerator
+        settings = self.settings
 
         # Data: rows, and their memories by frozen encoders. The host refuses rows that it cannot learn.
         encoding = self.read_data()
-        self.folder = training.RunFolder(self.out) if self.first else None
         self.name_left_out()
 
         # Model: the frozen host with the adapter. Errors of the last steps are raised before the first one.
         self.check_end(encoding)
-        # A run that is to go on may yet be refused for its settings, and must not leave them here then.
-        if self.first and not (settings.resume and training.last_step(self.out / "checkpoints")):
-            self.write_config()
+        if goes_on := settings.resume and any((self.out / "checkpoints").glob("checkpoint-*")):
+            self.folder.check_settings(self.written(), free=("eval", "caption"))
+        if self.first and not goes_on:
+            for folder in self.out.glob("checkpoints*"):
+                shutil.rmtree(folder)
+            self.folder.write_config(self.written())
+            self.folder.write_text("metrics.jsonl", "")
         torch.manual_seed(settings.seed)
         model = self.host.attach(encoding.dim)
         if self.first:
             model.print_trainable_parameters()
 
         # Training.
-        result = self.train(model, encoding, "adapter", self.config)
-        if self.first:
-            self.save(model, encoding)
-        if result.interrupted:
-            steps = f"stopped after {result.global_step} steps"
-            accelerator.print(f"{steps}; the same command resumes from the last checkpoint")
-            return
+        trainer = self.trainer(model, "adapter", encoder=encoding.fingerprint)
+        checkpointed = settings.optim.checkpoint_adapters
+        with (
+            hidden_states(settings, model),
+            training.gradient_checkpointing(model) if checkpointed else contextlib.nullcontext(),
+        ):
+            seconds = self.train(trainer, "adapter", self.adapter_metrics(trainer))
+            if self.first:
+                self.save(model, encoding)
+            if seconds is None:
+                self.say("the same command resumes from the last checkpoint")
+                return
+            losses = self.losses(trainer) if len(self.held_out) else {}
 
         # Measuring.
-        if self.held_out:
+        if losses:
             self.write_samples(model, encoding)
-            self.write_table(model, result)
+            self.write_table(model, losses, seconds)
         self.name_left_out()
-        accelerator.print(f"the adapter is in {self.out / 'adapter'}")
+        self.say(f"the adapter is in {self.out / 'adapter'}")
 
     def read_data(self) -> training.Encoding:
         """Read the rows and encode their memories; return what made these."""
-        accelerator, optim = self.accelerator, self.settings.optim
-        rows = data.read(self.settings, accelerator.print)
-        self.host: Any = (Language if self.settings.host == "language" else Painting)(self.settings, accelerator)
+        rows = data.read(self.settings, self.say)
+        self.host: Any = (Language if self.settings.host == "language" else Painting)(self.settings, self.arguments)
         if self.settings.host == "unet":
             unknown = [text for part in rows.parts if (text := self.host.check(part)) is not None]
             if self.settings.captions == "memory" or unknown:
                 rows = self.captions_in_memory(rows, unknown)
-        rows = data.encode(rows, self.settings, accelerator.device, accelerator.main_process_first)
+        rows = data.encode(rows, self.settings, self.arguments.device, self.arguments.main_process_first)
         encoding = rows.encoding
         if self.settings.host == "language":
             for part in rows.parts:
                 self.host.check(part)
         self.pictures_alone = set(encoding.encoders) == {"pictures"} and not encoding.saved_memories
         self.pooled = self.pictures_alone and encoding.encoders["pictures"].pooled
-        self.held_out, self.left_out = rows.held_out, rows.left_out
+        self.rows, self.held_out, self.left_out = rows.rows, rows.held_out, rows.left_out
         self.shuffled = training.shuffle_memories(rows.held_out)
-        self.batches = training.RowBatches(rows.rows, optim.batch_size, self.settings.seed)
-        an_epoch = self.batches.batches_per_epoch
-        if not (optim.max_steps or optim.num_train_epochs) and an_epoch is not None and EPOCHS * an_epoch < STEPS:
-            self.config = replace(self.config, max_steps=STEPS, num_train_epochs=None)
-        if not self.held_out:
-            self.config = replace(self.config, eval_steps=0, early_stopping_patience=0)
         count = "a stream of" if rows.streamed else len(rows.rows)
-        accelerator.print(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {encoding.dim}")
+        self.say(f"{count} rows to train on, {len(self.held_out)} held out; memories of width {encoding.dim}")
         return encoding
 
     def captions_in_memory(self, rows: data.Data, unknown: Sequence[str]) -> data.Data:
@@ -144,7 +142,7 @@ class Run:
         if rows.streamed:
             raise ConfigError("captions=memory needs rows that are not streamed: leave data.streaming out")
         why = f": {unknown[0]!r} has words that the UNet's own never saw" if unknown else ""
-        self.accelerator.print(f"captions are read by {encoder}, as a part of the memory{why}")
+        self.say(f"captions are read by {encoder}, as a part of the memory{why}")
         # The settings that are written say so to those who draw with the adapter.
         self.settings = self.settings.model_copy(update={"captions": "memory"})
         parts = (rows.rows, rows.held_out)
@@ -155,7 +153,7 @@ class Run:
         import_extra("matplotlib", "viz")
         prompts = [self.settings.caption.prompt, *(row.get("prompt") or "" for row in data.sample_rows(self.held_out))]
         if self.settings.host == "language" and (warning := self.host.check_prompts(prompts)):
-            self.accelerator.print(warning)
+            self.say(warning)
         if self.pictures_alone:
             self.host.pipeline_config("", self.pooled)
         if self.held_out and self.settings.eval.controls:
@@ -164,13 +162,9 @@ class Run:
             model.unload()
             self.host.control(parameters)[1]()
 
-    def write_config(self) -> None:
-        """Write the settings."""
-        self.folder.write_config({"recipe": "finetune", **self.settings.model_dump()})
-
     def save(self, model: Any, encoding: training.Encoding) -> None:
         """Save the adapter with its LoRA and its pipeline, the settings and the plot."""
-        self.write_config()
+        self.folder.write_config(self.written())
         model.save_adapter(self.out / "adapter", encoder=encoding.fingerprint)
         if self.settings.lora.rank:
             self.host.host.save_pretrained(str(self.out / "lora"))
@@ -187,57 +181,67 @@ class Run:
         if self.left_out:
             lines = [f"{len(self.left_out)} left out, because it cannot be used (data.strict=true stops instead):"]
             more = [f"and {len(self.left_out) - shown} more: see left_out.txt"] if len(self.left_out) > shown else []
-            self.accelerator.print("\n  ".join([*lines, *self.left_out[:shown], *more]))
+            self.say("\n  ".join([*lines, *self.left_out[:shown], *more]))
             if self.first:
                 self.folder.write_text("left_out.txt", "\n".join(self.left_out))
 
-    def train(
-        self, model: Any, encoding: training.Encoding | None, name: str, config: training.TrainingConfig
-    ) -> training.TrainingResult:
-        """Train the adapter, or the control without memories, with checkpoints and metrics of this name."""
-        control, encoder = encoding is None, None if encoding is None else encoding.fingerprint
-        suffix, targets = f"_{name}" if control else "", "tokens" if self.settings.host == "language" else "targets"
-        checkpoints = self.out / f"checkpoints{suffix}"
-        step = training.last_step(checkpoints) if self.settings.resume else 0
-        log = training.MetricsLog(
-            self.accelerator, self.out, step, name=f"metrics{suffix}", prefix=name, targets=targets
+    def trainer(self, model: Any, name: str, **fields: Any) -> training.AdapterTrainer:
+        """Return the trainer of the adapter, or of the control without memories."""
+        settings, control = self.settings, name != "adapter"
+        optim, evaluation = settings.optim, settings.eval
+        if optim.max_steps < 1 and optim.num_train_epochs is None:
+            per_step = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * self.arguments.world_size
+            short = hasattr(self.rows, "__len__") and EPOCHS * -(-len(self.rows) // per_step) < STEPS
+            fields |= {"max_steps": STEPS} if short else {"num_train_epochs": EPOCHS}
+        if control:
+            fields |= {"learning_rate": optim.lora_learning_rate, "torch_compile": False}
+            fields["output_dir"] = f"{self.out}/checkpoints_{name}"
+        if not len(self.held_out):
+            fields |= {"eval_strategy": "no", "load_best_model_at_end": False}
+        held_out = {"right": self.held_out}
+        if evaluation.shuffled_memory and not control and len(self.shuffled):
+            held_out["shuffled"] = self.shuffled
+        encoder = fields.pop("encoder", None)
+        trainer = self.host.trainer(
+            model,
+            settings.arguments(**fields),
+            text_only=control,
+            train_dataset=self.rows,
+            eval_dataset=held_out if len(self.held_out) else None,
+            gate_learning_rate=None if control else optim.gate_learning_rate,
+            encoder=encoder,
         )
-        with hidden_states(self.settings, None if control else model):
-            result = training.train(
-                model,
-                self.host.loss(model),
-                self.batches,
-                config,
-                self.accelerator,
-                collate=self.host.collate(text_only=control),
-                eval_rows=self.held_out,
-                shuffled_rows=self.shuffled if not control and self.settings.eval.shuffled_memory else (),
-                folder=checkpoints,
-                identity={"encoder": encoder},
-                resume=self.settings.resume,
-                log=log,
-                measure=None if control else self.adapter_metrics(model, config),
-                label=name,
-                progress=self.progress,
-                save_more=None if control else lambda folder: model.save_adapter(folder / "adapter", encoder=encoder),
-            )
-        if result.stopped_early:
-            self.accelerator.print(
-                f"{name}: stopped early after {result.global_step} steps, since {result.evals_without_improvement} "
-                f"evaluations were no better; the weights are those of step {result.best_global_step}"
-            )
-        return result
+        if evaluation.early_stopping_patience and len(self.held_out):
+            trainer.add_callback(EarlyStoppingCallback(evaluation.early_stopping_patience))
+        return trainer
 
-    def adapter_metrics(self, model: Any, config: training.TrainingConfig) -> inspect.AdapterMetrics:
+    def train(self, trainer: training.AdapterTrainer, name: str, measure: Any = None) -> float | None:
+        """Train from the last checkpoint on; return the seconds, None after Ctrl-C."""
+        settings = self.settings
+        try:
+            return self.folder.train(trainer, name, settings.progress, resume=settings.resume, measure=measure)
+        except KeyboardInterrupt:
+            return None
+
+    def adapter_metrics(self, trainer: training.AdapterTrainer) -> inspect.AdapterMetrics:
         """Measure gates, gradients and, as often as there are evaluations, the attention of a few held-out rows."""
         rows = list(itertools.islice((row for row in self.held_out if data.has_memory(row)), MEASURED))
-        loss, collate = self.host.loss(model), self.host.collate(text_only=False)
 
         def forward() -> None:
             # One row at a time, so that no padding attends to anything.
-            training.mean_loss(model, loss, rows, 1, self.accelerator, collate=collate)
+            for row in rows:
+                trainer.prediction_step(trainer.model, trainer.data_collator([row]), prediction_loss_only=True)
 
-        return inspect.AdapterMetrics(model, forward if rows else None, config.eval_steps or config.logging_steps)
+        steps = self.settings.eval.eval_steps or self.settings.optim.logging_steps
+        return inspect.AdapterMetrics(trainer.model, forward if rows else None, steps)
+
+    def losses(self, trainer: training.AdapterTrainer) -> dict[str, float]:
+        """Return the held-out loss, and beside it those of the controls: no memory, shuffled memory."""
+        parts = {"its own memory": self.held_out}
+        if self.settings.eval.controls:
+            alone = self.held_out.remove_columns(["memory", "segments", "scores", "sources"])
+            parts |= {"shuffled memory": self.shuffled, "no memory": alone}
+        return {name: trainer.evaluate(part)["eval_loss"] if len(part) else math.nan for name, part in parts.items()}
 
     def write_samples(self, model: Any, encoding: training.Encoding) -> None:
         """Generate texts or pictures for the first few held-out rows."""
@@ -262,18 +266,10 @@ class Run:
         if traces:
             inspect.save_traces(traces, self.out)
 
-    def write_table(self, model: Any, result: training.TrainingResult) -> None:
-        """Measure the held-out loss, and beside it the controls: no memory, shuffled memory, a text-only LoRA."""
+    def write_table(self, model: Any, losses: dict[str, float], seconds: float) -> None:
+        """Write the held-out losses, and beside them that of a text-only LoRA."""
         parameters, host = model.trainable_parameters()[0], self.settings.host
-        parts = {"its own memory": self.held_out}
-        if self.settings.eval.controls:
-            alone = self.held_out.remove_columns(["memory", "segments", "scores", "sources"])
-            parts |= {"shuffled memory": self.shuffled, "no memory": alone}
-        losses = {name: self.loss(model, part) if len(part) else math.nan for name, part in parts.items()}
-        rows = [
-            report.table_row(f"adapter, {name}", loss, parameters, result.seconds, host)
-            for name, loss in losses.items()
-        ]
+        rows = [report.table_row(f"adapter, {name}", loss, parameters, seconds, host) for name, loss in losses.items()]
         if self.settings.eval.controls:
             model.unload()
             rows.insert(0, self.control(parameters))
@@ -288,19 +284,11 @@ class Run:
         """Train the text-only LoRA of equal size on the same rows in the same order for as long, and measure it."""
         torch.manual_seed(self.settings.seed)
         lora, remove = self.host.control(parameters)
-        options = {"gate_learning_rate": None, "gradient_checkpointing": False, "torch_compile": False}
-        rate = self.settings.optim.lora_learning_rate
-        result = self.train(lora, None, "lora", replace(self.config, learning_rate=rate, **options))
-        loss = math.nan if result.interrupted else self.loss(lora, self.held_out, text_only=True)
+        trainer = self.trainer(lora, "lora")
+        seconds = self.train(trainer, "lora")
+        if seconds is None:
+            raise KeyboardInterrupt  # a baseline that was stopped early would flatter the adapter
+        loss = trainer.evaluate(self.held_out)["eval_loss"]
         count = sum(parameter.numel() for parameter in lora.parameters() if parameter.requires_grad)
         remove()
-        return report.table_row("LoRA, text only", loss, count, result.seconds, self.settings.host)
-
-    def loss(self, model: Any, rows: Any, text_only: bool = False) -> float:
-        """Return the mean loss of rows."""
-        optim, loss, collate = self.settings.optim, self.host.loss(model), self.host.collate(text_only)
-        with hidden_states(self.settings, None if text_only else model):
-            return training.mean_loss(
-                model, loss, rows, optim.batch_size, self.accelerator, optim.gradient_accumulation_steps,
-                self.settings.seed, collate=collate,
-            )  # fmt: skip
+        return report.table_row("LoRA, text only", loss, count, seconds, self.settings.host)

@@ -26,7 +26,7 @@ def four_steps(out: Path, *settings: str) -> list[str]:
     return [
         "train", str(RECIPE / "config_tiny.yaml"), f"out={out}", "progress=false",
         "device=cpu", "data.held_out=2", f"data.cache={out.parent / 'cache'}", "adapter.every=3", "optim.max_steps=4",
-        "optim.batch_size=3", "optim.logging_steps=1", "eval.eval_steps=2", *settings,
+        "optim.per_device_train_batch_size=3", "optim.logging_steps=1", "eval.eval_steps=2", *settings,
     ]  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_the_command_line_says_it_and_leaves_no_run(tmp_path: Path, capsys: pyte
     out = capsys.readouterr().out
     assert not end.value.code and not (tmp_path / "run").exists()
     assert re.search(r"adapter: [\d,]+ of [\d,]+ parameters are trained", out)
-    assert re.search(r"steps: 720 of 7 rows in 1 process, \d+\.\d\d s each", out)
+    assert re.search(r"steps: 720 of 8 rows in 1 process, \d+\.\d\d s each", out)
     assert re.search(r"time: \d+\.\d\d hours, without evaluations", out)
     with pytest.raises(SystemExit) as end:
         main([*words, "--seeds", "0,1"])

@@ -86,7 +86,7 @@ class Adapted(nn.Module):
     """A decoder layer of vLLM, followed by a block. A layer becomes one by its class: its weights keep their names."""
 
     block: GatedBlock
-    seen: Tensor
+    has_memory: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and add what the block adds to its hidden states where tokens have a memory."""
@@ -94,7 +94,7 @@ class Adapted(nn.Module):
         hidden, *residual = output if isinstance(output, tuple) else (output,)
         x = hidden if not residual else hidden + residual[0]
         change = self.block(x, None) - x
-        hidden = hidden + torch.where(self.seen[: len(x), None], change, 0)
+        hidden = hidden + torch.where(self.has_memory[: len(x), None], change, 0)
         return (hidden, *residual) if residual else hidden
 
 
@@ -104,7 +104,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
 
     host: Any
     adapter: GatedLayers
-    seen: Tensor
+    has_memory: Tensor
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         self.adapter.load_state_dict(tensors)
         self.adapter.to(vllm_config.model_config.dtype)  # gates stay in float32
         most = vllm_config.scheduler_config.max_num_batched_tokens
-        self.register_buffer("seen", torch.zeros(most, dtype=torch.bool), persistent=False)
+        self.register_buffer("has_memory", torch.zeros(most, dtype=torch.bool), persistent=False)
         self.attentions: list[PagedAttention] = []
         for site in sites:
             block = self.adapter.block(site.layer)
@@ -132,7 +132,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
             # Before a layer is after the one before it.
             layer = layers[site.layer - (settings.position == "before")]
             layer.__class__ = type(f"Adapted{type(layer).__name__}", (Adapted, type(layer)), {})
-            layer.seen, layer.block = self.seen, block
+            layer.has_memory, layer.block = self.has_memory, block
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -153,12 +153,12 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         metadata = context.attn_metadata
         # Memories are written before the compiled graph, which is the same with and without new ones.
         context.skip_compiled = False
-        self.seen.zero_()
+        self.has_memory.zero_()
         if metadata is not None:
             of_first = metadata[self.attentions[0].prefix]
             lengths = of_first.query_start_loc.diff()
-            seen = (of_first.seq_lens > 0).repeat_interleave(lengths)
-            self.seen[: len(seen)] = seen
+            has_memory = (of_first.seq_lens > 0).repeat_interleave(lengths)
+            self.has_memory[: len(has_memory)] = has_memory
             if encoder_outputs:
                 for attention in self.attentions:
                     attention.write(encoder_outputs)

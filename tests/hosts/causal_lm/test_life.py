@@ -41,7 +41,7 @@ def adapter(**settings):
         (lambda lm: mmattn.attach(None, adapter()), "None"),
     ],
 )
-def test_layers_and_hosts_that_are_not_there(attach, names, ids):
+def test_layers_and_hosts_that_are_not_there(attach, names):
     """Invariant 30."""
     lm = tiny.make("llama")
     before = traces(lm)

@@ -69,7 +69,7 @@ GIVEN = {
 @pytest.mark.parametrize(
     ("family", "given"),
     [
-        pytest.param(family, GIVEN[given], marks=() if (family, given) == (CROSS, "Memory") else pytest.mark.slow)
+        pytest.param(family, given, marks=() if (family, given) == (CROSS, "Memory") else pytest.mark.slow)
         for family in (UNET, CROSS, JOINT, PACKED)
         for given in GIVEN
     ],
@@ -77,7 +77,7 @@ GIVEN = {
 def test_one_graph_for_each_memory_and_timestep(dynamo, family, given):
     """Invariant 211: in a block and by keyword, equal to the host as it is; without a memory it is the host's own."""
     model, inputs = make(family)
-    is_one_graph(dynamo, model, inputs, [given(model, tiny.memory(ROWS, seed=seed)) for seed in range(3)])
+    is_one_graph(dynamo, model, inputs, [GIVEN[given](model, tiny.memory(ROWS, seed=seed)) for seed in range(3)])
 
 
 SCALES = {

@@ -275,7 +275,7 @@ def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
     vision = {
         "encoder": "assets/clip",
         "data": {
-            "kind": "folder", "path": str(folder), "descriptions": str(tmp_path / "said.json"), "held_out": 0.3,
+            "path": str(folder), "descriptions": str(tmp_path / "said.json"), "held_out": 0.3,
             "cache": str(tmp_path / "cache"),
         },
     }  # fmt: skip

@@ -281,11 +281,11 @@ def _contain(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Options) -> A
     broken = ~(torch.isfinite(k).all(-1).all(1) & torch.isfinite(v).all(-1).all(1))
     k, v = (tensor.masked_fill(broken[:, None, :, None], 0) for tensor in (k, v))
     result = _over_finite_slots(q, k, v, rule, options)
-    result.fill(_reached(rule, broken, q.shape[0]), math.nan, math.nan)
+    result.fill(_queries_touching(rule, broken, q.shape[0]), math.nan, math.nan)
     return result
 
 
-def _reached(rule: Rule, slots: Tensor, rows: int) -> Tensor:
+def _queries_touching(rule: Rule, slots: Tensor, rows: int) -> Tensor:
     """Return which queries, broadcastable to (rows, h, l, 1), may attend to one of some slots (b, m)."""
     if rule.allowed is None:  # causal: without any rule there is nothing to contain
         reached = (slots.cumsum(-1) > 0)[:, None, :, None]
@@ -312,13 +312,13 @@ def _merge(rule: Rule, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor
         hidden = allowed is not None or not (may_read(mask) and all_finite(mask))
         mask = mask if allowed is None else torch.where(allowed, mask, float("-inf"))
         allowed, visible = (mask != float("-inf"), None) if hidden else (None, visible)
-    blind = _blind(allowed, visible)
+    blind = _queries_without_slots(allowed, visible)
     if mask is None or blind is None:
         return mask, None
     return mask | blind if mask.dtype is torch.bool else mask.masked_fill(blind, 0), blind
 
 
-def _blind(allowed: Tensor | None, visible: Tensor | bool | None) -> Tensor | None:
+def _queries_without_slots(allowed: Tensor | None, visible: Tensor | bool | None) -> Tensor | None:
     """Return the queries that may attend to nothing, or None where there are none."""
     if allowed is None or visible is True:
         return None

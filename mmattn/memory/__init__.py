@@ -1,14 +1,13 @@
 """Types that `memory=` accepts: padded embeddings, a part that many rows share, a stream, a searched index."""
 
 from mmattn.memory.memory import Memory
-from mmattn.memory.searched_entries import SearchedEntries, SearchedMemory
+from mmattn.memory.searched_entries import SearchedMemory
 from mmattn.memory.shared import ShardedMemory, SharedMemory
 from mmattn.memory.stream import MemoryStream, SlidingBuffer
 
 __all__ = [
     "Memory",
     "MemoryStream",
-    "SearchedEntries",
     "SearchedMemory",
     "ShardedMemory",
     "SharedMemory",

@@ -2,10 +2,9 @@
 
     python -m tests.golden.make
 
-`hosts/` holds tiny hosts with their weights, as `save_pretrained` wrote them. For each
-adapter `<version>/<name>/` is the folder as `save_adapter` wrote it, without its card, and
-`<version>/<name>.safetensors` what it is given and what the host answers
-then, without and with the adapter; one is there as an IP-Adapter's single file too.
+`hosts/` holds tiny hosts with their weights, as `save_pretrained` wrote them. For each adapter `<version>/<name>/` is
+the folder as `save_adapter` wrote it, without its card, and `<version>/<name>.safetensors` what it is given and what
+the host answers then, without and with the adapter; one is there as an IP-Adapter's single file too.
 What was released is never made again: `tests/test_golden.py` loads it for ever. A new kind or setting gets a new name,
 a new format version a new folder.
 """

@@ -20,7 +20,7 @@ pytest.importorskip("sacrebleu", reason="needs the extra `translate`")
 SMALL = {
     "data": {"held_out": 13, "written": 200, "vocabulary": 400},
     "model": {"dim": 24, "num_heads": 2, "layers": 1, "feed_forward": 2.0},
-    "optim": {"max_steps": 7, "batch_size": 11, "warmup_steps": 2},
+    "optim": {"max_steps": 7, "per_device_train_batch_size": 11, "warmup_steps": 2},
     "writing": {"beams": 3, "batch": 5},
     "alignment": {"sentences": 2},
     "progress": False,

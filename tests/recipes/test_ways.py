@@ -187,7 +187,7 @@ def test_every_way_trains_as_many_parameters(
 ) -> None:
     """Adapter and LoRA together are within 5 %; afterwards the language model is what it was, bit for bit."""
     config = recipe.settings.Config(**small, task=task, out=str(tmp_path / "run"))
-    study = recipe.train.Study(config, mmattn.training.RunFolder(config.out), mmattn.training.make_accelerator())
+    study = recipe.train.Study(config, mmattn.training.RunFolder(config.out), torch.device("cpu"))
     before = copy.deepcopy(study.task.lm.state_dict())
     for name, make in study.makers().items():
         way = make(study.task.lm, config.parameters)
@@ -275,7 +275,7 @@ def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
     vision = {
         "encoder": "assets/clip",
         "data": {
-            "kind": "folder", "path": str(folder), "descriptions": str(tmp_path / "said.json"), "held_out": 0.3,
+            "path": str(folder), "descriptions": str(tmp_path / "said.json"), "held_out": 0.3,
             "cache": str(tmp_path / "cache"),
         },
     }  # fmt: skip

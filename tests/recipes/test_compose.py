@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn.pipelines import load_language_model
-from tests.recipes.comparing import check_compared
 from tests.tiny_texts import tiny_tokenizer
 
 SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
@@ -144,10 +143,6 @@ def test_rows_learn_answers_alone(world: Any) -> None:
         [world.ids[token] for token in asked] for asked, _ in pairs
     ]
     assert world.answer([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
-
-
-def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
-    check_compared(run, tmp_path)
 
 
 def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:

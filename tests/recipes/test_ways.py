@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mmattn
-from tests.recipes.comparing import check_compared
 from tests.tiny_texts import tiny_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -226,10 +225,6 @@ def test_what_is_trained_apart_is_what_is_read_apart(
 def run(recipe: SimpleNamespace, small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that takes seconds."""
     return recipe.train.main({**small, "task": "passages", "out": str(tmp_path_factory.mktemp("ways") / "run")})
-
-
-def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
-    check_compared(run, tmp_path)
 
 
 def test_a_run_has_its_controls(run: Path, recipe: SimpleNamespace) -> None:

@@ -86,7 +86,9 @@ def test_a_memory_that_is_not_finite(tmp_path: Path) -> None:
             return model(ids, labels=ids, memory=memory).loss  # type: ignore[no-any-return]
 
     arguments = training.OptimSettings(max_steps=2).arguments(training.RunSettings(out=str(tmp_path)))
-    trainer = Given(model, arguments, data_collator=lambda rows: {"rows": rows}, train_dataset=range(7), calibrate=False)
+    trainer = Given(
+        model, arguments, data_collator=lambda rows: {"rows": rows}, train_dataset=range(7), calibrate=False
+    )
     with pytest.raises(NonFiniteError):
         trainer.train()
     assert all(torch.equal(one, before[name]) for name, one in model.adapters.named_parameters())

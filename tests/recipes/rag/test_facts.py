@@ -18,7 +18,6 @@ from mmattn import inspect
 from mmattn.cli.app import main
 from mmattn.encoders import NameEncoder
 from tests import tiny
-from tests.recipes.comparing import check_compared
 from tests.recipes.rag.small import small
 
 
@@ -27,10 +26,6 @@ def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFact
     """The folder of a run over facts."""
     prefix = {"num_virtual_tokens": 5, "max_steps": 2, "per_device_train_batch_size": 3}
     return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run", prefix=prefix))
-
-
-def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
-    check_compared(run, tmp_path)
 
 
 def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:

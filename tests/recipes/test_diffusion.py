@@ -22,7 +22,6 @@ from mmattn.errors import ConfigError, ImageError, TextError
 from mmattn.pipelines import load_diffusion_host
 from mmattn.recipes import read_settings
 from tests import tiny, tiny_pipeline
-from tests.recipes.comparing import check_compared
 
 ROOT = Path(__file__).parents[2]
 MODELS = {
@@ -243,10 +242,6 @@ def test_stage_b_and_drawing(
         stdout, stderr = capsys.readouterr()
         assert f"{name}.png" in stdout and "Loading weights" not in stderr
     assert pictures["off"] == pictures["plain"] and len(pictures["plain"]) == 256**2
-
-
-def test_its_runs_can_be_compared(base: Path, tmp_path: Path) -> None:
-    check_compared(base, tmp_path)
 
 
 def test_finetune_refuses_a_transformer(load_files: Callable[..., SimpleNamespace], transformer: Path) -> None:

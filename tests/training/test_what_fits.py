@@ -117,7 +117,5 @@ def test_memory_of_a_step(name: str) -> None:
     counted["activations with `checkpoint_host`"] = gigabytes_kept(host, adapter)
     fixed = sum(counted[what] for what in list(counted)[:2]) + counted["logits, in chunks of 256 (the default)"]
     counted["together"] = fixed + counted["activations"]
-    counted["together with `checkpoint_host`"] = (
-        fixed + counted["activations with `checkpoint_host`"]
-    )
+    counted["together with `checkpoint_host`"] = fixed + counted["activations with `checkpoint_host`"]
     assert said == pytest.approx(counted, rel=0.05, abs=0.1)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from mmattn import training
 from mmattn.recipes import find_recipe, load_recipe
@@ -154,9 +154,7 @@ def main() -> None:
 
     groups = training.parameter_groups(model.train(), given.learning_rate, weight_decay=0.05)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: training.learning_rate_factor(step, given.steps, 100)
-    )
+    schedule = get_cosine_schedule_with_warmup(optimizer, 100, given.steps)
     began = time.perf_counter()
     for step in range(given.steps):
         rows = []

@@ -59,12 +59,11 @@ def encode(
     from mmattn.encoders.base import load_image_encoder, load_text_encoder
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
+    from mmattn.pipelines.build import default_device
     from mmattn.training import (
         drop_errors,
         encode_dataset,
         encoding_of,
-        end_training,
-        make_accelerator,
         memory_kinds,
         read_rows,
     )
@@ -76,13 +75,13 @@ def encode(
     kinds = memory_kinds(rows)
     if not kinds:
         raise ConfigError(f"no row of {source} has a picture, a passage or a memory: there is nothing to encode")
-    accelerator = make_accelerator(device=device)
+    place = "cpu" if device == "cpu" else default_device()
     encoders: dict[str, Any] = {}
     with without_progress_bars():
         if "pictures" in kinds:
-            encoders["pictures"] = load_image_encoder(encoder, accelerator.device, pooled=pooled)
+            encoders["pictures"] = load_image_encoder(encoder, place, pooled=pooled)
         if "passages" in kinds:
-            encoders["passages"] = load_text_encoder(text_encoder, pooling, accelerator.device)
+            encoders["passages"] = load_text_encoder(text_encoder, pooling, place)
     shards = out.with_name(f"{out.name}.shards")
     encoded = encode_dataset(
         rows,
@@ -103,7 +102,6 @@ def encode(
     typer.echo(f"{encoded} in {out}: {size:,} bytes")
     if left_out:
         typer.echo(f"{len(left_out)} left out, because it cannot be used:\n{first_few(left_out)}")
-    end_training(accelerator)
 
 
 def _pair(text: str) -> tuple[str, str]:

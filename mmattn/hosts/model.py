@@ -626,8 +626,8 @@ class AdaptedModel(nn.Module):
     def calibrate(self, *args: Any, memory: object, **kwargs: Any) -> None:
         """Calibrate fresh gated adapters by a batch of the training data: mean and spread of what each block reads.
 
-        Only tokens that attend to the memory count. The adapter is still exactly nothing. `training.train` and the
-        `AdapterTrainer` do this by their first batch; call it yourself before a loop of your own.
+        Only tokens that attend to the memory count. The adapter is still exactly nothing. `AdapterTrainer`
+        does this by its first batch; call it yourself before another training loop.
 
         Args:
             args: those of the host.

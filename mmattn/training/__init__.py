@@ -1,4 +1,4 @@
-"""Training: rows and their memories, loops, checkpoints, LoRA controls, losses, the folder of a run."""
+"""Training: `AdapterTrainer`, rows and their memories, LoRA controls, losses, the folder of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from mmattn.data.encoded import EncoderInfo, Encoding, drop_errors, encode_dataset, encoding_of
     from mmattn.data.readers import memory_kinds, read_rows
     from mmattn.data.rows import Row, make_row, stack_memories
-    from mmattn.data.sampling import LengthGroupedSampler, PairSampler, RowBatches, derive_seed
+    from mmattn.data.sampling import PairSampler, derive_seed
     from mmattn.data.splits import shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.progress import tracked
-    from mmattn.training.checkpoints import last_step
     from mmattn.training.compare import (
         SavedRun,
         compare_runs,
@@ -26,16 +25,12 @@ if TYPE_CHECKING:
         read_seeds,
         spread_table,
     )
-    from mmattn.training.config import Collate, Loss, TrainingConfig, TrainingResult
     from mmattn.training.cost import CostForecast, DryRunEnded, dry_run
-    from mmattn.training.distributed import end_training, make_accelerator, shard_host
-    from mmattn.training.evaluation import mean_loss
+    from mmattn.training.groups import gradient_checkpointing, parameter_groups
     from mmattn.training.hidden_states import cached_hidden_states
-    from mmattn.training.loop import train, train_run
     from mmattn.training.lora import add_lora, load_lora, matched_lora
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-    from mmattn.training.metrics import MetricsLog, memory_warning, read_metrics
-    from mmattn.training.optimization import gradient_checkpointing, learning_rate_factor, parameter_groups
+    from mmattn.training.metrics import read_metrics
     from mmattn.training.prompt_cache import PromptCache, cached_prompts
     from mmattn.training.run_folder import RunFolder, RunLog
     from mmattn.training.settings import OptimSettings, RunSettings, Settings
@@ -43,20 +38,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterTrainer",
-    "Collate",
     "CostForecast",
     "DryRunEnded",
     "EncoderInfo",
     "Encoding",
-    "LengthGroupedSampler",
-    "Loss",
     "MemoryCollator",
-    "MetricsLog",
     "OptimSettings",
     "PairSampler",
     "PromptCache",
     "Row",
-    "RowBatches",
     "RowCollator",
     "RunFolder",
     "RunLog",
@@ -64,8 +54,6 @@ __all__ = [
     "SavedRun",
     "Settings",
     "TextBatch",
-    "TrainingConfig",
-    "TrainingResult",
     "add_lora",
     "augment_memory",
     "bos_and_eos",
@@ -81,20 +69,14 @@ __all__ = [
     "encode_dataset",
     "encode_texts",
     "encoding_of",
-    "end_training",
     "gradient_checkpointing",
-    "last_step",
-    "learning_rate_factor",
     "load_lora",
-    "make_accelerator",
     "make_row",
     "markdown_table",
     "matched_lora",
     "mean_and_spread",
-    "mean_loss",
     "mean_nats",
     "memory_kinds",
-    "memory_warning",
     "pack",
     "parameter_groups",
     "perplexity",
@@ -102,7 +84,6 @@ __all__ = [
     "read_rows",
     "read_run",
     "read_seeds",
-    "shard_host",
     "shuffle_memories",
     "split_rows",
     "spread_table",
@@ -111,8 +92,6 @@ __all__ = [
     "text_nats",
     "token_nats",
     "tracked",
-    "train",
-    "train_run",
 ]
 
 

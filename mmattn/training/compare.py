@@ -115,7 +115,7 @@ Runs = Mapping[str, Sequence[SavedRun]]
 Curves = Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]
 """By metric and name of the run and its model the values by step, of each seed."""
 
-METRICS = ("loss", "eval_loss")
+METRICS = ("loss", "eval_loss", "eval_right_loss")
 _NONE = "–"
 
 

@@ -52,8 +52,7 @@ class HiddenStateCache:
         self.lower.run()  # torch runs no hooks after KeyboardInterrupt
         if torch.compiler.is_compiling():
             raise ConditionError(
-                "a compiled host cannot read cached hidden states: compile the adapters only, with "
-                "TrainingConfig(torch_compile=True)"
+                "a compiled host cannot read cached hidden states: leave torch_compile or the cache out"
             )
         texts = self._texts(args, kwargs)
         if texts is None:

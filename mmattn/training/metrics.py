@@ -1,33 +1,23 @@
-"""The metrics of a run: as JSON lines, in trackers of accelerate; the speed of its steps."""
+"""The metrics of a run as JSON lines, and the speed of its steps."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.language_models import text_config
-from mmattn.storage.files import write_text
 from mmattn.training.lower_layers import count_below
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-T = TypeVar("T")
 Figures = dict[str, object]
 """Metrics of a step, a row of a table, or settings, by name."""
-PATIENCE = 3
-"""Evaluations in a row that must agree."""
-ERRORS = 2.0
-"""Standard errors that a gain must exceed to be one."""
 #: Dense bfloat16 operations a second, as NVIDIA states them, of cards by the name that torch gives them.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -41,73 +31,6 @@ PEAKS = {
     "NVIDIA L40S": 362e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
-
-
-class MetricsLog:
-    """Write metrics to `metrics.jsonl` and the trackers, and print the warning of `memory_warning`.
-
-    Args:
-        accelerator: what `make_accelerator` returned; only its first process writes.
-        folder: of the run.
-        step: of the checkpoint from which the run is resumed: lines of later steps are dropped, as they come again. 0
-            empties the file.
-        name: of the file, without its ending.
-        prefix: of the figures in trackers, which count the steps of each prefix by themselves.
-        targets: unit of the throughput, such as "tokens".
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        folder: str | os.PathLike[str],
-        step: int = 0,
-        *,
-        name: str = "metrics",
-        prefix: str = "adapter",
-        targets: str = "targets",
-    ) -> None:
-        self.accelerator, self.prefix, self.targets = accelerator, prefix, targets
-        self.path = Path(folder) / f"{name}.jsonl"
-        if accelerator.is_main_process:
-            earlier = [line for line in read_metrics(self.path) if _step(line) <= step] if step else []
-            write_text(self.path, "".join(json.dumps(line) + "\n" for line in earlier))
-
-    def __call__(self, **figures: object) -> None:
-        """Write the metrics of a step; numbers that are not finite become null.
-
-        Args:
-            **figures: by name, as `train` gives them.
-        """
-        if not self.accelerator.is_main_process:
-            return
-        named = {
-            name.replace("targets_per_", f"{self.targets}_per_"): None
-            if isinstance(value, float) and not math.isfinite(value)
-            else value
-            for name, value in figures.items()
-        }
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(named) + "\n")
-        _track(self.accelerator, self.prefix, named)
-        if (warning := memory_warning(read_metrics(self.path))) is not None:
-            self.accelerator.print(f"{self.prefix}: {warning}")
-
-
-def _track(accelerator: Accelerator, prefix: str, figures: Mapping[str, object]) -> None:
-    """Give the numbers of a step to every tracker, as "prefix/name"."""
-    step = figures["step"]
-    values = {
-        f"{prefix}/{name}": value
-        for name, value in figures.items()
-        if name != "step" and isinstance(value, (int, float))
-    }
-    for tracker in accelerator.trackers:
-        if tracker.name == "wandb":
-            # Its own count of steps may not go back, as that of a second training in the same run does.
-            tracker.tracker.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
-            tracker.log({**values, f"{prefix}/step": step})
-        else:
-            tracker.log(values, step=step)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
@@ -125,57 +48,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
     return lines
 
 
-def _step(line: Figures) -> float:
-    step = line.get("step")
-    return step if isinstance(step, int) else math.inf
-
-
-def memory_warning(lines: Sequence[Mapping[str, object]]) -> str | None:
-    """Warn after the last evaluation if the adapter ignores its memory, or say that it no longer does.
-
-    A memory does nothing where the loss on held-out rows is no higher with the memories of other rows, by more than two
-    standard errors, in three evaluations in a row. That is said once; and once more when it is no longer so.
-
-    Args:
-        lines: of metrics, as `read_metrics` returns them; evaluations have "eval_loss", "eval_loss_shuffled" and
-            "memory_gain_stderr".
-
-    >>> noise = [{"step": n, "eval_loss": 2.5, "eval_loss_shuffled": 2.5, "memory_gain_stderr": 0.1} for n in (1, 2, 3)]
-    >>> memory_warning(noise[:2]) is None
-    True
-    >>> print(memory_warning(noise)[:55])
-    the adapter ignores its memory so far: in 3 evaluations
-    """
-    if not lines or "eval_loss_shuffled" not in lines[-1]:
-        return None
-    ignored = [_is_ignored(line) for line in lines if "eval_loss_shuffled" in line]
-    streak, before, last = _streak(ignored), _streak(ignored[:-1]), lines[-1]
-    losses = f"{last['eval_loss']:.4f} with its own memory, {last['eval_loss_shuffled']:.4f} with another row's"
-    if streak == PATIENCE:
-        return (
-            f"the adapter ignores its memory so far: in {PATIENCE} evaluations up to step {last['step']} the loss of "
-            f"held-out rows was no higher with the memories of other rows ({losses}). See gate/ and memory_attention/ "
-            "in the metrics; and whether the texts can be told from these memories at all, by a linear probe for "
-            "instance"
-        )
-    if not streak and before >= PATIENCE:
-        return f"the adapter uses its memory from step {last['step']} on ({losses})"
-    return None
-
-
-def _streak(flags: Sequence[bool]) -> int:
-    """Return the length of the run of true values at the end."""
-    return next((count for count, one in enumerate(reversed(flags)) if not one), len(flags))
-
-
-def _is_ignored(line: Mapping[str, object]) -> bool:
-    eval_loss, other, error = (line.get(name) for name in ("eval_loss", "eval_loss_shuffled", "memory_gain_stderr"))
-    if not isinstance(eval_loss, (int, float)) or not isinstance(other, (int, float)):
-        return False
-    # Of a single batch no error is known: then only what is equal to rounding is.
-    return other - eval_loss <= (ERRORS * error if isinstance(error, (int, float)) else 1e-6 * abs(eval_loss))
-
-
 class StepClock:
     """The time of the steps since `begin`; that of evaluations and checkpoints does not count."""
 
@@ -184,20 +56,11 @@ class StepClock:
 
     def begin(self) -> None:
         """Count from here."""
-        self._began, self._waited, self._aside = time.perf_counter(), 0.0, 0.0
-        self._rows = self._targets = self._flops = 0.0
+        self._began, self._aside, self._tokens, self._flops = time.perf_counter(), 0.0, 0, 0.0
 
-    def count(self, rows: int, targets: float, flops: float = 0.0) -> None:
-        """Count the rows and targets of a step, and its floating-point operations on this process's device."""
-        self._rows, self._targets, self._flops = self._rows + rows, self._targets + targets, self._flops + flops
-
-    def timed(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items, and count the time until each is there as waiting."""
-        began = time.perf_counter()
-        for item in items:
-            self._waited += time.perf_counter() - began
-            yield item
-            began = time.perf_counter()
+    def count(self, tokens: int, flops: float) -> None:
+        """Count tokens of a step, and its floating-point operations on this process's device."""
+        self._tokens, self._flops = self._tokens + tokens, self._flops + flops
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -208,16 +71,15 @@ class StepClock:
         finally:
             self._aside += time.perf_counter() - began
 
-    def metrics(self, device: torch.device | None = None) -> dict[str, float]:
-        """Rows and targets a second, the share of the time spent waiting for rows, and of what the device can do."""
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """Return tokens a second where there are any, and on a known card the share of what it can do."""
         seconds = max(time.perf_counter() - self._began - self._aside, 1e-9)
-        metrics = {
-            "waiting": round(self._waited / seconds, 4),
-            "rows_per_second": round(self._rows / seconds, 3),
-            "targets_per_second": round(self._targets / seconds, 3),
-        }
-        peak = None if device is None else peak_flops(device)
-        return metrics | ({"mfu": round(self._flops / seconds / peak, 4)} if peak and self._flops else {})
+        peak, metrics = peak_flops(device), dict[str, float]()
+        if self._tokens:
+            metrics["tokens_per_second"] = round(self._tokens / seconds, 3)
+        if peak and self._flops:
+            metrics["mfu"] = round(self._flops / seconds / peak, 4)
+        return metrics
 
 
 # Floating-point operations --------------------------------------------------------------------------------------------

@@ -141,4 +141,4 @@ def last_hidden_states(model: nn.Module, kwargs: Mapping[str, object]) -> Tensor
 
 
 def _refused(reason: str) -> ConditionError:
-    return ConditionError(f"no loss in chunks: {reason}. Leave chunk_size (loss_chunk_size) out for this host")
+    return ConditionError(f"no loss in chunks: {reason}. Leave chunk_size out for this host")

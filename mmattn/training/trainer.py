@@ -24,10 +24,9 @@ from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
-from mmattn.training.checkpoints import load_weights, trained_parameters
+from mmattn.training.groups import parameter_groups
 from mmattn.training.losses import chunked_nats, has_chunks
 from mmattn.training.metrics import StepClock, flops_per_token, tokens_of
-from mmattn.training.optimization import parameter_groups
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
@@ -274,7 +273,7 @@ class AdapterTrainer(Trainer):
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
         """Return the operations of a micro-batch by `flops_per_token`, and count them with its tokens."""
         tokens = tokens_of(inputs)
-        self._clock.count(0, tokens, tokens * self._flops)
+        self._clock.count(tokens, tokens * self._flops)
         return tokens * self._flops
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
@@ -285,10 +284,7 @@ class AdapterTrainer(Trainer):
         """
         if "loss" in logs:
             self._check_finite(logs["loss"])
-            speed = self._clock.metrics(self.args.device)
-            if speed["targets_per_second"]:
-                logs["tokens_per_second"] = speed["targets_per_second"]
-            logs |= {name: value for name, value in speed.items() if name == "mfu"}
+            logs |= self._clock.metrics(self.args.device)
             self._clock.begin()
         super().log(logs, *args, **kwargs)
 
@@ -314,17 +310,19 @@ class AdapterTrainer(Trainer):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         model = self.accelerator.unwrap_model(self.model)
-        model.save_pretrained(folder, encoder=self.encoder)
+        if isinstance(model, AdaptedModel):
+            model.save_pretrained(folder, encoder=self.encoder)
         weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
         write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         tensors, _ = read_tensors(os.path.join(resume_from_checkpoint, WEIGHTS), FORMAT)
         adapted: Any = self.accelerator.unwrap_model(self.model)
-        for adapter in fresh_adapters(adapted):
+        fresh = fresh_adapters(adapted) if isinstance(adapted, AdaptedModel) else []
+        load_weights(trained_parameters(adapted), tensors, resume_from_checkpoint)
+        for adapter in fresh:
             folder = os.path.join(resume_from_checkpoint, "" if adapter.name == DEFAULT else adapter.name)
             adapter.load_state_dict(load_folder(folder)[1])  # its calibration, which is not trained
-        load_weights(trained_parameters(adapted), tensors, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -355,3 +353,23 @@ def last_complete(folder: Path) -> str | None:
                 continue
             return str(path)
     return None
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model that require gradients, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Copy values into the parameters of the same names; AdapterFileError for other names or shapes."""
+    sizes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    shapes = {name: tuple(tensor.shape) if tensor.is_floating_point() else None for name, tensor in tensors.items()}
+    if sizes != shapes:
+        differing = [name for name in {**sizes, **shapes} if sizes.get(name) != shapes.get(name)]
+        raise AdapterFileError(
+            f"{where} does not fit this model: {len(differing)} of {len(sizes)} trained tensors differ "
+            f"({', '.join(differing[:5])}). Use the same adapter and settings, or another folder"
+        )
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)

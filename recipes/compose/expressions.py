@@ -80,19 +80,19 @@ class World:
         shots: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        random, knowers = Random(seed), settings.knowers
+        random, key_models = Random(seed), settings.key_models
         names = [a + b + c for a in ascii_lowercase for b in ascii_lowercase for c in ascii_lowercase]
         self.values = {key: random.randrange(settings.values) for key in random.sample(names, settings.keys)}
         self.numbers, self.working = settings.values, settings.working
         keys = list(self.values)
         first = round(settings.share * settings.keys)
-        self.known = [keys[place::knowers] for place in range(knowers)]
+        self.known = [keys[place::key_models] for place in range(key_models)]
         # Of each model, those to train on and the others.
         self.keys, self.held_out = (
-            [part[place::knowers] for place in range(knowers)] for part in (keys[:first], keys[first:])
+            [part[place::key_models] for place in range(key_models)] for part in (keys[:first], keys[first:])
         )
         numbers = map(str, range(max(self.numbers**2, 2 * self.numbers)))
-        more = [bracket for pair in BRACKETS[1:knowers] for bracket in pair]
+        more = [bracket for pair in BRACKETS[1:key_models] for bracket in pair]
         self.tokens = [PAD, END, *BRACKETS[0], ":", "=", *OPERATORS, *ascii_lowercase, *numbers, *more]
         self.ids = {token: id for id, token in enumerate(self.tokens)}
         self.shots: list[str] = []
@@ -116,16 +116,16 @@ class World:
         values = (self.values[first], self.values[second])
         return Expression((first, second), values, random.choice([*OPERATORS]), self.working, (0, len(keys) - 1))
 
-    def knowing(self, random: Random, done: float = 1.0, known: bool = True, knower: int = 0) -> Pair:
+    def knowing(self, random: Random, done: float = 1.0, known: bool = True, key_model: int = 0) -> Pair:
         """Return a text of m_A: the value of the key before it, or both values of an expression after : and =.
 
         A tenth of the keys come first, and all after a third of the training, of which `done` is the share: with all
         from the start it may take thousands of steps to begin to tell keys apart. Without `known` the values of a text
-        are drawn anew: there is nothing to know. `knower` is the number of the model.
+        are drawn anew: there is nothing to know. `key_model` is the number of the model.
         """
-        keys = self.known[knower]
+        keys = self.known[key_model]
         one = self.draw([keys[: round((0.1 + 2.7 * done) * len(keys))]], random)
-        one = replace(one, brackets=(knower, knower))
+        one = replace(one, brackets=(key_model, key_model))
         if not known:
             one = replace(one, values=(random.randrange(self.numbers), random.randrange(self.numbers)))
         if random.random() < 0.6:

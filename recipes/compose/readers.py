@@ -1,6 +1,6 @@
 """Readers: a model alone, or with the memory of other models, in training and in generation.
 
-`Along` is the composition, `Fused` has the caches that the other models have of the prompt.
+`Composed` is the composition, `Fused` has the caches that the other models have of the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS = 24  # tokens that are generated to be timed
 Batch = dict[str, Tensor]
 
 
-class Alone:
+class Single:
     """A model that reads nothing besides its text."""
 
     def __init__(self, model: Any) -> None:
@@ -52,7 +52,7 @@ class Alone:
         return output[:, prompts["input_ids"].shape[1] :]
 
 
-class Several(Alone):
+class Ensemble(Single):
     """A model with an adapter for each of several others; `lms` are those in use, by the names of their adapters."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], adapters: Sequence[Any]) -> None:
@@ -73,7 +73,7 @@ class Several(Alone):
         return lm
 
 
-class Along(Several):
+class Composed(Ensemble):
     """A model with composed adapters, and the models that read along."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], settings: AdapterSettings) -> None:
@@ -82,7 +82,7 @@ class Along(Several):
         super().__init__(anchor, lms, adapters)
 
 
-class Fused(Several):
+class Fused(Ensemble):
     """A model with the caches of others of the prompt."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], settings: FusedSettings) -> None:
@@ -134,7 +134,7 @@ def respell(lm: Any, world: World, anchor: World, size: int) -> LlamaForCausalLM
     return respelled
 
 
-def measure(reader: Alone, world: World, task: str, count: int, seed: int, filled: bool = False) -> dict[str, float]:
+def measure(reader: Single, world: World, task: str, count: int, seed: int, filled: bool = False) -> dict[str, float]:
     """Return the shares of right answers about held-out keys, generated and teacher-forced; `filled`: with values."""
     pairs = [one.pair("arithmetic" if filled else task) for one in world.expressions(task, count, seed)]
     longest = max(len(world.spell(right)) for _, right in pairs) + 1
@@ -149,7 +149,7 @@ def measure(reader: Alone, world: World, task: str, count: int, seed: int, fille
     return {"written": right / count, "forced": forced / count}
 
 
-def token_times(readers: Mapping[str, Alone], world: World, rounds: int = 20) -> dict[str, float]:
+def token_times(readers: Mapping[str, Single], world: World, rounds: int = 20) -> dict[str, float]:
     """Return the milliseconds of each further token of readers on models of their own: medians over rounds in turn."""
     prompts = world.prompts([world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")])
     times: dict[str, list[float]] = {name: [] for name in readers}
@@ -161,7 +161,7 @@ def token_times(readers: Mapping[str, Alone], world: World, rounds: int = 20) ->
 
 
 @torch.no_grad()
-def generation_time(reader: Alone, prompts: Batch, tokens: int) -> float:
+def generation_time(reader: Single, prompts: Batch, tokens: int) -> float:
     """Return the milliseconds of generating so many tokens."""
     start = time.perf_counter()
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}

@@ -14,7 +14,7 @@ class Strict(BaseModel, extra="forbid"):
 class DataSettings(Strict):
     keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
     values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
-    knowers: int = Field(1, ge=1, le=2)  # models among which the keys are dealt out
+    key_models: int = Field(1, ge=1, le=2)  # models among which the keys are dealt out
     working: bool = True  # m_B writes the numbers down before it reckons; False: in its head
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
     ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
@@ -32,7 +32,7 @@ class ModelSettings(Strict):
     weight_decay: float = Field(0.05, ge=0)
 
 
-class KnowerSettings(ModelSettings):
+class KeyModelSettings(ModelSettings):
     depth: int = Field(3, ge=1)
     max_steps: int = Field(1800, ge=1)
     batch_size: int = Field(32, ge=1)
@@ -81,8 +81,8 @@ class Config(Strict):
     )  # fmt: skip
     hidden_states: str | None = None  # a folder: the anchor's states below the adapters are cached
     mixed_precision: Literal["no", "bf16"] = "no"
-    knower: KnowerSettings = KnowerSettings()  # m_A, which knows the keys
-    reckoner: ModelSettings = ModelSettings()  # m_B, which can reckon
+    key_model: KeyModelSettings = KeyModelSettings()  # m_A, which knows the keys
+    arithmetic_model: ModelSettings = ModelSettings()  # m_B, which can reckon
     adapter: AdapterSettings = AdapterSettings()
     fused: FusedSettings | None = FusedSettings()
     lora_learning_rate: float | None = Field(None, gt=0)  # None is that of `optim`

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmattn import pipelines, training
 
 from .expressions import END, PAD, TASKS, Pair, World
-from .readers import Alone, Along, Fused, Several, measure, respell, token_times
+from .readers import Composed, Ensemble, Fused, Single, measure, respell, token_times
 from .settings import Config, ModelSettings
 
 # What a composition is trained on: the paper's text has it in two ways; the third keeps what both could do.
@@ -61,8 +61,7 @@ class Composition:
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run = config, run
-        self.accelerator = training.make_accelerator(device=config.device, mixed_precision=config.mixed_precision)
-        device = self.accelerator.device
+        device = training.OptimSettings().arguments(config).device
         self.world = self.small = World(config.data, config.seed, device)  # `small` is of the models trained here
         if config.anchor is not None:
             self.anchor, self.tokenizer = pipelines.load_language_model(config.anchor, device)
@@ -74,45 +73,47 @@ class Composition:
         rows: list[dict[str, Any]] = []
 
         # Models: m_A and m_C know keys, m_B does arithmetic; all are frozen from then on.
-        names = ["m_A", "m_C"][: config.data.knowers]
-        knowers = [
-            self.pretrain(config.knower, partial(small.knowing, knower=number), name)
+        names = ["m_A", "m_C"][: config.data.key_models]
+        key_models = [
+            self.pretrain(config.key_model, partial(small.knowing, key_model=number), name)
             for number, name in enumerate(names)
         ]
         if config.anchor is None:
-            reckoner = self.pretrain(config.reckoner, lambda random, _: small.reckoning(random), "m_B")
-            reckoner.save_pretrained(self.run.path / "m_B")
+            arithmetic_model = self.pretrain(config.arithmetic_model, lambda random, _: small.reckoning(random), "m_B")
+            arithmetic_model.save_pretrained(self.run.path / "m_B")
         else:
             examples = World(config.data, config.seed, world.device, self.tokenizer, SHOTS)
-            rows = [self.row(f"m_B as it is, after {SHOTS} sums", Alone(self.anchor), examples)]
-            reckoner = self.teach()
-        for name, lm in zip(names, knowers, strict=True):
+            rows = [self.row(f"m_B as it is, after {SHOTS} sums", Single(self.anchor), examples)]
+            arithmetic_model = self.teach()
+        for name, lm in zip(names, key_models, strict=True):
             lm.save_pretrained(self.run.path / name)
-        rows += [self.row(f"{name}, knows the keys", Alone(lm), small) for name, lm in zip(names, knowers, strict=True)]
-        knowers = self.respelled(knowers)
-        rows.append(self.row("m_B, does arithmetic", Alone(reckoner)))
-        filled = measure(Alone(reckoner), world, "KV-arithmetic", config.data.ask, config.seed, filled=True)
+        rows += [
+            self.row(f"{name}, knows the keys", Single(lm), small) for name, lm in zip(names, key_models, strict=True)
+        ]
+        key_models = self.respelled(key_models)
+        rows.append(self.row("m_B, does arithmetic", Single(arithmetic_model)))
+        filled = measure(Single(arithmetic_model), world, "KV-arithmetic", config.data.ask, config.seed, filled=True)
         ceiling = {"KV-arithmetic": filled["written"], "forced": filled["forced"], "token_ms": None}
         rows.append({"name": "ceiling: m_B with the values filled in", **dict.fromkeys(TASKS), **ceiling})
         with torch.random.fork_rng():
             readers = {
-                "m_B, does arithmetic": Alone(copy.deepcopy(reckoner)),
-                "composed, trained on all three": Along(copy.deepcopy(reckoner), knowers, config.adapter),
+                "m_B, does arithmetic": Single(copy.deepcopy(arithmetic_model)),
+                "composed, trained on all three": Composed(copy.deepcopy(arithmetic_model), key_models, config.adapter),
             }
             if config.fused is not None:
-                readers[FUSED] = Fused(copy.deepcopy(reckoner), knowers, config.fused)
+                readers[FUSED] = Fused(copy.deepcopy(arithmetic_model), key_models, config.fused)
             times = token_times(readers, world)
 
         # Training and measuring: m_B with adapters that read the other models, by what they are trained on.
         trained: dict[str, dict[str, float]] = {}
-        ways = config.ways if len(knowers) == 1 else ["all three"]
+        ways = config.ways if len(key_models) == 1 else ["all three"]
         readers_of: list[tuple[str, Any, Sequence[str]]] = [
-            (f"composed, trained on {way}", Along, WAYS[way]) for way in ways
+            (f"composed, trained on {way}", Composed, WAYS[way]) for way in ways
         ]
         if config.fused is not None:
             readers_of.append((FUSED, Fused, TASKS))
         for name, kind, tasks in readers_of:
-            reader, settings = self.compose(kind, reckoner, knowers, tasks, name)
+            reader, settings = self.compose(kind, arithmetic_model, key_models, tasks, name)
             trained[name] = settings
             rows.append(self.row(name, reader))
             if name.endswith("all three"):
@@ -122,12 +123,12 @@ class Composition:
                 rows += self.without(name.partition(",")[0], reader)
             reader.model.unload()
         if config.controls:
-            rows += self.controls(knowers, reckoner, trained["composed, trained on all three"]["parameters"])
+            rows += self.controls(key_models, arithmetic_model, trained["composed, trained on all three"]["parameters"])
         for row in rows:
             row["token_ms"] = times.get(row["name"])
-        return {"rows": rows, "trained": trained, "held": sum(map(len, world.held_out)), "knowers": len(knowers)}
+        return {"rows": rows, "trained": trained, "held": sum(map(len, world.held_out)), "key_models": len(key_models)}
 
-    def without(self, way: str, reader: Several) -> list[dict[str, Any]]:
+    def without(self, way: str, reader: Ensemble) -> list[dict[str, Any]]:
         """Measure a reader of several models with one of them missing, and with each in the place of another."""
         if len(reader.names) == 1:
             return []
@@ -138,27 +139,29 @@ class Composition:
         reader.lms = dict(zip(lms, reversed(lms.values()), strict=True))
         return [*rows, self.row(f"{way}, each in the place of the other", reader)]
 
-    def controls(self, knowers: Sequence[Any], reckoner: Any, parameters: float) -> list[dict[str, Any]]:
+    def controls(self, key_models: Sequence[Any], arithmetic_model: Any, parameters: float) -> list[dict[str, Any]]:
         """Train on the same expressions without a second model, and with untaught ones."""
         config, rows = self.config, []
         if "LoRA" in config.controls:
-            lora = training.matched_lora(reckoner, int(parameters), layers=self.upper_layers())
-            self.train_composition(Alone(lora), TASKS, "LoRA", config.lora_learning_rate or config.optim.learning_rate)
-            rows.append(self.row("LoRA on m_B", Alone(lora)))
+            lora = training.matched_lora(arithmetic_model, int(parameters), layers=self.upper_layers())
+            self.train_composition(Single(lora), TASKS, "LoRA", config.lora_learning_rate or config.optim.learning_rate)
+            rows.append(self.row("LoRA on m_B", Single(lora)))
             lora.unload()
         kinds: list[tuple[str, Any, Sequence[Any]]] = []
         if "random" in config.controls:
-            random = [build(self.small, config.knower, config.seed + 1 + number) for number in range(len(knowers))]
-            kinds.append(("random m_A", Along, random))
+            random = [
+                build(self.small, config.key_model, config.seed + 1 + number) for number in range(len(key_models))
+            ]
+            kinds.append(("random m_A", Composed, random))
             if config.fused is not None:
                 kinds.append(("fused caches of a random m_A", Fused, random))
-        if "vanilla" in config.controls and len(knowers) == 1:
+        if "vanilla" in config.controls and len(key_models) == 1:
             # There is only the form to learn, which is soon done.
-            short = config.knower.model_copy(update={"max_steps": max(1, config.knower.max_steps // 4)})
+            short = config.key_model.model_copy(update={"max_steps": max(1, config.key_model.max_steps // 4)})
             vanilla = [self.pretrain(short, partial(self.small.knowing, known=False), "vanilla m_A")]
-            kinds.append(("vanilla m_A, never taught the keys", Along, vanilla))
+            kinds.append(("vanilla m_A, never taught the keys", Composed, vanilla))
         for name, kind, lms in kinds:
-            reader, _ = self.compose(kind, reckoner, self.respelled(lms), TASKS, name)
+            reader, _ = self.compose(kind, arithmetic_model, self.respelled(lms), TASKS, name)
             rows.append(self.row(name, reader))
             reader.model.unload()
         return rows
@@ -172,7 +175,7 @@ class Composition:
             for step in range(steps):
                 yield [[draw(random, step / steps) for _ in range(settings.pieces)] for _ in range(settings.batch_size)]
 
-        self.train(Alone(model), self.small, batches(), label, **settings.model_dump(include=PRETRAINING))
+        self.train(Single(model), self.small, batches(), label, **settings.model_dump(include=PRETRAINING))
         return model.requires_grad_(False)
 
     def teach(self) -> Any:
@@ -183,10 +186,12 @@ class Composition:
 
         def batches() -> Iterator[list[Texts]]:
             while True:
-                yield [[pair] for pair in random.choices(pool, k=config.reckoner.batch_size)]
+                yield [[pair] for pair in random.choices(pool, k=config.arithmetic_model.batch_size)]
 
         with self.hidden_states(lora):
-            self.train(Alone(lora), self.world, batches(), "m_B", **config.reckoner.model_dump(include=PRETRAINING))
+            self.train(
+                Single(lora), self.world, batches(), "m_B", **config.arithmetic_model.model_dump(include=PRETRAINING)
+            )
         lora.save_pretrained(str(self.run.path / "m_B"))
         return lora.merge_and_unload().requires_grad_(False)
 
@@ -208,16 +213,16 @@ class Composition:
         return [respell(lm, self.small, self.world, self.anchor.config.vocab_size) for lm in lms]
 
     def compose(
-        self, kind: Any, reckoner: Any, lms: Sequence[Any], tasks: Sequence[str], label: str
+        self, kind: Any, arithmetic_model: Any, lms: Sequence[Any], tasks: Sequence[str], label: str
     ) -> tuple[Any, dict[str, float]]:
         """Return a trained reader of this kind, with its number of parameters and the seconds of training."""
         fused = kind is Fused
-        reader = kind(reckoner, lms, self.config.fused if fused else self.config.adapter)
+        reader = kind(arithmetic_model, lms, self.config.fused if fused else self.config.adapter)
         rate = self.config.fused_learning_rate if fused else self.config.optim.learning_rate
         parameters = reader.model.trainable_parameters()[0]
         return reader, {"parameters": parameters, "seconds": self.train_composition(reader, tasks, label, rate)}
 
-    def train_composition(self, reader: Alone, tasks: Sequence[str], label: str, rate: float) -> float:
+    def train_composition(self, reader: Single, tasks: Sequence[str], label: str, rate: float) -> float:
         """Train a reader with expressions of the first keys, for these tasks in turn; return the seconds."""
         world, optim, random = self.world, self.config.optim, Random(f"{self.config.seed} composition")
         pool = [world.draw(world.keys, random) for _ in range(self.config.data.pool or 0)]
@@ -233,27 +238,35 @@ class Composition:
         with self.hidden_states(reader.model):
             return self.train(reader, world, batches(), label, learning_rate=rate, **options)
 
-    def train(self, reader: Alone, world: World, batches: Iterator[list[Texts]], label: str, **options: Any) -> float:
+    def train(self, reader: Single, world: World, batches: Iterator[list[Texts]], label: str, **options: Any) -> float:
         """Train the weights of a reader that are not frozen; return the seconds."""
 
-        def loss(rows: Sequence[Texts], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-            batch = world.batch(rows)
-            targets = int((batch["labels"][:, 1:] != -100).sum())
-            return reader.loss(batch) * targets, targets
+        @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
+        def batch_of(step: int) -> list[Texts]:
+            return next(batches)
 
-        config = training.TrainingConfig(
+        class ReaderTrainer(training.AdapterTrainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return reader.loss(world.batch(batch_of(inputs["step"])))
+
+        optim = training.OptimSettings(
             warmup_steps=min(self.config.optim.warmup_steps, options["max_steps"] // 2),
             max_grad_norm=self.config.optim.max_grad_norm,
-            seed=self.config.seed,
             **options,
         )
+        bf16 = self.config.mixed_precision == "bf16"
         # The next adapter begins as if nothing had been trained before it.
         with torch.random.fork_rng():
-            return training.train_run(
-                self.run, label, reader.model, loss, batches, config, self.accelerator, progress=self.config.progress
-            ).seconds
+            trainer = ReaderTrainer(
+                reader.model,
+                optim.arguments(self.config, per_device_train_batch_size=1, use_cache=True, bf16=bf16),
+                data_collator=lambda steps: {"step": steps[0]},
+                train_dataset=range(optim.max_steps),
+                gate_learning_rate=optim.gate_learning_rate,
+            )
+            return self.run.train(trainer, label, self.config.progress)
 
-    def row(self, name: str, reader: Alone, world: World | None = None) -> dict[str, Any]:
+    def row(self, name: str, reader: Single, world: World | None = None) -> dict[str, Any]:
         """Return a row: the shares of right answers in each task, and those of KV-arithmetic teacher-forced."""
         data, seed = self.config.data, self.config.seed
         shares = {task: measure(reader, world or self.world, task, data.ask, seed) for task in TASKS}
@@ -276,7 +289,7 @@ def build(world: World, settings: ModelSettings, seed: int) -> LlamaForCausalLM:
 def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`, after the paper's rows, with what was trained."""
     first, paper = contents[0], []
-    if first["knowers"] == 1:
+    if first["key_models"] == 1:
         paper = [
             {**dict.fromkeys(COLUMNS), "name": name, **dict(zip(TASKS, row, strict=True))}
             for name, row in PAPER.items()

@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 import mmattn
 from mmattn import training
@@ -182,9 +182,7 @@ def minimise(
     """Train a module with AdamW, a warm-up and a cosine; yield the loss after each step."""
     groups = training.parameter_groups(module, learning_rate, weight_decay=weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: training.learning_rate_factor(step, steps, warmup_steps)
-    )
+    scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps)
     for _ in training.tracked(steps, label, progress):
         loss = compute_loss()
         optimizer.zero_grad()

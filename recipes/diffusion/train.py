@@ -36,21 +36,21 @@ def main(settings: dict[str, Any]) -> Path:
     import_extra("matplotlib", "viz")  # fail now rather than after the last step
     run = training.RunFolder(config.out)
     if run.begin(config.model_dump(mode="json")):
-        accelerator = training.make_accelerator(device=config.device)
+        device = training.OptimSettings().arguments(config).device
         stage = train_text if config.stage == "text" else train_style
-        content = {"stage": config.stage, "seed": config.seed, **stage(config, run, accelerator)}
+        content = {"stage": config.stage, "seed": config.seed, **stage(config, run, device)}
         run.finish(content, table)
     return run.path
 
 
-def train_text(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+def train_text(config: Config, run: training.RunFolder, device: torch.device) -> dict[str, Any]:
     """Stage A: train a UNet or transformer and a text encoder; measure whether drawings follow the sentences."""
     # Data, and models with random weights.
     data, held_out, scale = load_data(config.model.size)
     torch.manual_seed(config.seed)
     prompts = models.make_prompt_encoder(attends_to_padding=config.model.kind == "transformer")
     denoiser = models.make_denoiser(config.model)
-    host = DiffusionHost(denoiser, prompts, noise_schedule()).to(accelerator.device)
+    host = DiffusionHost(denoiser, prompts, noise_schedule()).to(device)
     model = models.attach_without_adapter(host)
     denoiser.requires_grad_(True)
     both = nn.ModuleDict({"denoiser": denoiser, "prompts": prompts}).train()
@@ -82,7 +82,7 @@ def train_text(config: Config, run: training.RunFolder, accelerator: Any) -> dic
     models.save_models(run.path, denoiser, prompts)
 
     # Measuring, with the weights of the files.
-    host = load_diffusion_host(run.path, device=accelerator.device)
+    host = load_diffusion_host(run.path, device=device)
     model, judge = models.attach_without_adapter(host), Judge(data, scale)
     sentences = [text for text in labels for _ in range(8)]
     drawings = draw(model, host, sentences, sample.steps, sample.guidance_scale, seed=0)

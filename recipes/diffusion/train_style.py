@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -42,14 +43,14 @@ class Row:
     time: int
 
 
-def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+def train_style(config: Config, run: training.RunFolder, device: torch.device) -> dict[str, Any]:
     """Train an adapter and its control on the same rows; measure whether drawings follow the examples."""
     # Data, and an encoder of style.
-    host = load_diffusion_host(config.unet, device=accelerator.device)
+    host = load_diffusion_host(config.unet, device=device)
     data, held_out, scale = load_data(host.size, host.channels)
     encoder = train_encoder(data, config)
     encoder.save(run.path / "style.safetensors")
-    encoder.to(accelerator.device)
+    encoder.to(device)
 
     # Model.
     torch.manual_seed(config.seed)
@@ -57,7 +58,7 @@ def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
 
     # Training.
     generator = torch.Generator().manual_seed(config.seed)
-    arguments = (config, data, model, host, encoder, run, accelerator, generator)
+    arguments = (config, data, model, host, encoder, run, device, generator)
     results = {"decoupled": train(model.adapters, "decoupled", *arguments)}
     model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
     make_pipeline_config(config, host, len(data)).save(run.path / "adapter")
@@ -65,7 +66,7 @@ def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     if config.style.control:
         torch.set_rng_state(generator.get_state())  # the first weights of the published table
         text_dim = host.prompts.encoder.config.hidden_size
-        concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(accelerator.device)
+        concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(device)
         generator.manual_seed(config.seed)
         results["concatenated"] = train(concatenated, "concatenated", *arguments)
     curves = training.curves_of({"training": [training.read_run(run.path)]}, ["loss"])
@@ -75,7 +76,7 @@ def train_style(config: Config, run: training.RunFolder, accelerator: Any) -> di
     judge, examples = Judge(data, scale), held_out[: config.sample.examples]
     rows = style_rows(model, host, judge, encoder, examples, concatenated, config.sample, config.seed)
     save_examples(model, host, encoder, held_out, config, run)
-    took = {name: {"steps": one.global_step, "seconds": round(one.seconds)} for name, one in results.items()}
+    took = {name: {"steps": config.optim.max_steps, "seconds": round(seconds)} for name, seconds in results.items()}
     return {"rows": rows, "training": took, "judge": judge.credentials(held_out)}
 
 
@@ -107,18 +108,18 @@ def train(
     host: DiffusionHost,
     encoder: StyleEncoder,
     run: training.RunFolder,
-    accelerator: Any,
+    device: torch.device,
     generator: torch.Generator,
-) -> training.TrainingResult:
-    """Train the adapters of `model`, or a `Concatenated`."""
+) -> float:
+    """Train the adapters of `model`, or a `Concatenated`; return the seconds."""
     memories, optim = style_memory(encoder, data.pictures), config.optim
 
-    def loss(rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def loss(rows: Sequence[Row]) -> Tensor:
         sentences = [row.sentence for row in rows]
         with torch.no_grad():
             (text, mask), inputs = host.prompts(sentences), host.inputs(sentences)
         tokens = memories.tokens[[row.example for row in rows]]
-        visible = torch.tensor([row.with_example for row in rows], device=accelerator.device)
+        visible = torch.tensor([row.with_example for row in rows], device=device)
         memory: mmattn.Memory | None = mmattn.Memory(tokens, visible[:, None].expand(tokens.shape[:2]))
         if isinstance(module, Concatenated):
             (text, mask), memory = module(text, mask, memory), None
@@ -126,18 +127,31 @@ def train(
             host.schedule,
             lambda noisy, times: predict(model, noisy, times, text, mask, inputs, memory),
             host.encode(data.pictures[[row.picture for row in rows]]),
-            torch.stack([row.noise for row in rows]).to(accelerator.device),
-            torch.tensor([row.time for row in rows], device=accelerator.device),
+            torch.stack([row.noise for row in rows]).to(device),
+            torch.tensor([row.time for row in rows], device=device),
             optim.min_snr,
         )
-        return errors.sum(), len(rows)
+        return errors.mean()
 
-    settings = training.TrainingConfig(
-        **optim.model_dump(exclude={"batch_size", "min_snr", "ema_decay"}), seed=config.seed
-    )
-    batches, progress = make_batches(config, data, host, generator), config.progress
+    batches = make_batches(config, data, host, generator)
+
+    @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
+    def batch_of(step: int) -> list[Row]:
+        return next(batches)
+
+    class DenoisingTrainer(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return loss(batch_of(inputs["step"]))
+
+    settings = training.OptimSettings(**optim.model_dump(exclude={"batch_size", "min_snr", "ema_decay"}))
     module.requires_grad_(True)
-    return training.train_run(run, name, module, loss, batches, settings, accelerator, progress=progress)
+    trainer = DenoisingTrainer(
+        module,
+        settings.arguments(config, per_device_train_batch_size=1),
+        data_collator=lambda steps: {"step": steps[0]},
+        train_dataset=range(settings.max_steps),
+    )
+    return run.train(trainer, name, config.progress)
 
 
 def make_batches(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mmattn
 from mmattn import inspect, pipelines, training
 
 from .settings import Config
 
+Loss = Callable[[Sequence[Any]], tuple[Tensor, Tensor | int]]  # nats of a batch, and its number of targets
 MemoryOf = Callable[[list[int]], Any]  # the memory of some of the questions, by their numbers
 LONGEST = 24  # tokens of an answer
 
@@ -47,19 +49,32 @@ def answer_batch(
 def train(
     config: Config,
     module: nn.Module,
-    loss: training.Loss,
+    loss: Loss,
     batches: Iterable[Sequence[Any]],
     steps: int,
     label: str,
     run: training.RunFolder,
-    accelerator: Any,
 ) -> float:
-    """Train the weights of a module that are not frozen, with the settings of the run; return the seconds."""
-    options = config.optim.training_options() | {"max_steps": steps, "seed": config.seed}
-    settings = training.TrainingConfig(**options)
-    return training.train_run(
-        run, label, module, loss, batches, settings, accelerator, progress=config.progress
-    ).seconds
+    """Train the weights of a module that are not frozen, a batch in each step; return the seconds."""
+    drawn = iter(batches)
+
+    @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
+    def batch_of(step: int) -> Sequence[Any]:
+        return next(drawn)
+
+    class BatchTrainer(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            nats, targets = loss(batch_of(inputs["step"]))
+            return nats / targets
+
+    trainer = BatchTrainer(
+        module,
+        config.optim.arguments(config, max_steps=steps, per_device_train_batch_size=1, use_cache=True),
+        data_collator=lambda steps: {"step": steps[0]},
+        train_dataset=range(steps),
+        gate_learning_rate=config.optim.gate_learning_rate,
+    )
+    return run.train(trainer, label, config.progress)
 
 
 def hidden_states(config: Config, module: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -192,6 +192,6 @@ def sample_of(count: int, random: Random) -> Choice:
     return lambda nearest: nearest if len(nearest) <= count else random.sample(nearest, count)
 
 
-def any_of(count: int, library: Passages, random: Random) -> Choice:
+def random_passages(count: int, library: Passages, random: Random) -> Choice:
     """Return a choice of any chunks of the library instead of the neighbours: the control."""
     return lambda nearest: [random.randrange(len(library)) for _ in nearest[:count]]

@@ -26,7 +26,7 @@ from .answering import load_lm
 from .entries import Entries, EntrySet, embed
 from .measure import Measure, shares
 from .settings import Config
-from .territories import made_up, prompt
+from .territories import prompt, synthetic
 from .train import FACTS, load_entries
 
 #: Of the stores that attention searches in some of them.
@@ -89,7 +89,7 @@ def main() -> None:
 
 def add_near_misses(entries: Entries, one: EntrySet, count: int, cache: Path) -> None:
     """Add so many near misses of each fact that is asked for; among a million made-up entries it has 54."""
-    facts = made_up([entries.facts[row] for row in one.questions], count * len(one.questions), seed=1)
+    facts = synthetic([entries.facts[row] for row in one.questions], count * len(one.questions), seed=1)
     assert entries.encoder is not None
     one.rows += range(len(entries.facts), len(entries.facts) + len(facts))
     entries.titles = torch.cat([entries.titles, embed(entries.encoder, [fact.title for fact in facts], cache)])

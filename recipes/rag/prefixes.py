@@ -25,7 +25,7 @@ Row = tuple[int, str, str]  # number of the set, question, answer
 
 
 def train_prefixes(
-    config: Config, lm: Any, tokenizer: Any, measure: Measure, run: training.RunFolder, accelerator: Any
+    config: Config, lm: Any, tokenizer: Any, measure: Measure, run: training.RunFolder
 ) -> list[dict[str, Any]]:
     """Train a prefix for each of the smallest sets; return the rows of the right prefix and of another one."""
     sets = measure.sets[min(measure.sets)]
@@ -34,14 +34,14 @@ def train_prefixes(
     model = mmattn.attach(lm, adapter)
     copy_sentences(model, tokenizer, measure, sets)
 
-    def loss(rows: list[Row], seeds: Any) -> tuple[torch.Tensor, int]:
+    def loss(rows: list[Row]) -> tuple[torch.Tensor, int]:
         numbers, prompts, answers = zip(*rows, strict=True)
         batch = answer_batch(tokenizer, prompts, answers).to(device_of(model))
         return training.sum_nats(model, replace(batch, memory=list(numbers)))
 
     settings = config.model_copy(update={"optim": config.prefix})
     batches = questions(settings, measure, sets)
-    train_module(settings, model, loss, batches, config.prefix.max_steps, "prefixes", run, accelerator)
+    train_module(settings, model, loss, batches, config.prefix.max_steps, "prefixes", run)
     rows = measure.rows("prefix trained on the entries", model, "prefix")
     rows += measure.rows("prefix of other entries", model, "other prefix")
     model.unload()
@@ -71,7 +71,7 @@ def questions(config: Config, measure: Measure, sets: list[EntrySet]) -> Iterato
         absent.append((sorted(same_key), [row for row in others if row not in one.rows]))
     while True:
         batch = []
-        for _ in range(config.optim.batch_size):
+        for _ in range(config.optim.per_device_train_batch_size):
             number, there = random.randrange(len(sets)), random.random() >= config.data.absent
             rows = sets[number].rows if there else random.choice(absent[number])
             fact = facts[random.choice(rows)]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-
-class Strict(BaseModel, extra="forbid"):
-    """Settings; an unknown key is an error."""
+from mmattn import training
 
 
-class DataSettings(Strict):
+class DataSettings(training.Settings):
     train: int = Field(12_000, ge=200)  # facts to train on, of 43,000
-    made_up: int = Field(88_000, ge=0)  # entries beside them in training, about names that nobody has
+    synthetic: int = Field(88_000, ge=0)  # entries beside them in training, about names that nobody has
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
     sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of an index when measured
     small: int = 10_000  # entries up to which rows are measured that read all of them
@@ -24,7 +22,7 @@ class DataSettings(Strict):
     timed: bool = False  # measure the seconds and bytes of a question, too
 
 
-class AdapterSettings(Strict):
+class AdapterSettings(training.Settings):
     layers: list[int] | None = None
     every: int | None = 2
     num_heads: int = Field(4, ge=1)
@@ -45,7 +43,7 @@ class DocsAdapterSettings(AdapterSettings):
     feed_forward: float = Field(0.0, ge=0)
 
 
-class DocsSettings(Strict):
+class DocsSettings(training.Settings):
     chunk: int = Field(32, ge=2)  # tokens
     window: int = Field(8, ge=1)  # chunks
     neighbours: int = Field(4, ge=1)
@@ -62,38 +60,28 @@ class DocsSettings(Strict):
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 
-class OptimSettings(Strict):
+class OptimSettings(training.OptimSettings):
     max_steps: int = Field(700, ge=1)
-    batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
-    gate_learning_rate: float = Field(3e-2, gt=0)
+    gate_learning_rate: float | None = Field(3e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    warmup_steps: int = Field(50, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    bf16: bool = False
     cache_hidden_states: bool = False  # of the frozen layers below the adapter, for each text, in data.cache
-
-    def training_options(self) -> dict[str, Any]:
-        """Return the arguments of `TrainingConfig`."""
-        return self.model_dump(exclude={"batch_size", "cache_hidden_states", "num_virtual_tokens"})
 
 
 class PrefixSettings(OptimSettings):
     num_virtual_tokens: int = Field(128, ge=1)
     max_steps: int = Field(300, ge=1)
-    batch_size: int = Field(16, ge=1)
+    per_device_train_batch_size: int = Field(16, ge=1)
     learning_rate: float = Field(1e-2, gt=0)
     weight_decay: float = Field(0.0, ge=0)
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/rag-facts"
     part: Literal["facts", "docs"] = "facts"
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu"] = "auto"
-    mixed_precision: Literal["no", "bf16"] = "no"
     lm: str = "assets/rag"
     controls: bool = True  # LoRA without memory, facts in the prompt or read beforehand
-    progress: bool = True
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()
     prefix: PrefixSettings | None = None  # a trained prefix for each set of the smallest size

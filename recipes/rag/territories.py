@@ -85,7 +85,7 @@ def load_facts(held_out: float = 0.2, seed: int = 0) -> tuple[list[Fact], list[F
     return parts
 
 
-def made_up(facts: Iterable[Fact], count: int, seed: int = 0) -> list[Fact]:
+def synthetic(facts: Iterable[Fact], count: int, seed: int = 0) -> list[Fact]:
     """Return facts about near misses of the names of `facts`, with their properties and values.
 
     Half the names have one letter changed, added, left out, or exchanged with the next; the others are the beginning

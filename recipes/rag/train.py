@@ -20,13 +20,13 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.encoders import NameEncoder
 
-from .answering import answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
+from .answering import Loss, answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
 from .entries import Entries
 from .measure import Measure
 from .prefixes import train_prefixes
 from .reading import Reader
 from .settings import Config
-from .territories import UNKNOWN, Fact, load_facts, made_up, prompt
+from .territories import UNKNOWN, Fact, load_facts, prompt, synthetic
 from .train_docs import train_documents
 
 FACTS = {
@@ -55,9 +55,8 @@ def main(settings: dict[str, Any]) -> Path:
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
-    accelerator = training.make_accelerator(device=config.device, mixed_precision=config.mixed_precision)
     part = train_facts if config.part == "facts" else train_documents
-    content = {"part": config.part, "seed": config.seed, **part(config, run, accelerator)}
+    content = {"part": config.part, "seed": config.seed, **part(config, run)}
     results = run.finish(content, table)
     if config.part == "facts":
         pipeline_config = pipelines.PipelineConfig.load(run.path / "adapter")
@@ -65,10 +64,11 @@ def main(settings: dict[str, Any]) -> Path:
     return run.path
 
 
-def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     """Return every row of the table of answers, and the seconds of training."""
     # Data: facts with their vectors, and held-out questions over indexes of every size.
-    lm, tokenizer = load_lm(config.lm, accelerator.device)
+    device = config.optim.arguments(config).device
+    lm, tokenizer = load_lm(config.lm, device)
     known, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
     rows = measure.rows("closed book, frozen LM", lm, None)
@@ -81,7 +81,7 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
         rows += measure.rows("facts read beforehand, chat template", reader, "passages")
         reader.pipe.model.unload()
     if config.prefix is not None:
-        rows += train_prefixes(config, lm, tokenizer, measure, run, accelerator)
+        rows += train_prefixes(config, lm, tokenizer, measure, run)
 
     # Model: a frozen language model with gated cross-attention, to whose scores the cosine of the search is added.
     torch.manual_seed(config.seed)
@@ -92,12 +92,12 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
     steps = config.optim.max_steps
     loss = answer_loss(model, tokenizer)
     with hidden_states(config, model):
-        seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run, accelerator)
+        seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run)
     model.save_adapter(run.path / "adapter", encoder=entries.encoder.fingerprint)
     entries.encoder.save(run.path / "adapter" / "encoder.safetensors")
     make_pipeline_config(config, tokenizer).save(run.path / "adapter")
     entries.index(range(min(1000, held_out))).save(run.path / "index")
-    pipe: Any = mmattn.pipeline(run.path / "adapter", index=run.path / "index", device=accelerator.device)
+    pipe: Any = mmattn.pipeline(run.path / "adapter", index=run.path / "index", device=device)
     inspect.save_traces([pipe.trace(fact.question) for fact in entries.facts[:TRACES]], run.path)
 
     # Measuring: ways to read the entries, the entries of other questions, none, and a LoRA of equal size.
@@ -117,7 +117,7 @@ def train_facts(config: Config, run: training.RunFolder, accelerator: Any) -> di
         lora = training.matched_lora(lm, parameters, layers=lora_layers(config, lm, config.adapter.layers))
         loss = answer_loss(lora, tokenizer, with_memory=False)
         with hidden_states(config, lora):
-            train_module(config, lora, loss, questions(config, known), steps, "LoRA", run, accelerator)
+            train_module(config, lora, loss, questions(config, known), steps, "LoRA", run)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()
     return {"rows": rows, "seconds": seconds, "steps": steps, "parameters": parameters}
@@ -155,14 +155,14 @@ def load_entries(config: Config) -> tuple[Entries, Entries, int]:
     """
     (facts, held_out), data = load_facts(), config.data
     names = facts + held_out
-    facts, held_out = some(facts, len(facts), 0), some(held_out, len(held_out), 0)
+    facts, held_out = sample_facts(facts, len(facts), 0), sample_facts(held_out, len(held_out), 0)
     train_facts = facts[: data.train]
     needed = max(data.sizes) + data.ask
     others = (held_out + facts[data.train :])[:needed]
-    others += made_up(names, needed - len(others))
+    others += synthetic(names, needed - len(others))
     encoder = NameEncoder()
     encoder.fit([fact.question for fact in train_facts], [fact.title for fact in train_facts])
-    cache, filled = Path(data.cache), train_facts + made_up(train_facts, data.made_up)
+    cache, filled = Path(data.cache), train_facts + synthetic(train_facts, data.synthetic)
     known = Entries.of(filled, len(train_facts), encoder, cache, config.progress)
     entries = Entries.of(others, len(held_out), encoder, cache, config.progress)
     for one in (known, entries):
@@ -170,7 +170,7 @@ def load_entries(config: Config) -> tuple[Entries, Entries, int]:
     return known, entries, min(len(held_out), needed)
 
 
-def some(facts: list[Fact], count: int, seed: int) -> list[Fact]:
+def sample_facts(facts: list[Fact], count: int, seed: int) -> list[Fact]:
     """Return at most so many facts in a random order of their keys, all facts of a key together."""
     keys = sorted({fact.key for fact in facts})
     Random(seed).shuffle(keys)
@@ -187,7 +187,7 @@ def questions(config: Config, known: Entries) -> Iterator[list[Question]]:
     random = torch.Generator().manual_seed(config.seed)
     data, total = config.data, len(known.facts)
     while True:
-        rows = torch.randint(len(known.questions), (config.optim.batch_size,), generator=random)
+        rows = torch.randint(len(known.questions), (config.optim.per_device_train_batch_size,), generator=random)
         sizes = torch.exp(torch.rand(len(rows), generator=random) * math.log(total / 2)) * 2
         absent, related = torch.rand(2, len(rows), generator=random) < torch.tensor([[data.absent], [0.7]])
         present = torch.rand(len(rows), total, generator=random) < (sizes / total)[:, None]
@@ -209,10 +209,10 @@ def question(known: Entries, row: int, absent: bool, view: torch.Tensor) -> Ques
     return prompt(known.facts[row]), UNKNOWN if absent else known.facts[row].value, memory
 
 
-def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> training.Loss:
+def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> Loss:
     """Return the loss: minus log p of the answers after the questions."""
 
-    def loss(rows: Sequence[Question], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+    def loss(rows: Sequence[Question]) -> tuple[torch.Tensor, int]:
         prompts, answers, memories = zip(*rows, strict=True)
         batch = answer_batch(tokenizer, prompts, answers, mmattn.Memory.stack(memories) if with_memory else None)
         return training.sum_nats(model, batch.to(device_of(model)))

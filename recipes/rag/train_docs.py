@@ -17,20 +17,32 @@ import torch.nn.functional as F
 import mmattn
 from mmattn import inspect, training
 
-from .answering import device_of, hidden_states, load_lm, lora_layers, train
+from .answering import Loss, device_of, hidden_states, load_lm, lora_layers, train
 from .continuing import Writer
-from .documents import KINDS, Choice, Passages, Window, any_of, load_topics, memory_of, neighbours, sample_of, windows
+from .documents import (
+    KINDS,
+    Choice,
+    Passages,
+    Window,
+    load_topics,
+    memory_of,
+    neighbours,
+    random_passages,
+    sample_of,
+    windows,
+)
 from .settings import Config
 
 Memories = Callable[[Sequence[Any]], Any]  # the memory of a batch of windows, or of other texts with ids
 
 
-def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     """Return every row of the table: bits per byte on the held-out topics, and seconds of training."""
     docs = config.docs
 
     # Data: chunks of topics, and the neighbours of each among the chunks of other topics.
-    lm, tokenizer = load_lm(config.lm, accelerator.device)
+    device = config.optim.arguments(config).device
+    lm, tokenizer = load_lm(config.lm, device)
     topics, held_out = load_topics()
     whole, _ = load_topics(copies=True)
     library, queries, copies = (
@@ -40,7 +52,7 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
     read = [library, copies] if docs.copies else [library]
     for passages in (queries, *read):
         passages.encode(encoder, config.progress)
-    with accelerator.autocast():
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.optim.bf16):
         for passages in read:
             passages.read(lm, docs.layer)
     train_windows = windows(
@@ -50,15 +62,15 @@ def train_documents(config: Config, run: training.RunFolder, accelerator: Any) -
     size = sum(len(text.encode()) for text in held_out.values())
 
     def random_ones() -> Choice:
-        return any_of(docs.neighbours, library, Random(config.seed))
+        return random_passages(docs.neighbours, library, Random(config.seed))
 
     def bits(model: Any, kind: str | None = None, choose: Choice = list) -> float:
         memory = None if kind is None else partial(memory_of, library=library, kind=kind, choose=choose)
         return bits_per_byte(model, test, docs.batch_size, size, memory)
 
-    def learn(module: torch.nn.Module, loss: training.Loss, name: str) -> float:
+    def learn(module: torch.nn.Module, loss: Loss, name: str) -> float:
         batches = sample_windows(train_windows, config)
-        return train(config, module, loss, batches, docs.max_steps, name, run, accelerator)
+        return train(config, module, loss, batches, docs.max_steps, name, run)
 
     # Training and measuring: an adapter and a LoRA for each kind of passages, and one with random passages.
     rows: list[dict[str, Any]] = [{"name": "frozen LM", "bits": bits(lm)}]
@@ -143,10 +155,10 @@ def sample_windows(train_windows: list[Window], config: Config) -> Iterator[list
         yield order.sample(train_windows, config.docs.batch_size)
 
 
-def loss_on(model: Any, memory: Memories | None = None) -> training.Loss:
+def loss_on(model: Any, memory: Memories | None = None) -> Loss:
     """Return the loss: minus log p of the texts, with their memories."""
 
-    def loss(part: Sequence[Any], seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
+    def loss(part: Sequence[Any]) -> tuple[torch.Tensor, int]:
         batch = training.collate([text.ids for text in part], memory and memory(part))
         return training.sum_nats(model, batch.to(device_of(model)))
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mmattn import training
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class DataSettings(Strict):
+class DataSettings(training.Settings):
     pairs: str | None = None  # a file of "source<tab>target" lines; null: dates and numbers from the Unicode CLDR
     held_out: int = Field(500, ge=1)  # source sentences that are measured
     written: int = Field(12_000, ge=20)  # dates and numbers to write
@@ -20,7 +18,7 @@ class DataSettings(Strict):
     max_tokens: int = Field(60, ge=4)  # of a sentence, begin and end included; longer ones are not trained on
 
 
-class ModelSettings(Strict):
+class ModelSettings(training.Settings):
     dim: int = Field(192, ge=2)
     num_heads: int = Field(6, ge=1)
     layers: int = Field(3, ge=1)
@@ -29,32 +27,27 @@ class ModelSettings(Strict):
     positions: Literal["sinusoidal", "learned", "rotary", "alibi"] = "rotary"
 
 
-class OptimSettings(Strict):
+class OptimSettings(training.OptimSettings):
     max_steps: int = Field(1500, ge=1)
-    batch_size: int = Field(64, ge=1)  # pairs of like length
-    learning_rate: float = Field(2e-3, gt=0)
+    per_device_train_batch_size: int = Field(64, ge=1)  # pairs of like length
     weight_decay: float = Field(0.05, ge=0)
     warmup_steps: int = Field(150, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    label_smoothing: float = Field(0.1, ge=0, lt=1)  # of the labels
+    label_smoothing_factor: float = Field(0.1, ge=0, lt=1)
 
 
-class WritingSettings(Strict):
+class WritingSettings(training.Settings):
     beams: int = Field(4, ge=1)
     length_penalty: float = 1.0
     batch: int = Field(64, ge=1)
 
 
-class AlignmentSettings(Strict):
+class AlignmentSettings(training.Settings):
     sentences: int = Field(10, ge=1)  # of the picture
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/translate"
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu"] = "auto"
     controls: bool = True  # the other three position codes, and no cross-attention, each trained as long
-    progress: bool = True
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     optim: OptimSettings = OptimSettings()

@@ -12,14 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import (
-    DataCollatorForSeq2Seq,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from mmattn import inspect, training
 from mmattn.errors import import_extra
@@ -104,42 +97,10 @@ def train(
             decoder_start_token_id=tokenizer.bos_token_id,
         )
     )
-    arguments = TrainingArguments(
-        output_dir=str(run.path / "trainer"),
-        seed=config.seed,  # every model sees the same pairs in the same order
-        use_cpu=config.device == "cpu",
-        max_steps=config.optim.max_steps,
-        per_device_train_batch_size=config.optim.batch_size,
-        train_sampling_strategy="group_by_length",
-        learning_rate=config.optim.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=config.optim.warmup_steps,
-        weight_decay=config.optim.weight_decay,
-        adam_beta2=0.98,
-        max_grad_norm=config.optim.max_grad_norm,
-        label_smoothing_factor=config.optim.label_smoothing,
-        logging_steps=min(20, config.optim.max_steps),
-        save_strategy="no",
-        dataloader_pin_memory=torch.accelerator.is_available(),
-        report_to=[],
-        disable_tqdm=not config.progress,
-    )
-    collator = DataCollatorForSeq2Seq(tokenizer, model)
-    trainer = Trainer(model, arguments, collator, rows, callbacks=[Log(run, name)])
-    result = trainer.train()
-    costs = {"seconds": result.metrics["train_runtime"], "parameters": model.num_parameters()}
+    arguments = config.optim.arguments(config, train_sampling_strategy="group_by_length")
+    trainer = Trainer(model, arguments, DataCollatorForSeq2Seq(tokenizer, model), rows)
+    costs = {"seconds": run.train(trainer, name, config.progress), "parameters": model.num_parameters()}
     return Translator(model.eval(), tokenizer, config.writing, config.data.max_tokens), costs
-
-
-class Log(TrainerCallback):
-    """Writes the loss to the run's `metrics.jsonl`."""
-
-    def __init__(self, run: training.RunFolder, name: str) -> None:
-        self.run, self.name = run, name
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if logs and "loss" in logs:
-            self.run.log(model=self.name, step=state.global_step, loss=logs["loss"])
 
 
 def score(held_out: Sequence[HeldOut], texts: Sequence[str]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch import Tensor
 import mmattn
 from mmattn import training
 
-from .reader import load_lm
+from .reader import load_lm, train_batches
 from .settings import Config
 from .world import Reading
 
@@ -36,9 +36,9 @@ Loss = Callable[[Any, Sequence[Sequence[int]], int], tuple[Tensor, int]]
 class Documents:
     """Some documents, and prefixes for them."""
 
-    def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
-        self.config, self.run, self.accelerator = config, run, accelerator
-        self.lm, self.world = load_lm(config, accelerator.device)
+    def __init__(self, config: Config, run: training.RunFolder, device: torch.device) -> None:
+        self.config, self.run = config, run
+        self.lm, self.world = load_lm(config, device)
         self.teacher = copy.deepcopy(self.lm)
         one, random = config.documents, Random(f"{config.seed} documents")
         # Each says each thing once; two of them say nothing about the same name.
@@ -107,14 +107,13 @@ class Documents:
             for step in range(optim.max_steps):
                 yield [(row(1 + step % 2), step) for _ in range(optim.batch_size)]
 
-        config = training.TrainingConfig(
-            max_steps=optim.max_steps, learning_rate=optim.learning_rate, warmup_steps=optim.warmup_steps,
-            max_grad_norm=optim.max_grad_norm, seed=self.config.seed,
-        )  # fmt: skip
-        return training.train_run(
-            self.run, name, model, lambda rows, seeds: loss(model, [documents for documents, _ in rows], rows[0][1]),
-            batches(), config, self.accelerator, progress=self.config.progress,
-        ).seconds  # fmt: skip
+        def step_loss(rows: list[tuple[list[int], int]]) -> tuple[Tensor, int]:
+            return loss(model, [documents for documents, _ in rows], rows[0][1])
+
+        settings = training.OptimSettings(
+            **optim.model_dump(include={"max_steps", "learning_rate", "warmup_steps", "max_grad_norm"})
+        )
+        return train_batches(model, step_loss, batches(), settings, self.config, self.run, name)
 
     def next_token(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
         """Return -log p of the documents, one after the other, after their prefixes."""

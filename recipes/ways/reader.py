@@ -6,7 +6,8 @@ Its first texts repeat random words, which teaches a model of two layers and mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from random import Random
 from typing import Any
@@ -40,16 +41,16 @@ def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
     return lm.requires_grad_(False), World(tokenizer)
 
 
-def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> dict[str, Any]:
+def train_reader(config: Config, run: training.RunFolder, device: torch.device) -> dict[str, Any]:
     """Train a language model to read, save it in the run's folder, and return its accuracy and cost."""
     if config.reader.lm is not None:
-        model, tokenizer = pipelines.load_language_model(config.reader.lm, accelerator.device)
+        model, tokenizer = pipelines.load_language_model(config.reader.lm, device)
         return {"rows": _rows(model, config, World(tokenizer)), "parameters": model.num_parameters()}
     settings, tokenizer = config.reader, make_tokenizer()
     world = World(tokenizer)
-    model = make_reader(settings, tokenizer, config.seed).to(accelerator.device)
+    model = make_reader(settings, tokenizer, config.seed).to(device)
 
-    def loss(rows: Sequence[Text], seeds: Sequence[int]) -> tuple[Tensor, int]:
+    def loss(rows: Sequence[Text]) -> tuple[Tensor, int]:
         length = min(len(ids) for ids, _ in rows)
         ids, labels = (torch.tensor([one[:length] for one in part]) for part in zip(*rows, strict=True))
         ids, labels = ids.to(model.device), labels[:, 1:].to(model.device)
@@ -57,16 +58,44 @@ def train_reader(config: Config, run: training.RunFolder, accelerator: Any) -> d
         nats = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
         return nats, int((labels != -100).sum())
 
-    options = training.TrainingConfig(
-        max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100,
-        max_grad_norm=1.0, seed=config.seed,
-    )  # fmt: skip
-    batches = _batches(config, world)
-    done = training.train_run(run, "reader", model, loss, batches, options, accelerator, progress=config.progress)
+    optim = training.OptimSettings(
+        max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100
+    )
+    seconds = train_batches(model, loss, _batches(config, world), optim, config, run, "reader")
     model.save_pretrained(run.path / FOLDER)
     tokenizer.save_pretrained(run.path / FOLDER)
     rows = _rows(model.eval(), config, world)
-    return {"rows": rows, "seconds": done.seconds, "parameters": sum(one.numel() for one in model.parameters())}
+    return {"rows": rows, "seconds": seconds, "parameters": sum(one.numel() for one in model.parameters())}
+
+
+def train_batches(
+    model: Any,
+    loss: Callable[[Any], tuple[Tensor, int]],
+    batches: Iterator[Any],
+    optim: training.OptimSettings,
+    config: Config,
+    run: training.RunFolder,
+    label: str,
+) -> float:
+    """Train the weights that are not frozen, a batch in each step, on the nats of its targets; return the seconds."""
+
+    @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
+    def batch_of(step: int) -> Any:
+        return next(batches)
+
+    class BatchTrainer(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            nats, targets = loss(batch_of(inputs["step"]))
+            return nats / targets
+
+    trainer = BatchTrainer(
+        model,
+        optim.arguments(config, per_device_train_batch_size=1, use_cache=True),
+        data_collator=lambda steps: {"step": steps[0]},
+        train_dataset=range(optim.max_steps),
+        gate_learning_rate=optim.gate_learning_rate,
+    )
+    return run.train(trainer, label, config.progress)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -21,7 +21,7 @@ from mmattn import training
 
 from .documents import COLUMNS as DOCUMENT_COLUMNS, Documents
 from .pictures import Pictures
-from .reader import load_lm, train_reader
+from .reader import load_lm, train_batches, train_reader
 from .settings import Config
 from .texts import Texts
 from .ways import Alone, Memories, Passages, Prefix, Prompt, Way, cache_name, prefix
@@ -53,14 +53,14 @@ def main(settings: dict[str, Any]) -> Path:
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
-    accelerator = training.make_accelerator(device=config.device)
+    device = training.OptimSettings().arguments(config).device
     if config.task == "documents":
-        documents = Documents(config, run, accelerator)
+        documents = Documents(config, run, device)
         content = {"rows": documents.rows(), "tokens": documents.ids.shape[1]}
     elif config.task == "reader":
-        content = train_reader(config, run, accelerator)
+        content = train_reader(config, run, device)
     else:
-        content = Study(config, run, accelerator).table()
+        content = Study(config, run, device).table()
     content |= {"seed": config.seed, "task": config.task}
     run.finish(content, table)
     return run.path
@@ -69,9 +69,8 @@ def main(settings: dict[str, Any]) -> Path:
 class Study:
     """One task, and every way to do it."""
 
-    def __init__(self, config: Config, run: training.RunFolder, accelerator: Any) -> None:
-        self.config, self.run, self.accelerator = config, run, accelerator
-        device = accelerator.device
+    def __init__(self, config: Config, run: training.RunFolder, device: torch.device) -> None:
+        self.config, self.run = config, run
         self.task: Pictures | Texts
         if config.task == "pictures":
             self.task = Pictures(config, device)
@@ -152,23 +151,19 @@ class Study:
         """Train the adapter of a way and the LoRA beside it, and return the seconds."""
         optim, lora_alone = self.config.optim, isinstance(way, (Alone, Prompt, Passages))
 
-        def loss(rows: Sequence[Any], seeds: Sequence[int]) -> tuple[Tensor, int]:
+        def loss(rows: Sequence[Any]) -> tuple[Tensor, int]:
             batch = self.task.batch(rows)
             return way.nats(batch, batch.memories).sum(), int((batch.labels[:, 1:] != -100).sum())
 
-        config = training.TrainingConfig(
+        settings = training.OptimSettings(
             max_steps=optim.max_steps,
             learning_rate=optim.lora_learning_rate if lora_alone else optim.learning_rate,
             gate_learning_rate=optim.gate_learning_rate,
             weight_decay=optim.weight_decay,
             warmup_steps=min(optim.warmup_steps, optim.max_steps // 2),
             max_grad_norm=optim.max_grad_norm,
-            seed=self.config.seed,
         )
-        return training.train_run(
-            self.run, label, way.model, loss, self.task.batches(), config, self.accelerator,
-            progress=self.config.progress,
-        ).seconds  # fmt: skip
+        return train_batches(way.model, loss, iter(self.task.batches()), settings, self.config, self.run, label)
 
 
 @torch.no_grad()

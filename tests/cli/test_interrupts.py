@@ -19,25 +19,28 @@ from tests.cli.running import ROOT, call, interrupt_at, start
 from tests.tiny_texts import save_encoder
 
 TRAIN = """\
-from itertools import count
-
 import torch
 
 from mmattn import training
 from mmattn.storage.json_files import write_json
 
 
+class Printing(training.AdapterTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        print("at", self.state.global_step, flush=True)
+        return (model.weight - 1).square().sum()
+
+
 def main(config):
     layer = torch.nn.Linear(3, 1)
-
-    def loss(steps, seeds):
-        print("at", *steps, flush=True)
-        return (layer.weight - 1).square().sum(), 1
-
-    given = training.TrainingConfig(max_steps=config["steps"], learning_rate=0.1)
-    accelerator = training.make_accelerator(device="cpu")
-    done = training.train(layer, loss, ([step] for step in count()), given, accelerator, progress=False)
-    print("stopped" if done.interrupted else "finished", flush=True)
+    settings = training.OptimSettings(max_steps=config["steps"], per_device_train_batch_size=1)
+    arguments = settings.arguments(training.RunSettings(out="run", device="cpu"))
+    trainer = Printing(layer, arguments, data_collator=lambda rows: {"rows": rows}, train_dataset=range(7))
+    try:
+        training.RunFolder("run").train(trainer, "layer", progress=False)
+        print("finished", flush=True)
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
     write_json("weight.json", layer.weight.tolist())
 """
 

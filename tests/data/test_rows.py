@@ -187,10 +187,6 @@ class TestDatasets:
         assert [row["text"] for row in kept] == [row["text"] for row in kept] == want
         with pytest.raises(ConfigError, match="a stream has no length"):
             training.split_rows(rows, 0.1)
-        batches = training.RowBatches(kept, 3, seed=1)
-        first = [[row["text"] for row in batch] for batch in batches.epoch(0)]
-        assert [len(batch) for batch in first] == [3, 1] and batches.batches_per_epoch is None
-        assert [[row["text"] for row in batch] for batch in batches.epoch(0, start=1)] == first[1:]
 
     def test_lance(self, tmp_path: Path) -> None:
         lance = pytest.importorskip("lance", reason="lance is not installed; it comes with mmattn[lance]")

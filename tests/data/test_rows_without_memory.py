@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -75,25 +74,6 @@ def test_two_processes_of_which_one_has_none(tmp_path: Path) -> None:
 def mixed() -> list[training.Row]:
     """Twelve rows, in batches of six: three with memory for the first process, three without for the second."""
     return WITH[:3] + WITHOUT + WITHOUT + WITH[3:6]
-
-
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}])
-def test_the_loop_learns_from_the_others(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """One batch in three has no memory, and its gradient is zero."""
-    silent = [training.Row("abcdefgh" * 2 + row.text) for row in WITHOUT]  # longest, and so in one batch
-    data = WITH[:6] + silent
-    given = {"dropout": 0.0, "max_steps": 9, "eval_steps": 0, "weight_decay": 0.0}
-    model = small_run.attach(dropout=0.0)
-    before = weights(model)
-    done, _ = small_run.run(tmp_path, model=model, data=data, batch_size=3, **given | changes)
-    assert done.global_step == 9
-    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    alone = small_run.collator(tmp_path)
-    fresh = small_run.attach(dropout=0.0)
-    own = float(training.mean_nats(fresh, alone.batch(silent)).detach())
-    none = [abs(line["loss"] - own) < 1e-5 for line in lines]
-    assert sum(none) == 3 and [line["grad_norm"] == 0 for line in lines] == none
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Order and collation of rows: padded, bucketed, the same for any number of processes."""
+"""Collation of rows into padded batches."""
 
 from __future__ import annotations
 
@@ -11,40 +11,9 @@ from torch.utils.data import DataLoader
 
 import mmattn
 from mmattn import training
-from mmattn.data.sampling import split_between_processes
 from mmattn.errors import ConfigError, TextError
 from tests.training import small_run
 from tests.training.small_run import Letters
-
-
-class TestLengthOrder:
-    LENGTHS = [(7 * number) % 101 for number in range(1013)]
-
-    def test_every_row_once_and_like_lengths_together(self) -> None:
-        order = training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2)
-        batches = order.batches(0)
-        assert sorted(i for batch in batches for i in batch) == list(range(1013))
-        assert [len(batch) for batch in batches[:-1]] == [11] * 92 and len(batches[-1]) == 1
-        spread = [max(self.LENGTHS[i] for i in batch) - min(self.LENGTHS[i] for i in batch) for batch in batches]
-        assert sum(spread) / len(spread) < 10, "of 101 lengths"
-        longest = [max(self.LENGTHS[i] for i in batch) for batch in batches]
-        assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
-
-    def test_a_function_of_seed_and_epoch(self) -> None:
-        order = training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2)
-        assert order.batches(3) == training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=2).batches(3)
-        assert order.batches(3) != order.batches(4)
-        assert order.batches(3) != training.LengthGroupedSampler(self.LENGTHS, batch_size=11, seed=1).batches(3)
-        order.set_epoch(3)
-        assert list(order) == [i for batch in order.batches(3) for i in batch] and len(order) == 1013
-
-    @pytest.mark.parametrize("processes", [1, 2, 3])
-    @pytest.mark.parametrize("pieces", [1, 4])
-    def test_processes_share_a_batch(self, processes: int, pieces: int) -> None:
-        batch = list(range(13))
-        parts = [split_between_processes(batch, rank, processes, pieces) for rank in range(processes)]
-        assert all(len(part) == pieces for part in parts)
-        assert sorted(i for part in parts for piece in part for i in piece) == batch
 
 
 class TestCollator:
@@ -100,8 +69,7 @@ class TestCollator:
 def test_workers_of_a_data_loader(tmp_path: Path, start: str) -> None:
     """Invariant 78: the same batches, memories included, as without workers."""
     rows = small_run.rows(7)
-    sampler = training.LengthGroupedSampler([row.text_length for row in rows], batch_size=3, seed=1)
-    given = {"batch_size": 3, "sampler": sampler, "collate_fn": small_run.collator(tmp_path)}
+    given = {"batch_size": 3, "collate_fn": small_run.collator(tmp_path)}
     alone = list(DataLoader(rows, **given))
     beside = list(DataLoader(rows, **given, num_workers=1, multiprocessing_context=start))
     assert len(beside) == len(alone) == 3

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn.pipelines import load_language_model
-from tests.recipes.comparing import check_compared
 from tests.tiny_texts import tiny_tokenizer
 
 SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
@@ -27,9 +26,9 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     return load_files("compose", "settings", "expressions", "readers", "train")
 
 
-def make_world(recipe: SimpleNamespace, knowers: int = 1) -> Any:
+def make_world(recipe: SimpleNamespace, key_models: int = 1) -> Any:
     """Thirty keys, a fifth of them to train a composition on."""
-    return recipe.expressions.World(recipe.settings.DataSettings(keys=30, values=11, knowers=knowers), seed=0)
+    return recipe.expressions.World(recipe.settings.DataSettings(keys=30, values=11, key_models=key_models), seed=0)
 
 
 @pytest.fixture
@@ -37,15 +36,15 @@ def world(recipe: SimpleNamespace) -> Any:
     return make_world(recipe)
 
 
-def small_run(recipe: SimpleNamespace, folder: Path, knowers: int, **more: Any) -> Path:
+def small_run(recipe: SimpleNamespace, folder: Path, key_models: int, **more: Any) -> Path:
     """The folder of a run that takes seconds."""
     return recipe.train.main(
         {
             "out": str(folder / "run"),
             "progress": False,
-            "data": {"keys": 30, "values": 11, "ask": 7, "knowers": knowers},
-            "knower": SMALL,
-            "reckoner": SMALL | {"width": 24},
+            "data": {"keys": 30, "values": 11, "ask": 7, "key_models": key_models},
+            "key_model": SMALL,
+            "arithmetic_model": SMALL | {"width": 24},
             "adapter": {"num_heads": 2, "head_dim": 6},
             "fused": {"hidden_dim": 5},
             "optim": {"max_steps": 2, "batch_size": 6},
@@ -85,7 +84,7 @@ def test_no_held_out_key_is_trained_on(world: Any) -> None:
 
 
 def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
-    world = make_world(recipe, knowers=2)
+    world = make_world(recipe, key_models=2)
     first, second = map(set, world.known)
     assert len(first) == len(second) == 15 and not first & second and first | second == set(world.values)
     for one in world.expressions("KV-arithmetic", 50, 0):
@@ -94,7 +93,7 @@ def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleName
         assert text == f"<{one.keys[0]}>{one.operator}[{one.keys[1]}]="
     random = Random(0)
     for number, (begin, known) in enumerate((("<", first), ("[", second))):
-        texts = [world.knowing(random, knower=number)[0] for _ in range(100)]
+        texts = [world.knowing(random, key_model=number)[0] for _ in range(100)]
         assert {text[0] for text in texts} == {begin}
         assert {"".join(text[1:4]) for text in texts} == known
     asked = {"".join(token for token in world.reckoning(random)[0] if token in "<>[]") for _ in range(50)}
@@ -146,10 +145,6 @@ def test_rows_learn_answers_alone(world: Any) -> None:
     assert world.answer([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
 
 
-def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
-    check_compared(run, tmp_path)
-
-
 def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
     content = json.loads((run / "table.json").read_text())
     names = [row["name"] for row in content["rows"]]
@@ -178,11 +173,11 @@ def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
 
 
 def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, run: Path) -> None:
-    knower, reckoner = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("m_A", "m_B"))
-    model = mmattn.load(reckoner, run / "adapter")
+    key_model, arithmetic_model = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("m_A", "m_B"))
+    model = mmattn.load(arithmetic_model, run / "adapter")
     ids = torch.tensor([[5, 9, 3, 7]])
     with torch.no_grad():
-        assert model(ids, memory=mmattn.AugmentingModel(knower)).logits.isfinite().all()
+        assert model(ids, memory=mmattn.AugmentingModel(key_model)).logits.isfinite().all()
 
 
 @pytest.fixture
@@ -223,12 +218,12 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
     pair = (["<", "7", ">", "+", "<", "5", ">", "="], ["7", "+", "5", "=", "12"])
     examples, asked = tokenizer.decode(world.prompts([pair])["input_ids"][0]).rsplit("\n", 1)
     assert asked == "<7>+<5>=" and [line[3] + line[9] for line in examples.split("\n")] == ["++", "--", "**"]
-    knower = AutoModelForCausalLM.from_pretrained(run / "m_A")
-    respelled = recipe.readers.respell(knower, small, world, lm.config.vocab_size)
+    key_model = AutoModelForCausalLM.from_pretrained(run / "m_A")
+    respelled = recipe.readers.respell(key_model, small, world, lm.config.vocab_size)
     with torch.no_grad():
         states = [
             model.model(torch.tensor([one.spell(pair[0])])).last_hidden_state
-            for model, one in ((knower, small), (respelled, world))
+            for model, one in ((key_model, small), (respelled, world))
         ]
     assert torch.equal(*states)
     with pytest.raises(mmattn.errors.ConfigError, match=r"data\.values=10"):
@@ -244,14 +239,14 @@ def test_controls_need_the_composition_whose_size_they_have(recipe: SimpleNamesp
 def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> None:
     readers, settings = recipe.readers, recipe.settings
     small = settings.ModelSettings(**SMALL)
-    knower, reckoner = (recipe.train.build(world, small, seed) for seed in (3, 5))
+    key_model, arithmetic_model = (recipe.train.build(world, small, seed) for seed in (3, 5))
     adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
     pair = world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
     batch = world.batch([[pair], [(pair[0], ["3"])]])
     at = len(pair[0]) - 1
     fused = settings.FusedSettings(hidden_dim=5)
-    for kind, given in ((readers.Along, adapter), (readers.Fused, fused)):
-        reader = kind(reckoner, [knower], given)
+    for kind, given in ((readers.Composed, adapter), (readers.Fused, fused)):
+        reader = kind(arithmetic_model, [key_model], given)
         with torch.no_grad():
             for name, parameter in reader.model.adapters.named_parameters():
                 parameter.fill_(0.7) if "gate" in name else parameter.add_(torch.randn_like(parameter) * 0.3)

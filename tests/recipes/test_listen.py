@@ -23,7 +23,6 @@ import transformers
 import mmattn
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
-from tests.recipes.comparing import check_compared
 
 STEPS = {"max_steps": 2, "per_device_train_batch_size": 5, "warmup_steps": 1}
 SPOKEN = [
@@ -208,10 +207,6 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     with torch.no_grad():
         logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
     assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
-
-
-def test_its_runs_can_be_compared(spoken_run: Path, tmp_path: Path) -> None:
-    check_compared(spoken_run, tmp_path)
 
 
 def save_tiny_whisper(recipe: SimpleNamespace, folder: Path) -> Path:

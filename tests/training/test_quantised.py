@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 import mmattn
 from mmattn import training
 from mmattn.errors import ConditionError
-from mmattn.hosts.interop import peft
 from mmattn.storage.fingerprints import fingerprint
+from mmattn.training import lora
 from tests import tiny
 from tests.tiny import assert_close
 from tests.training import small_run
@@ -148,7 +148,7 @@ def test_an_attached_host_in_4_bits_is_the_bare_one_to_the_rounding_of_its_kerne
 
 def test_a_lora_knows_the_sizes_of_packed_weights(folder: Path, kind: str, tmp_path: Path) -> None:
     lm, plain = load(folder, kind), tiny.make("llama")
-    assert peft._linear_sizes(lm) == peft._linear_sizes(plain)
+    assert lora._linear_sizes(lm) == lora._linear_sizes(plain)
     model = tiny.attach(training.add_lora(lm, 2))
     trained, total = model.trainable_parameters()
     assert total - trained == sum(parameter.numel() for parameter in plain.parameters())

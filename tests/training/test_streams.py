@@ -13,10 +13,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-import mmattn
 from mmattn import training
 from tests import tiny
 from tests.training import small_run
@@ -114,57 +113,6 @@ def test_a_run_over_a_stream_is_resumed_with_its_calibration(tmp_path: Path) -> 
         assert all(torch.equal(value, state[name]) for name, value in whole.model.adapters.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["an iterator", "a loader", "a stream of rows"])
-def test_the_loop_trains_on_every_row_in_order(kind: str, tmp_path: Path) -> None:
-    """Invariant 150."""
-    rows = [training.Row(row.text, memory=row.memory) for row in small_run.rows(12) if row.has_memory]
-    left = iter(rows)
-    batches = {
-        "an iterator": lambda: iter([rows[:4], rows[4:]]),
-        "a loader": lambda: DataLoader(Once(left), batch_size=4, collate_fn=list),
-        "a stream of rows": lambda: training.RowBatches(Once(left), 4),
-    }[kind]()
-    model, seen = small_run.attach(), []
-
-    def collate(some: Any, seeds: Any) -> Any:
-        seen.extend(row.text for row in some)
-        return small_run.collator(tmp_path).batch(some)
-
-    training.train(
-        model,
-        lambda batch, seeds: training.sum_nats(model, batch),
-        batches,
-        training.TrainingConfig(max_steps=2, learning_rate=1e-2),
-        training.make_accelerator(device="cpu"),
-        collate=collate,
-        progress=False,
-    )
-    assert len(calibration(model)) == 2 * len(model.adapter("default").layers)
-    assert sorted(seen[4:]) == sorted(row.text for row in rows)  # the first four are those of the calibration
-    if kind != "a stream of rows":
-        assert seen == [row.text for row in (*rows[:4], *rows)]
-
-
-def test_a_loader_of_known_length_is_begun_anew_by_training(tmp_path: Path) -> None:
-    """Calibration draws an order of its own, so that recorded figures are those of the same rows in each epoch."""
-    rows = [training.Row(row.text, memory=row.memory) for row in small_run.rows(12) if row.has_memory]
-    drawn: list[str] = []
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": list}
-    loaders = [DataLoader(rows, generator=torch.Generator().manual_seed(7), **options) for _ in range(2)]
-    first = [row.text for row in next(iter(loaders[0]))]
-    order = [row.text for batch in loaders[0] for row in batch]
-    model = small_run.attach()
-
-    def loss(batch: Any, seeds: Any) -> Any:
-        drawn.extend(row.text for row in batch)
-        return training.sum_nats(model, small_run.collator(tmp_path).batch(batch))
-
-    config = training.TrainingConfig(max_steps=2, learning_rate=1e-2)
-    training.train(model, loss, loaders[1], config, training.make_accelerator(device="cpu"), progress=False)
-    assert first != order[:4], "another order"
-    assert drawn == [*first, *order[:8]]
-
-
 @pytest.mark.slow
 def test_processes_calibrate_by_the_rows_of_all(tmp_path: Path) -> None:
     """Invariant 150: alike in each, and as one process does that trains on the same rows."""
@@ -188,7 +136,7 @@ def main(folder: str) -> None:
     run.train()
     found = {"seen": run.seen, "calibration": {name: one.tolist() for name, one in calibration(run.model).items()}}
     (Path(folder) / f"{run.args.process_index}.json").write_text(json.dumps(found))
-    mmattn.training.end_training(run.accelerator)
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, TrainingArguments
 
 from mmattn import training
-from mmattn.core import device_checks
-from mmattn.errors import NonFiniteError
-from mmattn.training import losses
+from mmattn.training import losses, trainer
 from tests import tiny
 from tests.training import small_run
 
@@ -42,39 +39,9 @@ class Waits(TorchDispatchMode):
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels are not read in the loss, as if they were on a device."""
-    monkeypatch.setattr(losses, "may_read", lambda tensor: False)
-
-
-def test_a_step_of_the_loop() -> None:
-    """Invariant 214: the loss and the number of targets are summed where they are, the norm is read to be logged."""
-    torch.manual_seed(0)
-    model, inputs, waits = nn.Linear(5, 3), torch.randn(12, 5), Waits()
-    logged: list[dict[str, Any]] = []
-
-    def loss(rows: Any, seeds: Any) -> tuple[Tensor, Tensor]:
-        out = model(inputs[list(rows)])
-        return out.square().sum(), torch.tensor(out.numel())
-
-    class Batches(list[list[int]]):
-        """Two batches: while the second is learned, waits are noted."""
-
-        def __iter__(self) -> Any:
-            yield [0, 1, 2, 3, 4]
-            with waits:
-                yield [5, 6, 7, 8, 9]
-            yield [1, 2, 3]
-
-    config = training.TrainingConfig(
-        max_steps=3, logging_steps=3, gradient_accumulation_steps=2, dataloader_prefetch_factor=0
-    )
-    batches: Any = Batches([[], [], []])
-    training.train(
-        model, loss, batches, config, training.make_accelerator(device="cpu"), progress=False,
-        log=lambda **figures: logged.append(figures),
-    )  # fmt: skip
-    assert waits.found == []
-    assert [type(logged[0][name]) for name in ("loss", "grad_norm")] == [float, float]
+    """Labels and losses are not read, as if they were on a device."""
+    for module in (losses, trainer):
+        monkeypatch.setattr(module, "may_read", lambda tensor: False)
 
 
 @pytest.mark.usefixtures("as_on_a_device")
@@ -141,41 +108,13 @@ def test_a_step_of_the_trainer(tmp_path: Path, accumulation: int) -> None:
         report_to="none", use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True,
         gradient_accumulation_steps=accumulation,
     )  # fmt: skip
-    trainer = training.AdapterTrainer(
+    made = training.AdapterTrainer(
         model=model, args=arguments, data_collator=small_run.collator(tmp_path / "memories"),
         train_dataset=[row for row in small_run.rows() if row.has_memory], callbacks=[Second()],
     )  # fmt: skip
-    trainer.train()
-    (batch, *_) = trainer.get_train_dataloader()
+    made.train()
+    (batch, *_) = made.get_train_dataloader()
     with inside:
         for _ in range(accumulation):
             model(**batch).loss.backward()
     assert len(whole.found) <= len(inside.found), whole.found
-
-
-def test_what_was_found_on_a_device_is_raised_where_the_loss_is_read() -> None:
-    """Invariant 214: a loss that is NaN for it is not what the error names, and nothing is learned."""
-
-    class Late:
-        """A check of values on a device that is not known yet."""
-
-        def is_known(self) -> bool:
-            return False
-
-        def failed(self) -> bool:
-            return True
-
-        def explain(self) -> None:
-            raise NonFiniteError("row 1 of the memory is NaN")
-
-    model = nn.Linear(5, 3)
-    before = model.weight.detach().clone()
-
-    def loss(rows: Any, seeds: Any) -> tuple[Tensor, int]:
-        device_checks.UNDER_WAY.set((Late(),))  # type: ignore[arg-type]
-        return model(torch.full((2, 5), torch.nan)).sum(), 6
-
-    config = training.TrainingConfig(max_steps=3)
-    with pytest.raises(NonFiniteError, match="row 1 of the memory"):
-        training.train(model, loss, [[1]], config, training.make_accelerator(device="cpu"), progress=False)  # type: ignore[arg-type]
-    assert torch.equal(model.weight, before)

@@ -60,7 +60,7 @@ def make(name: str) -> tuple[Any, Any]:
     config = LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
     with META:
         host = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False).train()
-    settings = mmattn.GatedAdapter(WIDTH, layers=layers, num_heads=8, head_dim=64).sized(config.hidden_size)
+    settings = mmattn.GatedAdapter(WIDTH, layers=layers, num_heads=8, head_dim=64)
     sites = [Site(layer, "after", f"model.layers.{layer}", config.hidden_size, META) for layer in layers]
     adapter = build_layers(settings, sites).to(META)
     memory = torch.empty(ROWS, SLOTS, WIDTH, device=META)
@@ -114,10 +114,8 @@ def test_memory_of_a_step(name: str) -> None:
     states = tokens * host.config.hidden_size * 2
     counted["logits, in chunks of 256 (the default)"] = (AUTO_CHUNK * vocabulary * (2 + 4 + 2) + states) / 1e9
     tiny.checkpoint(host, False)
-    counted["activations with `host_gradient_checkpointing`"] = gigabytes_kept(host, adapter)
+    counted["activations with `checkpoint_host`"] = gigabytes_kept(host, adapter)
     fixed = sum(counted[what] for what in list(counted)[:2]) + counted["logits, in chunks of 256 (the default)"]
     counted["together"] = fixed + counted["activations"]
-    counted["together with `host_gradient_checkpointing`"] = (
-        fixed + counted["activations with `host_gradient_checkpointing`"]
-    )
+    counted["together with `checkpoint_host`"] = fixed + counted["activations with `checkpoint_host`"]
     assert said == pytest.approx(counted, rel=0.05, abs=0.1)

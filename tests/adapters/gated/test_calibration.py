@@ -103,18 +103,21 @@ def test_one_token_has_no_spread() -> None:
 
 
 @pytest.mark.parametrize("calibrate", [True, False])
-def test_training_calibrates_by_its_first_batch(calibrate: bool) -> None:
+def test_training_calibrates_by_its_first_batch(tmp_path: Path, calibrate: bool) -> None:
     memory, ids = tiny.memory(ROWS), tiny.text(ROWS, LENGTH)
 
-    def loss(rows: Any, seeds: Any) -> tuple[torch.Tensor, int]:
-        chosen = torch.tensor(rows)
-        return training.sum_nats(model, training.TextBatch(ids[chosen], None, ids[chosen], memory[chosen]))
+    def collate(rows: list[int]) -> dict[str, object]:
+        return {"input_ids": ids[rows], "labels": ids[rows], "memory": memory[rows]}
 
     model = adapted()
-    config = training.TrainingConfig(max_steps=2, calibrate=calibrate)
-    batches = iter([[0, 1, 2], [3, 4]])  # the first one is learned, too
-    result = training.train(model, loss, batches, config, training.make_accelerator(device="cpu"), progress=False)
-    assert result.global_step == 2
+    settings = training.OptimSettings(max_steps=2, per_device_train_batch_size=3)
+    arguments = settings.arguments(
+        training.RunSettings(out=str(tmp_path), device="cpu"), train_sampling_strategy="sequential"
+    )
+    trainer = training.AdapterTrainer(
+        model, arguments, data_collator=collate, train_dataset=range(5), calibrate=calibrate
+    )
+    trainer.train()
     if not calibrate:
         assert calibration(model, 0) is None
         return

@@ -20,14 +20,14 @@ def small(lm: Path, out: Path, **more: Any) -> dict[str, Any]:
         "progress": False,
         "data": {
             "train": 200,
-            "made_up": 50,
+            "synthetic": 50,
             "ask": 6,
             "sizes": [10, 20, 40],
             "small": 20,
             "per_query": 12,
             "cache": str(out.parent / "cache"),
         },
-        "optim": {"max_steps": 2, "batch_size": 3},
+        "optim": {"max_steps": 2, "per_device_train_batch_size": 3},
         "docs": {"chunk": 5, "window": 3, "max_steps": 2, "batch_size": 2, "layer": 2, "rank": 3},
         **more,
     }

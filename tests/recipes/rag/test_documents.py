@@ -101,7 +101,7 @@ def test_choices_of_neighbours(recipe: SimpleNamespace, passages: Any) -> None:
     drawn = [some([3, 5, 7, 11]) for _ in range(30)]
     assert {row for two in drawn for row in two} == {3, 5, 7, 11} and all(len(set(two)) == 2 for two in drawn)
     assert some([3]) == [3]
-    control = recipe.documents.any_of(2, passages, Random(0))
+    control = recipe.documents.random_passages(2, passages, Random(0))
     drawn = [control([3, 5, 7]) for _ in range(30)]
     assert all(len(two) == 2 for two in drawn) and len({row for two in drawn for row in two}) > 5
     assert control([]) == []

@@ -36,7 +36,7 @@ def test_losses_have_ticks_that_one_reads(tmp_path: Path, first: float, last: fl
 
 
 def test_steps_are_whole(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "loss": 1 / step, "eval_loss": None}) for step in (1, 2, 3)]
+    lines = [json.dumps({"model": "adapter", "step": step, "loss": 1 / step, "eval_loss": None}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     load_files("finetune", "report").report.plot_metrics(tmp_path / "loss.svg", tmp_path / "metrics.jsonl")
     assert "1.25" not in texts(tmp_path / "loss.svg") and {"1", "2", "3"} <= set(texts(tmp_path / "loss.svg"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.adapters.gated import config as gated_config
+from mmattn.adapters.gated import block as gated_block
 from mmattn.adapters.joined.slots import JoinedView
 from mmattn.core import key_value_projection as projection
 from mmattn.hosts.hooks import CrossAttentionHook
@@ -156,8 +156,8 @@ class TestSickness:
     def test_a_block_that_ignores_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny.attach(tiny.make("llama"))
 
-        def constant(x: Tensor, *args: Any, seen: Tensor | None = None, **kwargs: Any) -> Tensor:
-            return x + 0.5 if seen is None else torch.where(seen, x + 0.5, x)
+        def constant(x: Tensor, *args: Any, has_memory: Tensor | None = None, **kwargs: Any) -> Tensor:
+            return x + 0.5 if has_memory is None else torch.where(has_memory, x + 0.5, x)
 
         monkeypatch.setattr(model.adapters["default"].block(2), "forward", constant)
         report = mmattn.doctor(model, batch(lengths=[5, 2, 4]))
@@ -239,8 +239,8 @@ class TestSickness:
 
     def test_a_token_that_sees_the_next_image(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, given = latest()
-        rule = gated_config.media
-        monkeypatch.setattr(gated_config, "media", lambda images, *rest: rule(images + 1, *rest))
+        rule = gated_block.media
+        monkeypatch.setattr(gated_block, "media", lambda images, *rest: rule(images + 1, *rest))
         report = mmattn.doctor(model, given)
         assert "slots for later tokens" in report.failed and "padding" not in report.failed
         assert "before token 6" in answer(report, "slots for later tokens")

@@ -310,7 +310,7 @@ class AdapterTrainer(Trainer):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         model = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, AdaptedModel):
+        if isinstance(model, AdaptedModel) and model.adapters:  # a host with a LoRA alone has none
             model.save_pretrained(folder, encoder=self.encoder)
         weights = {name: parameter.detach() for name, parameter in trained_parameters(model).items()}
         write_tensors(folder / WEIGHTS, weights, {"format": FORMAT})

@@ -107,8 +107,13 @@ class AdapterTrainer(Trainer):
             self._loss_shifts_labels = False  # labels may be anything
         # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
         self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
-        if self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC"):
-            self._divides = True  # the loss is not the host's, or no mean over targets
+        # Of each evaluated batch the sum over its targets, and their number.
+        self._evaluated: list[Tensor] = []
+        self._is_mean_of_targets = not (
+            self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC")
+        )
+        if not self._is_mean_of_targets:
+            self._divides = True
         else:
             self.model_accepts_loss_kwargs = True  # the Trainer counts the targets of a step
 
@@ -143,9 +148,7 @@ class AdapterTrainer(Trainer):
                 return self._of_every_parameter(chunked_nats(self.model, kwargs, inputs["labels"]).sum() / items)
         if self._divides is False and items is not None:
             # T5, BART and others return the mean over the targets of a micro-batch.
-            share, items = self._targets(inputs) / items, None
-            if self.args.average_tokens_across_devices:
-                share = share * (self.accelerator.num_processes // self.get_tp_size())
+            share, items = self._targets(inputs) / items * self._averaged_over, None
         computed = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=items)
         loss, *outputs = computed if return_outputs else (computed,)
         if share is not None:
@@ -161,13 +164,25 @@ class AdapterTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch; where only the loss is needed it is that of `compute_loss`, without the outputs."""
-        if not prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            items = self._get_num_items_in_batch([inputs], self.args.device)
-            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items)
-        return loss.detach().mean(), None, None
+        items: Any = self._get_num_items_in_batch([inputs], self.args.device)
+        if prediction_loss_only:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items)
+            predicted = loss.detach().mean(), None, None
+        else:
+            predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if predicted[0] is not None and items is not None and self._is_mean_of_targets:
+            # Losses are the targets' of this process, times the processes, divided by those of all.
+            targets = items / self._averaged_over
+            self._evaluated.append(torch.stack([predicted[0] * targets, targets]).double())
+        return predicted
+
+    @property
+    def _averaged_over(self) -> int:
+        """The processes over which a loss of all targets is averaged."""
+        whole = self.args.average_tokens_across_devices
+        return self.accelerator.num_processes // self.get_tp_size() if whole else 1
 
     def _of_every_parameter(self, loss: Tensor) -> Tensor:
         """Return a loss that depends on every parameter: DistributedDataParallel waits for all of them."""
@@ -292,6 +307,16 @@ class AdapterTrainer(Trainer):
         """Evaluate, as every Trainer does; its time is none of the training's."""
         with self._clock.aside():
             return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate; the loss of a host that has labels is the mean over all targets, however rows are batched."""
+        self._evaluated.clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._evaluated:
+            loss, targets = self.accelerator.reduce(torch.stack(self._evaluated).sum(0)).tolist()
+            self._evaluated.clear()
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / max(targets, 1.0)
+        return output
 
     def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
         with self._clock.aside():

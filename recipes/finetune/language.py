@@ -29,6 +29,8 @@ class Language:
                 "fsdp and tp_plan are for several processes, and there is one: torchrun --nproc-per-node N -m mmattn "
                 "train CONFIG, or leave them out"
             )
+        if settings.tp_plan and arguments.device.type == "cpu":  # accelerate's
+            raise ConfigError("tp_plan=auto trains on GPUs, and the processes have none: use fsdp=true")
         self.lm, self.tokenizer = load_lm(settings, arguments)
         self.host = self.lm
         self.positions: int | None = getattr(self.lm.config, "max_position_embeddings", None)

@@ -30,7 +30,7 @@ MODELS = {
 }
 SMALL = {
     "sample": {"steps": 2, "each": 1, "examples": 7},
-    "optim": {"max_steps": 3, "batch_size": 5},
+    "optim": {"max_steps": 3, "batch_size": 5, "warmup_steps": 0},
     "style": {"encoder_steps": 2},
     "progress": False,
 }
@@ -266,7 +266,7 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
         return recipe.pictures.draw(model, host, ["a seven"], 2, 2.0, seed=3, **options)
 
     assert torch.equal(draw(), draw(memory=memory, adapter_scale=0))
-    assert tiny.differs(draw(memory=memory, adapter_scale=100_000), draw())  # its training was short
+    assert tiny.differs(draw(memory=memory, adapter_scale=1000), draw())  # its training was short
 
 
 def test_examples_are_brought_to_the_frame_of_the_digits(data: Any) -> None:

@@ -111,3 +111,25 @@ def test_with_label_smoothing(kind: str, tmp_path: Path) -> None:
     whole = weights_after_a_step(kind, tmp_path / "whole", 5, 1, label_smoothing_factor=0.1)
     got = weights_after_a_step(kind, tmp_path / "cut", 2, 3, label_smoothing_factor=0.1)
     tiny.assert_close(got, whole, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5", "bert of rows", "its own loss"])
+@pytest.mark.parametrize("outputs", [False, True], ids=["loss alone", "with outputs"])
+def test_a_loss_of_evaluation_is_that_of_all_targets(kind: str, outputs: bool, tmp_path: Path) -> None:
+    """Invariant 154: however rows are cut into batches, of 2 and of 5."""
+    model = mmattn.attach(host_of(kind), mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, every=1, num_heads=2))
+    tiny.open_gates(model)
+    found = []
+    for size in (2, 5):
+        args = TrainingArguments(
+            str(tmp_path), per_device_eval_batch_size=size, disable_tqdm=True, dataloader_pin_memory=False,
+            report_to="none", use_cpu=True,
+        )  # fmt: skip
+        metrics = (lambda prediction: {}) if outputs else None
+        trainer = training.AdapterTrainer(
+            model, args, data_collator=lambda rows: collated(kind, rows), compute_metrics=metrics
+        )
+        found.append(trainer.evaluate(list(range(len(LENGTHS))))["eval_loss"])
+    with torch.no_grad():
+        want = float(model(**collated(kind, list(range(len(LENGTHS))))).loss)
+    assert found == pytest.approx([want, want], rel=1e-5)

@@ -1,4 +1,4 @@
-"""What an adapter, a host, a store, an encoder or a type of memory of your own is made of."""
+"""Building blocks for adapters, hosts, stores, encoders and memory types of your own."""
 
 from __future__ import annotations
 

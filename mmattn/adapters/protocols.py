@@ -69,7 +69,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Traits:
-    """What hosts and the shared tests must know of an adapter.
+    """Traits of an adapter that hosts and the shared tests read.
 
     Args:
         starts_as_identity: a new adapter leaves the output of the host unchanged, bit for bit.

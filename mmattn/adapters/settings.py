@@ -1,4 +1,4 @@
-"""What the settings of the methods share: default sizes, the choice of layers, a random memory."""
+"""Shared parts of the methods' settings: default sizes, the choice of layers, a random memory."""
 
 from __future__ import annotations
 

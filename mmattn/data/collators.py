@@ -105,8 +105,8 @@ class RowCollator:
         examples = [row if isinstance(row, Row) else make_row(row) for row in rows]
         if not self.text_only and any(row.images or row.passages for row in examples):
             raise ConfigError(
-                "rows have pictures or passages, and a RowCollator takes vectors: encode the dataset with "
-                "encode_dataset, or give text_only=True for a control that sees the text alone"
+                "rows have pictures or passages, and a RowCollator takes vectors: encode them with encode_dataset, or "
+                "give text_only=True for a text-only control"
             )
         ids, unlearned = self.ids(examples)
         memory = None if self.text_only else stack_memories(examples)

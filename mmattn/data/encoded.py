@@ -64,7 +64,7 @@ class EncoderInfo:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What made the memories of a dataset.
+    """The encoders that made the memories of a dataset.
 
     Attributes:
         dim: width e of the vectors.

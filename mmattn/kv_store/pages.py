@@ -144,8 +144,8 @@ def _project(projection: KeyValueProjection, tokens: Tensor) -> tuple[Tensor, Te
     """Return keys and values (n, m, g, k) of n entries, without a null slot."""
     if projection.rotary is not None:
         raise ConfigError(
-            "this layer rotates keys by their position in the memory, which differs between requests, so they are not "
-            "cached by entry: give the memory of each request instead"
+            "this layer rotates keys by their position in the memory, so they cannot be cached by entry: give the "
+            "memory of each request instead"
         )
     keys, values = projection.keys_and_values(projection.cast(tokens))
     return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""What both parts share: rows that are drawn on the fly, the adapter of the settings, the training."""
+"""Shared by both parts: rows that are drawn on the fly, the adapter of the settings, the training."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def check_with_memory(host: nn.Module, call: Call, text: TextState) -> None:
     declared = call.arrivals is not None or getattr(peft, "is_prompt_learning", False)
     if not declared and (text.past or (text.past is None and _has_state(cache))):
         raise ConditionError(
-            "the cache was read without a memory, or put together from parts of others: read its tokens with memory=, "
-            "or say by arrived= how many slots each token of this call sees"
+            "the cache was read without a memory, or put together from other caches: read its tokens with memory=, or "
+            "give arrived=, the slots that each token sees"
         )
     note(cache)
 

@@ -40,25 +40,6 @@ class SavedRun:
         lines = [(line.get("step"), line.get(metric)) for line in self.metrics.get(model, [])]
         return {step: value for step, value in lines if isinstance(step, int) and isinstance(value, (int, float))}
 
-    def lowest(self, metric: str, model: str = "") -> float:
-        """Return the lowest value of a metric: what a sweep looks for.
-
-        Args:
-            metric: its name.
-            model: the name of the model.
-
-        Raises:
-            ConfigError: it was never measured.
-        """
-        values = self.values(metric, model)
-        if not values:
-            names = dict.fromkeys(name for lines in self.metrics.values() for line in lines for name in line)
-            raise ConfigError(
-                f"{self.path} has no {metric!r} in its metrics{f' of {model!r}' if model else ''}; there are: "
-                f"{', '.join(names) or 'none'}"
-            )
-        return min(values.values())
-
 
 def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     """Read the folder of a run, finished or not.

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmattn.adapters.language_models import text_config
 from mmattn.training.lower_layers import count_below
@@ -88,12 +88,6 @@ class StepClock:
 def peak_flops(device: torch.device) -> float | None:
     """Return the floating-point operations a second of a known card, dense and in bfloat16; else None."""
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def tokens_of(batch: object) -> int:
-    """Return the number of token ids in a batch, padding included; 0 where there are none."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 def flops_per_token(model: Any) -> float:

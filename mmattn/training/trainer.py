@@ -20,13 +20,14 @@ from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.groups import parameter_groups
 from mmattn.training.losses import chunked_nats, has_chunks
-from mmattn.training.metrics import StepClock, flops_per_token, tokens_of
+from mmattn.training.metrics import StepClock, flops_per_token
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
@@ -223,7 +224,8 @@ class AdapterTrainer(Trainer):
         if cached is not None:
             config.use_cache = self.args.use_cache
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with stored(self.model):
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.model.eval()
             if cached is not None:
@@ -287,7 +289,8 @@ class AdapterTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
         """Return the operations of a micro-batch by `flops_per_token`, and count them with its tokens."""
-        tokens = tokens_of(inputs)
+        ids = inputs.get("input_ids")
+        tokens = 0 if ids is None else ids.numel()
         self._clock.count(tokens, tokens * self._flops)
         return tokens * self._flops
 
@@ -305,7 +308,7 @@ class AdapterTrainer(Trainer):
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """Evaluate, as every Trainer does; its time is none of the training's."""
-        with self._clock.aside():
+        with self._clock.aside(), stored(self.model):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:

@@ -206,3 +206,25 @@ def test_hidden_states_of_its_lower_layers_are_cached(folder: Path, kind: str, t
                 assert torch.equal(value, want[name]), name
             computed.append(cache.computed)
     assert computed == [1, 0, 1]
+
+
+def test_a_lora_alone_is_trained_and_evaluated_in_the_layout_of_gradients(tmp_path: Path) -> None:
+    """Invariant 160: also where evaluations come between the steps, and where no adapter holds the layout."""
+    pytest.importorskip("bitsandbytes")
+    tiny.make("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "host")
+    model = training.add_lora(load(tmp_path / "host", "bnb4"), rank=2)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, use_cpu=True, report_to="none",
+        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, logging_strategy="no",
+    )  # fmt: skip
+    ids = tiny.text(5)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = training.AdapterTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    packed = [
+        name
+        for name, layer in model.named_modules()
+        if getattr(getattr(getattr(layer, "weight", None), "quant_state", None), "packing_format_for_cpu", False)
+    ]
+    assert packed == []

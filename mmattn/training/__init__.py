@@ -8,7 +8,7 @@ from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mmattn.data.collators import MemoryCollator, RowCollator, augment_memory
-    from mmattn.data.encoded import EncoderInfo, Encoding, drop_errors, encode_dataset, encoding_of
+    from mmattn.data.encoded import Encoding, drop_errors, encode_dataset, encoding_of
     from mmattn.data.readers import memory_kinds, read_rows
     from mmattn.data.rows import Row, make_row, stack_memories
     from mmattn.data.sampling import PairSampler, derive_seed
@@ -18,29 +18,26 @@ if TYPE_CHECKING:
     from mmattn.training.compare import (
         SavedRun,
         compare_runs,
-        curves_of,
         markdown_table,
         mean_and_spread,
         read_run,
         read_seeds,
         spread_table,
     )
-    from mmattn.training.cost import CostForecast, DryRunEnded, dry_run
+    from mmattn.training.cost import DryRunEnded, dry_run
     from mmattn.training.groups import gradient_checkpointing, parameter_groups
     from mmattn.training.hidden_states import cached_hidden_states
     from mmattn.training.lora import add_lora, load_lora, matched_lora
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
     from mmattn.training.metrics import read_metrics
     from mmattn.training.prompt_cache import PromptCache, cached_prompts
-    from mmattn.training.run_folder import RunFolder, RunLog
+    from mmattn.training.run_folder import RunFolder
     from mmattn.training.settings import OptimSettings, RunSettings, Settings
     from mmattn.training.trainer import AdapterTrainer
 
 __all__ = [
     "AdapterTrainer",
-    "CostForecast",
     "DryRunEnded",
-    "EncoderInfo",
     "Encoding",
     "MemoryCollator",
     "OptimSettings",
@@ -49,7 +46,6 @@ __all__ = [
     "Row",
     "RowCollator",
     "RunFolder",
-    "RunLog",
     "RunSettings",
     "SavedRun",
     "Settings",
@@ -62,7 +58,6 @@ __all__ = [
     "check_prompt",
     "collate",
     "compare_runs",
-    "curves_of",
     "derive_seed",
     "drop_errors",
     "dry_run",

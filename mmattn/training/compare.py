@@ -67,10 +67,8 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     content = read_json(table, max_bytes=64 << 20) if table.is_file() else {}
     rows = content.get("rows", []) if isinstance(content, dict) else []
     metrics: dict[str, list[Figures]] = {}
-    for path in sorted(place.glob("metrics*.jsonl")):
-        model = path.stem.removeprefix("metrics").removeprefix("_")
-        for line in read_metrics(path):
-            metrics.setdefault(str(line.pop("model", model)), []).append(line)
+    for line in read_metrics(place / "metrics.jsonl"):
+        metrics.setdefault(str(line.pop("model", "")), []).append(line)
     return SavedRun(place, flattened(settings), [row for row in rows if isinstance(row, dict)], metrics)
 
 

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmattn.errors import ConfigError
 from mmattn.training.lower_layers import wrapped_forwards
-
-Groups = list[dict[str, Any]]
-"""Parameter groups of a torch optimizer."""
 
 
 def parameter_groups(
@@ -24,7 +20,7 @@ def parameter_groups(
     *,
     gate_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-) -> Groups:
+) -> list[dict[str, Any]]:
     """Return parameter groups for a torch optimizer, of the parameters of a module that require gradients.
 
     Args:
@@ -44,7 +40,7 @@ def parameter_groups(
             last = name.rsplit(".", 1)[-1]
             (gates if last == "gate" else matrices if parameter.dim() > 1 else vectors).append(parameter)
     gate_rate = learning_rate if gate_learning_rate is None else gate_learning_rate
-    groups: Groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
         {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
         {"params": gates, "lr": gate_rate, "weight_decay": 0.0},
@@ -77,6 +73,4 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

@@ -16,7 +16,7 @@ from mmattn.errors import ConfigError
 from mmattn.inspect.plots import plot_curves
 from mmattn.progress import tracked
 from mmattn.storage.files import write_text
-from mmattn.training.compare import flattened
+from mmattn.training.compare import curves_of, flattened, read_run
 from mmattn.training.cost import CostForecast, is_dry_run
 from mmattn.training.metrics import read_metrics
 
@@ -159,13 +159,7 @@ class RunFolder:
 
     def plot_losses(self) -> None:
         """Plot the loss of each model as `loss.png`."""
-        losses: dict[str, dict[int, float]] = {}
-        for line in read_metrics(self.path / "metrics.jsonl"):
-            step, loss = line.get("step"), line.get("loss")
-            if isinstance(step, int) and isinstance(loss, float):
-                losses.setdefault(str(line.get("model", "")), {})[step] = loss
-        curves = {f"{self.path.name}: {model}": [values] for model, values in losses.items()}
-        plot_curves({"loss": curves}, self.path / "loss.png", log=True)
+        plot_curves(curves_of({self.path.name: [read_run(self.path)]}, ["loss"]), self.path / "loss.png", log=True)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a text file, closed by a line break, and return its path."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
@@ -108,8 +109,8 @@ class AdapterTrainer(Trainer):
             self._loss_shifts_labels = False  # labels may be anything
         # Whether the host divides its loss by the targets of a whole step; None where a step must tell.
         self._divides: bool | None = None if self.model_accepts_loss_kwargs else False
-        # Of each evaluated batch the sum over its targets, and their number.
-        self._evaluated: list[Tensor] = []
+        self._evaluated: list[Tensor] = []  # of each batch the sum over its targets, and their number
+        self._replicated: list[Any] = []  # trained parameters that are whole beside a sharded host
         self._is_mean_of_targets = not (
             self.label_smoother or self.compute_loss_func or self.model._get_name().endswith("ForCTC")
         )
@@ -227,6 +228,9 @@ class AdapterTrainer(Trainer):
             with stored(self.model):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            if self._replicated:
+                self._replicated = []
+                self.model.disable_input_require_grads()
             self.model.eval()
             if cached is not None:
                 config.use_cache = cached
@@ -234,9 +238,27 @@ class AdapterTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Learn a micro-batch; NonFiniteError where the loss can be read without a wait, and is NaN or infinite."""
         loss: Tensor = super().training_step(*args, **kwargs)
+        if self._replicated and self.accelerator.sync_gradients:
+            gradients = [parameter.grad for parameter in self._replicated]
+            together = parameters_to_vector(gradients)
+            torch.distributed.all_reduce(together)
+            vector_to_parameters(together / self.args.world_size, gradients)
         if may_read(loss):
             self._check_finite(float(loss))
         return loss
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Have every process of a sharded host begin alike.
+
+        Gradients are averaged after the backward pass: the Trainer's hooks do it parameter by parameter within it, and
+        wait for ever, or mix parameters, where rows without a memory have another order.
+        """
+        parameters = trained_parameters(model).values()
+        self._replicated = [parameter for parameter in parameters if not hasattr(parameter, "full_tensor")]
+        for parameter in self._replicated:
+            torch.distributed.broadcast(parameter.data, src=0)
+        # So that every process runs the whole backward pass of the host, whose weights all gather together.
+        model.enable_input_require_grads()
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):

@@ -69,8 +69,7 @@ def train_style(config: Config, run: training.RunFolder, device: torch.device) -
         concatenated = Concatenated(model.trainable_parameters()[0], text_dim).to(device)
         generator.manual_seed(config.seed)
         results["concatenated"] = train(concatenated, "concatenated", *arguments)
-    curves = training.curves_of({"training": [training.read_run(run.path)]}, ["loss"])
-    inspect.plot_curves(curves, run.path / "loss.png", log=True)
+    run.plot_losses()
 
     # Measuring.
     judge, examples = Judge(data, scale), held_out[: config.sample.examples]

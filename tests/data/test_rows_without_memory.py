@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from mmattn import training
+from tests import tiny
 from tests.training import small_run
 from tests.training.test_trainer import trainer, weights
 
@@ -27,9 +30,9 @@ PLAIN = {
 }
 
 
-def trained(folder: Path, rows: list[training.Row], **arguments: Any) -> dict[str, torch.Tensor]:
+def trained(folder: Path, rows: list[training.Row], model: Any = None, **arguments: Any) -> dict[str, torch.Tensor]:
     """Weights after an AdapterTrainer took these rows in this order."""
-    made = trainer(folder, small_run.attach(dropout=0.0), **PLAIN | arguments)
+    made = trainer(folder, model or small_run.attach(dropout=0.0), **PLAIN | arguments)
     made.train_dataset = rows
     made.train()
     return weights(made.model)
@@ -58,12 +61,18 @@ def test_accumulated_with_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_has_none(tmp_path: Path) -> None:
-    """Of batches of six, the three rows of one process have memories and those of the other have none."""
+@pytest.mark.parametrize("host", ["whole", "sharded"])
+def test_two_processes_of_which_one_has_none(host: str, tmp_path: Path) -> None:
+    """Of batches of six, the three rows of one process have memories and those of the other have none.
+
+    A process of a sharded host must not wait for the gathering of weights in a backward pass that the other has not.
+    """
+    tiny.make("llama").save_pretrained(tmp_path / "sharded")
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     paths = os.pathsep.join([str(small_run.ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    found = subprocess.run([*words, str(tmp_path / "two")], capture_output=True, text=True, env=env, timeout=280)
+    words += [str(tmp_path / "two"), *([str(tmp_path / "sharded")] if host == "sharded" else [])]
+    found = subprocess.run(words, capture_output=True, text=True, env=env, timeout=280)
     assert found.returncode == 0, found.stderr
     got = torch.load(tmp_path / "two" / "weights.pt")
     want = trained(tmp_path / "one", mixed(), max_steps=2, per_device_train_batch_size=6)
@@ -78,8 +87,12 @@ def mixed() -> list[training.Row]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    found = trained(folder, mixed(), max_steps=2, per_device_train_batch_size=3)
+    folder, model = Path(sys.argv[1]), None
+    if len(sys.argv) > 2:
+        sharing = DistributedConfig(fsdp_size=2)
+        lm = AutoModelForCausalLM.from_pretrained(sys.argv[2], distributed_config=sharing).requires_grad_(False)
+        model = small_run.attach(lm, dropout=0.0)
+    found = trained(folder, mixed(), model, max_steps=2, per_device_train_batch_size=3)
     if os.environ["RANK"] == "0":
         torch.save(found, folder / "weights.pt")
     torch.distributed.destroy_process_group()

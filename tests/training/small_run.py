@@ -53,11 +53,11 @@ def shuffled(rows: Sequence[training.Row]) -> list[training.Row]:
     return [replace(row, memory=next(moved)) if row.has_memory else row for row in rows]
 
 
-def attach(**settings: Any) -> Any:
+def attach(host: Any = None, **settings: Any) -> Any:
     """A tiny host with a fresh adapter after every layer."""
     torch.manual_seed(0)
     made = {"memory_dim": tiny.MEMORY_DIM, "every": 1, "num_heads": 2, "head_dim": 5} | settings
-    return mmattn.attach(tiny.make("llama"), mmattn.GatedAdapter(**made))
+    return mmattn.attach(host or tiny.make("llama"), mmattn.GatedAdapter(**made))
 
 
 def collator(folder: Path) -> training.RowCollator:

@@ -50,14 +50,11 @@ class TestSavedRuns:
         assert run.values("bleu") == {}
 
     def test_each_model_has_its_own_metrics(self, tmp_path: Path) -> None:
-        """As lines that name it, and as a file of its own."""
         folder = make(tmp_path, {}, None, own=[1.0], LoRA=[2.0, 1.5])
-        (folder / "metrics_control.jsonl").write_text('{"step": 10, "loss": 7.0}\n')
         run = training.read_run(folder)
         assert {model: run.values("loss", model) for model in run.metrics} == {
             "": {10: 1.0},
             "LoRA": {10: 2.0, 20: 1.5},
-            "control": {10: 7.0},
         }
 
     def test_what_is_no_run(self, tmp_path: Path, two: tuple[Path, Path]) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from mmattn.adapters.base import build_layers
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import Site
-from mmattn.adapters.registry import build_layers
 from mmattn.errors import AdapterFileError, MmattnError
 from mmattn.hosts.attach import adapted_model, host_kind
 from mmattn.models.cache import resolve

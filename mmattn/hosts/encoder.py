@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, text_config
+from mmattn.adapters.host_models import device_of, text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import depth_of
+from mmattn.adapters.host_models import depth_of
 from mmattn.errors import AttachError
 from mmattn.hosts.context import LayerOutput
 from mmattn.hosts.probe import host_inputs, in_eval_mode

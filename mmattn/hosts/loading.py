@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.base import adapter_kinds, build_layers
 from mmattn.adapters.files import CONFIG, TENSORS, Shapes, check_tensors, load_folder, parse_config
-from mmattn.adapters.language_models import depth_of, text_config, width_of
+from mmattn.adapters.host_models import depth_of, text_config, width_of
 from mmattn.adapters.protocols import AdapterConfig
-from mmattn.adapters.registry import adapter_kinds, build_layers
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, NonFiniteError
 from mmattn.hosts.attach import adapted_model, attach
 from mmattn.hosts.attachment import outside_modes

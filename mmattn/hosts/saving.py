@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mmattn import __version__
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.base import AdapterLayers, adapter_kinds
 from mmattn.adapters.files import FORMAT, FORMAT_VERSION, adapter_settings, check_config, save_folder
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.host_models import is_on_disk, text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.interop.sharded import shards

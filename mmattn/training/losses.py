@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import call_by_name
+from mmattn.adapters.host_models import call_by_name
 from mmattn.core.tracing import may_read
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int

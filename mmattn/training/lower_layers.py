@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.host_models import device_of, embeddings_of, text_config
 from mmattn.errors import ConditionError, ConfigError, MmattnError
 from mmattn.hosts.attach import adapted_model
 from mmattn.hosts.context import LayerOutput, Method

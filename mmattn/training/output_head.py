@@ -11,8 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import is_on_disk
-from mmattn.adapters.language_models import call_by_name, text_config
+from mmattn.adapters.host_models import call_by_name, is_on_disk, text_config
 from mmattn.errors import ConditionError, MmattnError
 from mmattn.hosts.causal_lm.headless import HeadlessHost
 from mmattn.hosts.interop.peft import inner_host

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 from mmattn.adapters.files import load_folder
-from mmattn.adapters.language_models import call_by_name
+from mmattn.adapters.host_models import call_by_name
 from mmattn.core.device_checks import report_checks
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError

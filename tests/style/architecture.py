@@ -40,10 +40,10 @@ WITHIN = {"kv_store": "hosts"}
 BUDGETS = {
     ".": 740,  # goal 600
     "memory": 710,  # goal 650
-    "core": 2_730,  # goal 2,450
-    "adapters": 7_010,  # goal 5,600
+    "core": 2_660,  # goal 2,450
+    "adapters": 6_850,  # goal 5,600
     "hosts": 8_450,  # goal 7,000
-    "kv_store": 1_700,
+    "kv_store": 1_630,
     "encoders": 3_380,  # goal 2,700
     "retrieval": 3_770,  # goal 3,400
     "models": 760,  # goal 700
@@ -58,7 +58,7 @@ BUDGETS = {
     "cli": 1_030,  # goal 940
     "recipes": 370,  # goal 360
 }
-FILES = 270  # goal 210
+FILES = 250  # goal 210
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
     "transformers": (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import dtype_of
+from mmattn.adapters.host_models import dtype_of
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import PAGED_CACHE

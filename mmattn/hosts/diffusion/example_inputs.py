@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import dtype_of
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.host_models import device_of, dtype_of
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.diffusion.scale import Grid
 from mmattn.hosts.interop.peft import inner_host

@@ -38,20 +38,21 @@ from mmattn.hosts.context import (
     prepared_for_graphs,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer, leave_uncompiled
-from mmattn.hosts.interop.hub import HubOptions, upload
-from mmattn.hosts.interop.peft import host_attribute, inner_host, watch_peft
-from mmattn.hosts.interop.quantised import size_of
 from mmattn.hosts.keywords import check_keywords, keywords_of, shown_signature
+from mmattn.hosts.peft import host_attribute, inner_host, watch_peft
 from mmattn.hosts.saving import (
     DEFAULT,
     SETTINGS,
+    HubOptions,
     adapter_config,
     describe_host,
     is_registered,
     keep_trained,
     trained_names,
+    upload,
     write_adapter,
 )
+from mmattn.hosts.stored import size_of
 from mmattn.models.loading import load_model
 
 

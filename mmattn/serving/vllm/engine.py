@@ -14,7 +14,8 @@ from mmattn.adapters.base import adapter_kinds
 from mmattn.adapters.files import CONFIG, Config, load_folder, parse_config
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.errors import AdapterFileError, AttachError
-from mmattn.models.cache import find_asset, resolve as resolve_model
+from mmattn.models.cache import resolve as resolve_model
+from mmattn.models.catalogue import find_asset
 from mmattn.pipelines.build import resolve
 from mmattn.pipelines.config import FILE, PipelineConfig
 

@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import is_on_disk
-from mmattn.adapters.language_models import call_by_name, text_config
+from mmattn.adapters.host_models import call_by_name, is_on_disk, text_config
 from mmattn.core.tracing import may_read
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import ConditionError, MmattnError, check_int
-from mmattn.hosts.causal_lm.headless import HeadlessHost
-from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
+from mmattn.hosts.causal_lm.model import HeadlessHost
 from mmattn.hosts.model import AdaptedModel
+from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import bare_forward, is_close, text_inputs
+from mmattn.hosts.stored import shards, tensor_parallel_size
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:

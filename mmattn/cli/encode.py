@@ -56,7 +56,8 @@ def encode(
     import shutil
 
     from mmattn.data.encoded import first_few
-    from mmattn.encoders.base import load_image_encoder, load_text_encoder
+    from mmattn.encoders.images import load_image_encoder
+    from mmattn.encoders.text import load_text_encoder
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines.build import default_device

@@ -20,8 +20,8 @@ from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import ConfigError
 from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.interop.sharded import shards
-from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import parse_json
+from mmattn.storage.safetensors import fingerprint
 
 DEFAULT = "default"
 SETTINGS = "adapter_config"

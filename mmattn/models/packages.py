@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mmattn.errors import AdapterFileError
-from mmattn.storage.fingerprints import file_fingerprint
+from mmattn.storage.files import file_fingerprint
 
 
 def package_folders(name: str, packages: Sequence[str], temporary: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import torch
 
 from mmattn import Index
 from mmattn.errors import IndexFileError
-from mmattn.storage import versioned_folder
+from mmattn.retrieval import index_files
 from tests.retrieval.searching import same, small
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,7 +30,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sign(folder: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest with a checksum that fits."""
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    (folder / "index.json").write_text(json.dumps({**body, "sha256": versioned_folder._checksum(body)}))
+    (folder / "index.json").write_text(json.dumps({**body, "sha256": index_files._checksum(body)}))
 
 
 def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_well_signed_and_wrong(good: Path, tmp_path: Path, case: str, monkeypatc
 def resign(folder: Path) -> None:
     manifest = json.loads((folder / "index.json").read_text())
     for name in manifest["files"]:
-        manifest["files"][name] = versioned_folder._described(str(folder / "v1" / name))
+        manifest["files"][name] = index_files._described(str(folder / "v1" / name))
     sign(folder, manifest)
 
 

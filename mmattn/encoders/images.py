@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmattn.encoders.base import FrozenEncoder, Source, as_list, is_array, load_encoder, open_binary
 from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
 from mmattn.memory import Memory
-from mmattn.models.shipped import find_asset
+from mmattn.models.catalogue import find_asset
 from mmattn.progress import batches
 from mmattn.storage.files import files_below
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from mmattn.encoders.base import TextEncoderBase, load_encoder, register_encoder
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, check_choice, import_extra
 from mmattn.models.cache import resolve
+from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import load_model, load_pretrained, without_progress_bars
-from mmattn.models.shipped import find_asset
 from mmattn.progress import batches
 from mmattn.storage.json_files import MAX_JSON, parse_json, validated
 from mmattn.storage.safetensors import check_values

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import ConfigError, MmattnError
-from mmattn.pipelines.image_to_text import ImageToTextPipeline
+from mmattn.pipelines.to_text import ImageToTextPipeline
 from mmattn.serving.engine import Engine, Job, Piece, TokenLogprob
 from mmattn.serving.inputs import make_inputs
 from mmattn.serving.middleware import Metrics, error_content

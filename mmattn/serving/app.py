@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException as StarletteError
 from mmattn import __version__
 from mmattn.errors import MmattnError
 from mmattn.pipelines.base import Pipeline
-from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+from mmattn.pipelines.to_text import ImageToTextPipeline
 from mmattn.serving.answers import Answering
 from mmattn.serving.engine import Engine
 from mmattn.serving.inputs import memory_width

@@ -39,10 +39,10 @@ from mmattn.adapters.gated import GatedAdapter, GatedLayers
 from mmattn.adapters.gated.block import GatedBlock
 from mmattn.adapters.protocols import Site
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.key_value_heads import norm_heads
+from mmattn.core.projection import norm_heads
 from mmattn.encoders.images import ImageEncoder, load_image_encoder
 from mmattn.errors import AttachError, ShapeError
-from mmattn.hosts.layers import outermost_lists
+from mmattn.hosts.probe import outermost_lists
 from mmattn.memory import Memory
 from mmattn.pipelines.build import check_encoder, saved_fingerprint
 from mmattn.serving.vllm.engine import served_settings

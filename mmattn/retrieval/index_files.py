@@ -56,7 +56,7 @@ class _About(BaseModel, extra="forbid"):
 
 class _Manifest(BaseModel, extra="forbid"):
     format: Literal["mmattn-index"]
-    format_version: Literal[1]
+    format_version: Annotated[int, Field(ge=1, le=1)]
     version: Annotated[int, Field(ge=0, lt=10**18)]
     save: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     files: dict[Annotated[str, Field(pattern=_FILE)], _File]

@@ -9,10 +9,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 class _State(BaseModel, extra="allow"):
-    format_version: Literal[1]
+    format_version: Annotated[int, Field(ge=1, le=1)]
     dim: NonNegativeInt
     metric: Literal["cosine", "ip", "l2"]
     next_place: NonNegativeInt

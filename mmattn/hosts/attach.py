@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from mmattn.adapters.base import build_layers
 from mmattn.adapters.gated import GatedAdapter
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.adapters.registry import build_layers
 from mmattn.errors import AdapterFileError, AttachError, ConfigError, MmattnError
 from mmattn.hosts.attachment import check_host, outside_modes
 from mmattn.hosts.diffusion.heads import is_of_diffusers

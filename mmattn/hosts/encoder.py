@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, text_config
+from mmattn.adapters.host_models import device_of, text_config
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, given_cache
+from mmattn.adapters.host_models import device_of, given_cache
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError

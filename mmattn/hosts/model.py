@@ -19,10 +19,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from typing_extensions import Self, Unpack
 
 from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AdapterLayers, build_layers, is_adapter, kinds_at
 from mmattn.adapters.files import check_name
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site
-from mmattn.adapters.registry import build_layers, is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError, check_float
 from mmattn.hosts.attachment import MARK, Attachment, check_host, outside_modes

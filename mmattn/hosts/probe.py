@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.diffusers_hooks import dtype_of
-from mmattn.adapters.language_models import call_by_name, depth_of, device_of, embeddings_of, text_config
+from mmattn.adapters.host_models import call_by_name, depth_of, device_of, dtype_of, embeddings_of, text_config
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Handle, LayerOutput, OpenBlocks, Positional, forward_resumed
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from mmattn import __version__
-from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.base import AdapterLayers, adapter_kinds
 from mmattn.adapters.files import (
     CARD,
     CONFIG,
@@ -26,9 +25,8 @@ from mmattn.adapters.files import (
     check_config,
     save_folder,
 )
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.host_models import is_on_disk, text_config
 from mmattn.adapters.protocols import AdapterConfig, Site
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.stored import shards

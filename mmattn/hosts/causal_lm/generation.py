@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import dtype_of
+from mmattn.adapters.host_models import dtype_of
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import Arrivals, GenerationInput, TextState
 from mmattn.errors import ConditionError, MaskError, ShapeError, check_int

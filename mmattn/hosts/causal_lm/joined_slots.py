@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.host_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.adapters.joined.host_attention import HostAttention, JoinSlots
 from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError

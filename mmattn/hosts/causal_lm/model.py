@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.inserted import EmbeddingReader
-from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.language_models import (
+from mmattn.adapters.host_models import (
     CACHE_NAMES,
     depth_of,
     device_of,
@@ -22,6 +20,8 @@ from mmattn.adapters.language_models import (
     text_config,
     width_of,
 )
+from mmattn.adapters.inserted import EmbeddingReader
+from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.device_checks import refuse_unless_finite, report_checks

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import dtype_of
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.host_models import device_of, dtype_of
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Keywords, Positional
 from mmattn.hosts.diffusion.call import Output

@@ -13,20 +13,18 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from mmattn.adapters.base import adapter_kinds
 from mmattn.adapters.files import load_folder
-from mmattn.adapters.language_models import given_cache
-from mmattn.adapters.registry import adapter_kinds
+from mmattn.adapters.host_models import given_cache
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.answering import make_answer
-from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, openings
+from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, RowMemory, Trial, evaluating, openings
 from mmattn.inspect.doctor.looking import examine
-from mmattn.inspect.doctor.questions import read_items
+from mmattn.inspect.doctor.questions import make_answer, read_items
 from mmattn.inspect.doctor.report import Report
-from mmattn.inspect.doctor.trial import RowMemory, Trial, evaluating
 from mmattn.memory import Memory
 
 

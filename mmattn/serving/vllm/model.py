@@ -28,7 +28,7 @@ from mmattn.adapters.gated import GatedLayers
 from mmattn.adapters.gated.block import GatedBlock
 from mmattn.adapters.protocols import Site
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.key_value_heads import norm_heads
+from mmattn.core.projection import norm_heads
 from mmattn.errors import AttachError
 from mmattn.hosts.probe import outermost_lists
 from mmattn.memory import Memory

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
+from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.models.cache import resolve
 from mmattn.storage.fingerprints import plain_parts
 from mmattn.storage.safetensors import check_values
@@ -84,7 +84,7 @@ def _loading(name: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 def read_weights(path: str | os.PathLike[str], pickles: bool = False) -> dict[str, Tensor]:
-    """Read all tensors of another library's file; AdapterFileError for damage, NaN or infinity.
+    """Read all tensors of another library's file; AdapterFileError for damage, NonFiniteError for NaN or infinity.
 
     Args:
         path: a safetensors file.
@@ -108,10 +108,7 @@ def read_weights(path: str | os.PathLike[str], pickles: bool = False) -> dict[st
     if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise AdapterFileError(f"{str(path)!r} must hold tensors by name; get the file again")
     for name, tensor in weights.items():
-        try:
-            check_values(name, tensor)
-        except NonFiniteError as error:
-            raise AdapterFileError(f"cannot use {str(path)!r}: {error}; get the file again") from error
+        check_values(f"{name} in {str(path)!r}", tensor)
     return weights
 
 

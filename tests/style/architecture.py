@@ -72,6 +72,7 @@ HOMES = {
         "serving.formats",
         "serving.sampling",
         "adapters.composed.augmenting_model",
+        "testing.adapter_calls",
     ),
     "accelerate": ("training",),
     "datasets": ("data", "retrieval.corpus"),

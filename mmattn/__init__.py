@@ -15,11 +15,11 @@ __version__ = "1.0.0"
 
 if TYPE_CHECKING:
     from mmattn import errors
+    from mmattn.adapters.base import register_adapter
     from mmattn.adapters.chunked import ChunkedAdapter
     from mmattn.adapters.composed import AugmentingModel, ComposedAdapter
     from mmattn.adapters.decoupled import DecoupledAdapter
     from mmattn.adapters.gated import GatedAdapter
-    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.resampler import Resampler
     from mmattn.core import masks, positions
     from mmattn.core.attention import attend

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.adapters.base import AdapterLayers, register_memory_type
+    from mmattn.adapters.base import AdapterLayers, register_adapter, register_memory_type
     from mmattn.adapters.projection import PreparedMemory, ProjectedView, VectorMemory
     from mmattn.adapters.protocols import AdapterConfig, BoundMemory, HeadSizes, Host, Scale, Site, Traits, View
-    from mmattn.adapters.registry import register_adapter
     from mmattn.adapters.settings import chosen_sites, random_memory, settle_layers
     from mmattn.adapters.text_state import TextState
     from mmattn.core.cross_attention import CrossAttention
-    from mmattn.core.kv_cache import KeyValue
+    from mmattn.core.key_values import KeyValue
     from mmattn.encoders.base import ImageEncoder, TextEncoderBase, register_encoder
     from mmattn.encoders.images import ImageProcessor
     from mmattn.hosts.attach import register_host

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mmattn
+from mmattn.adapters.base import adapter_kinds
 from mmattn.adapters.files import FORMAT_VERSION
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.storage.fingerprints import fingerprint
 from tests.adapters.adapter_folders import contents
 from tests.golden import make as golden

@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmattn.adapters.composed.token_spans import retokenize
+from mmattn.adapters.composed.augmenting_model import retokenize
 from mmattn.errors import TextError
 from mmattn.inspect.doctor.answering import make_answer
-from mmattn.pipelines.templates import chat_ids, template_ids
+from mmattn.pipelines.generation import chat_ids, template_ids
 from mmattn.retrieval.chunking import chunk
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
 from tests import tiny

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mmattn.hosts.recomputation import runs_hooks_again
+from mmattn.hosts.context import runs_hooks_again
 
 VOCAB = 101
 LAYERS = 3

@@ -25,10 +25,9 @@ from mmattn.adapters.projection import (
 )
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
-from mmattn.core.distributed import summed
-from mmattn.core.key_value_projection import KeyValueProjection
-from mmattn.core.kv_cache import KeyValue
-from mmattn.core.split_attention import KeyValueParts
+from mmattn.core.key_values import KeyValue
+from mmattn.core.projection import KeyValueProjection
+from mmattn.core.split_attention import KeyValueParts, summed
 from mmattn.core.top_k_attention import SearchedSlots
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import (

@@ -31,7 +31,7 @@ from mmattn.adapters.resampler import PerceiverResampler
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows, zero_hidden
 from mmattn.core.device_checks import refuse_unless_finite
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.memory import Memory

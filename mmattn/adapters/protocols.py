@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.text_state import PackedText, TextState
-from mmattn.core.key_value_projection import AttendableMemory
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
+from mmattn.core.projection import AttendableMemory
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import Memory
 

@@ -24,7 +24,7 @@ def attach_check(
     """
     import logging
 
-    from mmattn.hosts.attach_report import attach_check as check, read_config
+    from mmattn.hosts.attach import attach_check as check, read_config
 
     config = read_config(model)
     # Calls that fail for want of values are part of the search.

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from mmattn.core.attention import BACKENDS, attend
 from mmattn.core.attention_inputs import combine_masks, join_causal, visible_rows, zero_hidden
-from mmattn.core.key_value_heads import Slots, norm_heads
-from mmattn.core.key_value_projection import AttendableMemory, Attended, KeyValueProjection
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.core.masks import Mask
 from mmattn.core.positions import Rotary
+from mmattn.core.projection import AttendableMemory, Attended, KeyValueProjection, Slots, norm_heads
 from mmattn.errors import ConfigError, ShapeError, check_choice, check_float, check_int
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmattn.core.attention import AttentionOutput, concatenate
+from mmattn.core.attention import AttentionOutput, concatenate, merge
 from mmattn.core.attention_inputs import combine_masks, repeat_rows
-from mmattn.core.distributed import gather, sum_gradients, summed
-from mmattn.core.key_value_projection import AttendableMemory, KeyValueProjection
-from mmattn.core.kv_cache import KeyValue
-from mmattn.core.log_sum_exp import merge
+from mmattn.core.key_values import KeyValue
+from mmattn.core.projection import AttendableMemory, KeyValueProjection
 from mmattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,3 +117,47 @@ def with_null_slot(
     key, value = (one.repeat_interleave(heads, 0)[:, None] for one in (projection.null_key, projection.null_value))
     score = (q.to(log_sum_exp.dtype) * key.to(log_sum_exp.dtype)).sum(-1, keepdim=True) * projection.scale
     return merge([output, value.to(output.dtype).expand_as(output)], [log_sum_exp, score])
+
+
+def sum_gradients(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return a tensor that is the same in each process, and sum its gradients over all of them."""
+    if group is None:
+        return tensor
+    return _SumGradients.apply(tensor, group)
+
+
+def gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """Return the tensor of each process, of one shape in all of them."""
+    return _Gather.apply(tensor, group)
+
+
+def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over all processes, without gradients."""
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return summed(grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.rank = dist.get_rank(group)
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor, group=group)
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[ctx.rank], None

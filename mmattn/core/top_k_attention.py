@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmattn.core.attention import AttentionOutput, Rule, attend_by_rule
-from mmattn.core.key_value_projection import AttendableMemory, KeyValueProjection
+from mmattn.core.projection import AttendableMemory, KeyValueProjection
 from mmattn.core.split_attention import with_null_slot
 from mmattn.errors import ConfigError
 

@@ -18,7 +18,7 @@ from mmattn.encoders.images import MAX_PIXELS, PixelProcessor, image_list
 from mmattn.errors import ConfigError, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
-from mmattn.models.shipped import find_asset
+from mmattn.models.catalogue import find_asset
 from mmattn.progress import batches
 from mmattn.storage.tensor_cache import TensorVersion
 from mmattn.tokenization import check_text

@@ -8,15 +8,13 @@ from mmattn.hosts.attach import attach  # at once: the function has the name of 
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.hosts.attach import host_kinds, register_host
-    from mmattn.hosts.attach_report import AttachReport, attach_check
+    from mmattn.hosts.attach import AttachReport, attach_check, host_kinds, register_host
     from mmattn.hosts.causal_lm.model import AdaptedCausalLM
-    from mmattn.hosts.causal_lm.peft_prefix_tuning import load_prefix_tuning
     from mmattn.hosts.diffusion.transformer import AdaptedDiffusionTransformer
     from mmattn.hosts.diffusion.unet import AdaptedUNet
     from mmattn.hosts.encoder import AdaptedEncoder
     from mmattn.hosts.encoder_decoder import AdaptedEncoderDecoder
-    from mmattn.hosts.loading import load, load_published
+    from mmattn.hosts.loading import load, load_prefix_tuning, load_published
     from mmattn.hosts.model import AdaptedModel
     from mmattn.kv_store.passages import PassageCache
 

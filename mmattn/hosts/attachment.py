@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from mmattn.errors import AttachError, ConditionError
-from mmattn.hosts.context import Handle
-from mmattn.hosts.interop.peft import has_peft
-from mmattn.hosts.interop.quantised import keep_stored, let_change
-from mmattn.hosts.interop.sharded import reshard
-from mmattn.hosts.recomputation import forget_context
+from mmattn.hosts.context import Handle, forget_context
+from mmattn.hosts.peft import has_peft
+from mmattn.hosts.stored import keep_stored, let_change, reshard
 
 #: Attribute of a host that leads to its adapted model.
 MARK = "_mmattn"

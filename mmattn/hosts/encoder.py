@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, text_config
-from mmattn.adapters.protocols import AdapterConfig, Site
+from mmattn.adapters.host_models import device_of, text_config
+from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Scale, Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.context import Call, ForwardStep, Handle, Keywords, Positional
-from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
-from mmattn.hosts.layers import find_layers, layers_width
 from mmattn.hosts.model import AdaptedModel
-from mmattn.hosts.probe import host_inputs, probe_adapter, random_ids
+from mmattn.hosts.probe import find_layers, host_inputs, layers_width, probe_adapter, random_ids
+from mmattn.storage.tensor_cache import TensorVersion
 
 
 def check_reads_at_once(adapter: AdapterLayers, host: nn.Module) -> None:
@@ -146,3 +146,50 @@ class AdaptedEncoder(AdaptedModel):
                 continue
             return inputs
         return super().example_batch(generator, config, rows)
+
+
+# Outputs of encoders, and the memories with which they were computed --------------------------------------------------
+
+
+#: The output of an encoder, its last hidden states first or by name.
+EncoderOutput = Tensor | tuple[object, ...] | Mapping[str, object]
+#: By adapter, a memory and its scale.
+Sources = Mapping[str, tuple[BoundMemory, Scale]]
+
+
+class EncoderOutputs:
+    """The memories with which outputs of an encoder were computed, for as long as the outputs live."""
+
+    def __init__(self) -> None:
+        self._computed: MutableMapping[Tensor, tuple[Sources, dict[str, TensorVersion]]] = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[EncoderOutputs], tuple[()]]:
+        return EncoderOutputs, ()
+
+    def add(self, output: EncoderOutput, sources: Sources) -> None:
+        """Note what an encoder returned with these memories."""
+        states = _first_states(output)
+        if states is not None and sources:
+            versions = {name: TensorVersion(source.sources()) for name, (source, _) in sources.items()}
+            self._computed[states] = dict(sources), versions
+
+    def match(self, output: object, sources: Sources) -> bool:
+        """Return whether outputs are those that the encoder returned with these memories as they are now."""
+        states = _first_states(output)
+        earlier, versions = ({}, {}) if states is None else self._computed.get(states, ({}, {}))
+        if sources.keys() != earlier.keys():
+            return False
+        for name, (source, scale) in sources.items():
+            tensors = source.sources()
+            same = versions[name].holds(tensors) if tensors else source is earlier[name][0]
+            if not (same and bool(scale == earlier[name][1])):
+                return False
+        return True
+
+
+def _first_states(output: object) -> Tensor | None:
+    """Return the last hidden states (b, l, d) among the outputs of an encoder."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)

@@ -11,20 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of, given_cache
+from mmattn.adapters.host_models import device_of, given_cache
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host
-from mmattn.hosts.causal_lm.cache_memory import check_with_memory, noted
-from mmattn.hosts.causal_lm.generation import asked, shrinks_batches
+from mmattn.hosts.causal_lm.generation import asked, check_with_memory, noted, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Call, ForwardStep, Keywords, Positional
-from mmattn.hosts.encoder import check_reads_at_once
-from mmattn.hosts.encoder_outputs import EncoderOutput, EncoderOutputs, Sources
-from mmattn.hosts.layers import describe_lists, layers_width, outermost_lists
+from mmattn.hosts.encoder import EncoderOutput, EncoderOutputs, Sources, check_reads_at_once
 from mmattn.hosts.model import AdaptedModel
-from mmattn.hosts.probe import LENGTH, Handle, host_inputs, probe_adapter, random_ids, token_ids
+from mmattn.hosts.probe import (
+    LENGTH,
+    Handle,
+    describe_lists,
+    host_inputs,
+    layers_width,
+    outermost_lists,
+    probe_adapter,
+    random_ids,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

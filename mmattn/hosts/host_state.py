@@ -12,7 +12,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.host_models import device_of
 from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.tensor_cache import ModuleVersion, TensorVersion, autocast_dtype
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from mmattn.errors import ConfigError
-from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.peft import inner_host
 
 #: How near a keyword of a call must be to one of ours to be taken for a slip of the pen.
 NEAR = 0.81

@@ -18,10 +18,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from typing_extensions import Self, Unpack
 
 from mmattn.adapters import memory_types  # noqa: F401  (it registers them)
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AdapterLayers, build_layers, is_adapter, kinds_at
 from mmattn.adapters.files import check_name
 from mmattn.adapters.protocols import AdapterConfig, BoundMemory, Site
-from mmattn.adapters.registry import build_layers, is_adapter, kinds_at
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError, check_float
 from mmattn.hosts.attachment import MARK, Attachment, check_host, outside_modes
@@ -39,20 +38,21 @@ from mmattn.hosts.context import (
     prepared_for_graphs,
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost, hook_layer, leave_uncompiled
-from mmattn.hosts.interop.hub import HubOptions, upload
-from mmattn.hosts.interop.peft import host_attribute, inner_host, watch_peft
-from mmattn.hosts.interop.quantised import size_of
 from mmattn.hosts.keywords import check_keywords, keywords_of, shown_signature
+from mmattn.hosts.peft import host_attribute, inner_host, watch_peft
 from mmattn.hosts.saving import (
     DEFAULT,
     SETTINGS,
+    HubOptions,
     adapter_config,
     describe_host,
     is_registered,
     keep_trained,
     trained_names,
+    upload,
     write_adapter,
 )
+from mmattn.hosts.stored import size_of
 from mmattn.models.loading import load_model
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmattn.adapters.language_models import call_by_name
+from mmattn.adapters.host_models import call_by_name
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
 from mmattn.hosts.model import AdaptedModel
 from mmattn.inspect.doctor.trial import evaluating, twin

@@ -19,9 +19,8 @@ from torch import Tensor
 from mmattn import __version__
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.files import Shapes, check_tensors
-from mmattn.core.key_value_projection import KeyValueProjection
-from mmattn.core.kv_cache import KeyValue, pack
-from mmattn.core.quantization import quantize
+from mmattn.core.key_values import KeyValue, pack
+from mmattn.core.projection import KeyValueProjection
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
 from mmattn.hosts.model import AdaptedModel
@@ -30,6 +29,15 @@ from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import DTYPES, NAMES, read_tensors, write_tensors
 from mmattn.storage.tensor_cache import TensorVersion, autocast_dtype
+
+
+def quantize(numbers: Tensor, over: int, largest: int = 127) -> tuple[Tensor, Tensor]:
+    """Return codes int8 of the shape of `numbers`, and their scales bfloat16 with size 1 in dimension `over`."""
+    numbers = numbers.float()
+    # In bfloat16, as far-reaching as float32; the codes are those of the scale as it is stored.
+    scales = (numbers.abs().amax(over, keepdim=True) / largest).clamp(min=2.0**-120).bfloat16()
+    return (numbers / scales).round().clamp(-largest, largest).to(torch.int8), scales
+
 
 BANK = "mmattn-bank"
 #: Slots projected at a time.

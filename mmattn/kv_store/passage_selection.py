@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmattn.adapters.host_models import device_of, embeddings_of, to_device
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.language_models import device_of, embeddings_of, to_device
 from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import paused

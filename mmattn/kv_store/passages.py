@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from mmattn.adapters.language_models import check_ids, text_config
+from mmattn.adapters.host_models import check_ids, text_config
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel
-from mmattn.kv_store.passage_files import read_passages, write_passages
-from mmattn.kv_store.passage_folder import PassageFolder
 from mmattn.kv_store.passage_selection import Ids, Passage, PassageSelection, capture
-from mmattn.kv_store.passage_store import PassageStore
+from mmattn.kv_store.passage_store import PassageFolder, PassageStore, read_passages, write_passages
 from mmattn.progress import counted
 from mmattn.tokenization import tokenize
 

@@ -1,9 +1,16 @@
-"""The models and data sets with a short name: packages, checksums, licence and conversion of each."""
+"""The models and data sets with a short name: packages, checksums, licence and conversion of each.
+
+The recipes, small models, data and pictures of mmattn itself are installed with it: a checkout keeps `recipes/` and
+`assets/` beside the package, an installed wheel carries them inside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from mmattn.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ CATALOGUE: dict[str, Pretrained] = {
             f"{_WHISPER}1/data/config.json": "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
             f"{_WHISPER}1/data/tokenizer.json": "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
         },
-        convert="mmattn.models.whisper:convert_whisper",
+        convert="mmattn.models.convert:convert_whisper",
         version=2,
     ),
     "easy-vqa": Pretrained(
@@ -106,3 +113,27 @@ CATALOGUE: dict[str, Pretrained] = {
         convert="mmattn.models.convert:copy_files",
     ),
 }
+
+
+# Files that are installed with mmattn ---------------------------------------------------------------------------------
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the folder "recipes" or "assets" of this installation; ConfigError if it carries none."""
+    for folder in (_PACKAGE / f"_{name}", _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"this installation of mmattn carries no {name}: install it again, or use a checkout")
+
+
+def find_asset(name: str) -> str:
+    """Return the place of "assets/…", in the working folder or else in the installation; any other name unchanged."""
+    if not name.startswith("assets/") or Path(name).exists():
+        return name
+    place = shipped_folder("assets") / name.removeprefix("assets/")
+    if not place.exists():
+        raise ConfigError(f"this installation carries no {name}: name a file that is there, or use a checkout")
+    return str(place)

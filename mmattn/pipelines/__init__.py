@@ -22,8 +22,6 @@ if TYPE_CHECKING:
         tokenizer_fingerprint,
     )
     from mmattn.pipelines.generation import generate_texts
-    from mmattn.pipelines.image_to_text import ImageToTextPipeline
-    from mmattn.pipelines.memory_to_text import MemoryToTextPipeline
     from mmattn.pipelines.passage_answering import PassageAnsweringPipeline
     from mmattn.pipelines.question_answering import (
         Answer,
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
         load_diffusion_host,
         noise_schedule,
     )
+    from mmattn.pipelines.to_text import ImageToTextPipeline, MemoryToTextPipeline
 
 __all__ = [
     "Answer",

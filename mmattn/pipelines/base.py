@@ -14,11 +14,11 @@ import torch
 from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import ImageEncoder, load_image_encoder
 from mmattn.errors import AdapterFileError, ConfigError
-from mmattn.hosts.interop.hub import FURTHER, local_folder, upload
 from mmattn.hosts.loading import load
 from mmattn.hosts.model import AdaptedModel
+from mmattn.hosts.saving import FURTHER, local_folder, upload
+from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import without_progress_bars
-from mmattn.models.shipped import find_asset
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
 from mmattn.pipelines.generation import Prompt, prompt_with
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 #: Module and class of each task, imported when an adapter has it.
 _TASKS = {
-    "image-to-text": ("mmattn.pipelines.image_to_text", "ImageToTextPipeline"),
+    "image-to-text": ("mmattn.pipelines.to_text", "ImageToTextPipeline"),
     "question-answering": ("mmattn.pipelines.question_answering", "QuestionAnsweringPipeline"),
     "passage-answering": ("mmattn.pipelines.passage_answering", "PassageAnsweringPipeline"),
     "text-to-image": ("mmattn.pipelines.text_to_image", "TextToImagePipeline"),
-    "memory-to-text": ("mmattn.pipelines.memory_to_text", "MemoryToTextPipeline"),
+    "memory-to-text": ("mmattn.pipelines.to_text", "MemoryToTextPipeline"),
 }
 
 

@@ -13,8 +13,8 @@ from mmattn.adapters.files import CONFIG
 from mmattn.encoders.base import FrozenEncoder
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.hosts.context import Arguments
+from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import load_pretrained
-from mmattn.models.shipped import find_asset
 from mmattn.pipelines.config import ModelReference, tokenizer_fingerprint
 from mmattn.storage.json_files import read_json
 

@@ -17,9 +17,8 @@ from mmattn.inspect.trace import Trace
 from mmattn.kv_store.passages import PassageCache, PassageSelection
 from mmattn.pipelines.build import load_host
 from mmattn.pipelines.config import EncoderReference, MemoryConfig, ModelReference, PipelineConfig
-from mmattn.pipelines.generation import Prompt
+from mmattn.pipelines.generation import Prompt, template_ids
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, Source
-from mmattn.pipelines.templates import template_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

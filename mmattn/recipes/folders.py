@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mmattn.errors import ConfigError
-from mmattn.models.shipped import shipped_folder
+from mmattn.models.catalogue import shipped_folder
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

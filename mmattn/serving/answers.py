@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import ConfigError, MmattnError
-from mmattn.pipelines.image_to_text import ImageToTextPipeline
+from mmattn.pipelines.to_text import ImageToTextPipeline
 from mmattn.serving.engine import Engine, Job, Piece
 from mmattn.serving.formats import Echo, Format, as_event, error_content
 from mmattn.serving.inputs import make_inputs

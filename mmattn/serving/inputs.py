@@ -14,10 +14,9 @@ from mmattn.encoders.images import load_image
 from mmattn.errors import ConfigError, ImageError, ShapeError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
-from mmattn.pipelines.generation import Prompt
-from mmattn.pipelines.image_to_text import ImageToTextPipeline
+from mmattn.pipelines.generation import Prompt, chat_ids, template_ids
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline, build_index
-from mmattn.pipelines.templates import chat_ids, template_ids
+from mmattn.pipelines.to_text import ImageToTextPipeline
 from mmattn.retrieval.index import Index
 from mmattn.serving.engine import Limits
 from mmattn.serving.requests import AssistantMessage, ChatRequest, CompletionRequest, Message

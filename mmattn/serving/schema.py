@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from mmattn import __version__
 from mmattn.pipelines.base import Pipeline
-from mmattn.pipelines.image_to_text import ImageToTextPipeline
 from mmattn.pipelines.question_answering import QuestionAnsweringPipeline
+from mmattn.pipelines.to_text import ImageToTextPipeline
 from mmattn.serving.engine import Engine
 from mmattn.serving.inputs import memory_width
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import call_by_name
+from mmattn.adapters.host_models import call_by_name
 from mmattn.core.tracing import may_read
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import check_int
-from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
+from mmattn.hosts.stored import shards, tensor_parallel_size
 from mmattn.memory import Memory
 from mmattn.training.output_head import OutputHead, has_output_head, last_hidden_states, output_head
 

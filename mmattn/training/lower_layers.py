@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of, embeddings_of, text_config
+from mmattn.adapters.host_models import device_of, embeddings_of, text_config
 from mmattn.errors import ConditionError, ConfigError, MmattnError
 from mmattn.hosts.attach import adapted_model
 from mmattn.hosts.context import LayerOutput, Method
 from mmattn.hosts.host_state import HostState
-from mmattn.hosts.interop.peft import has_peft, inner_host
-from mmattn.hosts.interop.sharded import shards, tensor_parallel_size
 from mmattn.hosts.model import AdaptedModel, adapted
+from mmattn.hosts.peft import has_peft, inner_host
 from mmattn.hosts.probe import bare_forward, is_close
+from mmattn.hosts.stored import shards, tensor_parallel_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.host_models import text_config
 from mmattn.training.lower_layers import count_below
 
 Figures = dict[str, object]

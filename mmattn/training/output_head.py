@@ -11,12 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import is_on_disk
-from mmattn.adapters.language_models import call_by_name, text_config
+from mmattn.adapters.host_models import call_by_name, is_on_disk, text_config
 from mmattn.errors import ConditionError, MmattnError
-from mmattn.hosts.causal_lm.headless import HeadlessHost
-from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.causal_lm.model import HeadlessHost
 from mmattn.hosts.model import AdaptedModel
+from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import bare_forward, is_close, text_inputs
 
 if TYPE_CHECKING:

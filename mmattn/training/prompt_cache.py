@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import cache_name, check_ids, device_of, given_cache
+from mmattn.adapters.host_models import cache_name, check_ids, device_of, given_cache
 from mmattn.errors import ConditionError, ShapeError, TextError, check_int
-from mmattn.hosts.causal_lm.cache_memory import note
+from mmattn.hosts.causal_lm.generation import note
 from mmattn.hosts.context import Keywords, Positional
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.keywords import signature_of

@@ -15,16 +15,16 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 from mmattn.adapters.files import load_folder
-from mmattn.adapters.language_models import call_by_name
+from mmattn.adapters.host_models import call_by_name
 from mmattn.core.device_checks import report_checks
 from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.hosts.calibration import calibrating, fresh_adapters
-from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.interop.quantised import stored
 from mmattn.hosts.model import AdaptedModel
+from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
+from mmattn.hosts.stored import stored
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.training.groups import parameter_groups
 from mmattn.training.losses import chunked_nats, has_chunks

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmattn.core.key_value_heads
-import mmattn.core.kv_cache
+import mmattn.core.key_values
+import mmattn.core.projection
 from mmattn import CrossAttention, attend
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from tests.reference import assert_close, attend_reference, cross_attention_reference, gradients
 
 B, L, M = 2, 5, 7
@@ -104,10 +104,10 @@ def named_weights(layer: CrossAttention) -> dict[str, Tensor]:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(mmattn.core.key_value_heads, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
+    monkeypatch.setattr(mmattn.core.projection, "PACK_SAVES", -1 if "packed" in layout else float("inf"))
     for margin in ("ABSORB_MARGIN", "ABSORB_MARGIN_HALF"):
-        monkeypatch.setattr(mmattn.core.kv_cache, margin, float("inf") if "absorbed" in layout else 0)
-    monkeypatch.setattr(mmattn.core.kv_cache, "ABSORB_LEAST_HALF", 0)
+        monkeypatch.setattr(mmattn.core.key_values, margin, float("inf") if "absorbed" in layout else 0)
+    monkeypatch.setattr(mmattn.core.key_values, "ABSORB_LEAST_HALF", 0)
 
 
 def kind(kept: KeyValue) -> str:

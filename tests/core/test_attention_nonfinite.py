@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmattn import attend
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.core.masks import Mask
 from tests.core.random_inputs import (
     BACKENDS,

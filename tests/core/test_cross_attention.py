@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from mmattn import CrossAttention, SelfAttention, masks
-from mmattn.core.key_value_projection import KeyValueProjection
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.core.positions import Rotary
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ConfigError
 from tests.core.random_inputs import (
     DTYPES,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmattn.core.key_value_projection import KeyValueProjection
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ShapeError
 from tests.core.random_inputs import MASK, B, E, L, M
 from tests.reference import assert_close, attend_reference

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mmattn import CrossAttention
-from mmattn.core.attention import Options, Rule, attend_by_rule
-from mmattn.core.log_sum_exp import merge
+from mmattn.core.attention import Options, Rule, attend_by_rule, merge
 from mmattn.core.split_attention import KeyValueParts, KeyValueRows
 from tests.core.random_inputs import DTYPES, D, E
 from tests.reference import TARGETS, assert_close, attend_reference

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mmattn
-from mmattn.adapters.language_models import given_cache
+from mmattn.adapters.host_models import given_cache
 from mmattn.errors import MmattnError
 from mmattn.hosts.model import adapted
 from mmattn.hosts.probe import host_inputs

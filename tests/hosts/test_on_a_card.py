@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import mmattn
 from mmattn.adapters import PassageAdapter
-from mmattn.adapters.language_models import cache_name
+from mmattn.adapters.host_models import cache_name
 from mmattn.errors import NonFiniteError
 from mmattn.hosts import PassageCache
 from tests import tiny

@@ -14,7 +14,7 @@ import pytest
 import mmattn
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError
 from mmattn.models import CATALOGUE, Pretrained, fetch, resolve
-from mmattn.models.packages import sha256
+from mmattn.models.cache import sha256
 
 TOY = Pretrained(
     title="Toy",

@@ -14,7 +14,7 @@ from PIL import Image
 import mmattn
 from mmattn import models, pipelines
 from mmattn.encoders import AudioEncoder, TextEncoder, load_audio, load_image_encoder, load_text_encoder
-from mmattn.models.packages import installed
+from mmattn.models.cache import installed
 from tests.cli.running import call
 
 NOTES = {

@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from mmattn.errors import TextError
-from mmattn.pipelines.generation import template_ids
-from mmattn.pipelines.templates import chat_ids
+from mmattn.pipelines.generation import chat_ids, template_ids
 
 SPECIAL = ["[INST]", "[/INST]", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<think>", "</think>"]
 TEMPLATES = {

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.running import call
@@ -64,6 +66,30 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     plan = start(torchrun, tmp_path / "plan", "--dry-run")
     assert plan.returncode == 0, plan.stderr[-3000:]
     assert plan.stdout.count("steps: 4 of 12 rows in 2 processes") == 1 and not (tmp_path / "plan").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_restarts_when_a_process_is_killed(tmp_path: Path) -> None:
+    """The run resumes from its last complete checkpoint and ends bit for bit where an uninterrupted run does."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
+    settings = ("optim.per_device_train_batch_size=3", "optim.save_steps=2", "optim.max_steps=30", "eval.eval_steps=30")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    found = start(torchrun, whole, *settings)
+    assert found.returncode == 0, found.stderr[-3000:]
+    words = [sys.executable, "-m", *torchrun, "mmattn", *four_steps(killed, *settings)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "log", "w") as log, subprocess.Popen(words, stdout=log, stderr=log, env=env) as run:
+        while not list(killed.glob("checkpoints/checkpoint-*/trainer_state.json")):
+            assert run.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.02)
+        workers = [child for child in psutil.Process(run.pid).children() if "mmattn" in child.cmdline()]
+        assert len(workers) == 2
+        workers[1].kill()
+        assert run.wait(280) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert "resumes at step" in (tmp_path / "log").read_text()
+    first, second = ((at / "adapter" / "adapter_model.safetensors").read_bytes() for at in (whole, killed))
+    assert first == second and losses(killed) == losses(whole)
 
 
 @pytest.mark.parametrize(

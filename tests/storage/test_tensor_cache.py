@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.storage.tensor_cache import TensorVersion
 
 
@@ -42,7 +42,7 @@ def projected(kind: str, batch: int, m: int, monkeypatch: pytest.MonkeyPatch) ->
     memory = torch.randn(batch, m, 11)
     mask = torch.rand(batch, m) > 0.3 if "whole" not in kind else None
     scores = torch.randn(batch, m) if "scored" in kind else None
-    monkeypatch.setattr("mmattn.core.key_value_heads.PACK_SAVES", 0 if "packed" in kind else 1 << 40)
+    monkeypatch.setattr("mmattn.core.projection.PACK_SAVES", 0 if "packed" in kind else 1 << 40)
     return layer, layer.project(memory, mask=mask, scores=scores)
 
 

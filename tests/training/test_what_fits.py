@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmattn
+from mmattn.adapters.base import build_layers
 from mmattn.adapters.protocols import Site
-from mmattn.adapters.registry import build_layers
 from mmattn.training.losses import AUTO_CHUNK
 from tests import tiny
 

@@ -1,8 +1,7 @@
 """Chunked cross-attention to retrieved neighbours (RETRO, arXiv 2112.04426)."""
 
-from mmattn.adapters.chunked.config import ChunkedAdapter
-from mmattn.adapters.chunked.layers import ChunkedLayers, MemoryNeighbours
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.base import register_adapter
+from mmattn.adapters.chunked.adapter import ChunkedAdapter, ChunkedLayers, MemoryNeighbours
 
 __all__ = ["ChunkedAdapter", "MemoryNeighbours"]
 

@@ -1,14 +1,8 @@
 """Decoupled cross-attention for diffusion models (IP-Adapter, arXiv 2308.06721)."""
 
-from mmattn.adapters.decoupled.config import (
-    DecoupledAdapter,
-    DecoupledLayout,
-    JointDecoupledAdapter,
-    TimedResampler,
-)
-from mmattn.adapters.decoupled.joint import JointDecoupledLayers
-from mmattn.adapters.decoupled.unet import DecoupledLayers
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.base import register_adapter
+from mmattn.adapters.decoupled.adapter import DecoupledAdapter, DecoupledLayers, DecoupledLayout
+from mmattn.adapters.decoupled.joint import JointDecoupledAdapter, JointDecoupledLayers, TimedResampler
 
 __all__ = ["DecoupledAdapter", "DecoupledLayout", "JointDecoupledAdapter", "TimedResampler"]
 

@@ -21,19 +21,91 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.decoupled.config import JointDecoupledAdapter, TimedResampler
+from mmattn.adapters.decoupled.adapter import settle_blocks, sites_of_blocks
 from mmattn.adapters.projection import PreparedMemory, ProjectedView, VectorMemory, check_read
-from mmattn.adapters.protocols import HeadSizes, Scale, Site, Traits
+from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site, Traits
+from mmattn.adapters.settings import random_memory
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
-from mmattn.errors import ConditionError
+from mmattn.errors import ConditionError, ConfigError, check_int
 from mmattn.memory import Memory
+
+
+@dataclass(frozen=True)
+class TimedResampler:
+    """Settings of a resampler that follows the time step.
+
+    Args:
+        num_latents: n, slots of the output.
+        depth: number of layers.
+        width: d of the latents.
+        num_heads: h of its attention.
+        head_dim: k of its attention.
+        feed_forward: hidden width of its feed-forward as a multiple of d.
+        frequencies: sines and cosines of the time step.
+
+    Raises:
+        ConfigError: a setting outside what is allowed.
+    """
+
+    num_latents: int = 64
+    depth: int = 4
+    width: int = 1280
+    num_heads: int = 20
+    head_dim: int = 64
+    feed_forward: int = 4
+    frequencies: int = 320
+
+    def __post_init__(self) -> None:
+        limits = {"num_latents": 65536, "depth": 64, "width": 65536, "num_heads": 1024, "head_dim": 1024}
+        for name, at_most in (limits | {"feed_forward": 64, "frequencies": 65536}).items():
+            check_int(name, getattr(self, name), at_most=at_most)
+        if self.frequencies % 2:
+            raise ConfigError(f"frequencies must be even, a sine and a cosine of each; got {self.frequencies}")
+
+
+@dataclass(frozen=True)
+class JointDecoupledAdapter:
+    """Settings of decoupled attention over picture and memory for a diffusion transformer.
+
+    Args:
+        memory_dim: e, width of the memory.
+        blocks: beginnings of the names of the attention layers that get the adapter ("transformer_blocks.3", ...); None
+            is all, but for those that hold text and picture in one stream where the host has others.
+        resampler: what turns the memory into latents under the time step.
+
+    >>> JointDecoupledAdapter(memory_dim=24).resampler.num_latents
+    64
+    """
+
+    memory_dim: int
+    blocks: tuple[str, ...] | None = None
+    resampler: TimedResampler = field(default_factory=TimedResampler)
+
+    kind: ClassVar[str] = "joint_decoupled"
+    positions: ClassVar[tuple[str, ...]] = ("inside",)
+    example_call: ClassVar[str] = "model(hidden_states=sample, timestep=timestep, …, memory=memory)"
+
+    def __post_init__(self) -> None:
+        settle_blocks(self)
+        if not isinstance(self.resampler, TimedResampler):
+            raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return the attention layers that `blocks` names."""
+        return sites_of_blocks(host, self.blocks)
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
+        """Return a random memory (rows, 5, e), some slots masked."""
+        return random_memory(generator, rows, self.memory_dim)
 
 
 class TimedPerceiver(nn.Module):

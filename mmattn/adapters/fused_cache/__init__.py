@@ -1,8 +1,7 @@
 """The KV cache of another language model, fused into the host's (arXiv 2510.03215)."""
 
-from mmattn.adapters.fused_cache.config import FusedCacheAdapter
-from mmattn.adapters.fused_cache.layers import FusedCacheLayers
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.base import register_adapter
+from mmattn.adapters.fused_cache.adapter import FusedCacheAdapter, FusedCacheLayers
 
 __all__ = ["FusedCacheAdapter"]
 

@@ -15,7 +15,7 @@ from mmattn.adapters.gated.config import GatedAdapter, GatedLayout, sized
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import Keywords, TextState, images_so_far
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.core.masks import media
 from mmattn.errors import ShapeError
 from mmattn.memory import Memory

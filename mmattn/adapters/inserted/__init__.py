@@ -1,8 +1,7 @@
 """A memory as tokens before the text."""
 
-from mmattn.adapters.inserted.config import InsertedAdapter
-from mmattn.adapters.inserted.layers import EmbeddingReader, InsertedLayers
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.base import register_adapter
+from mmattn.adapters.inserted.adapter import EmbeddingReader, InsertedAdapter, InsertedLayers
 
 __all__ = ["EmbeddingReader", "InsertedAdapter"]
 

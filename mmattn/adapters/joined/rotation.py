@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import is_on_disk
+from mmattn.adapters.host_models import is_on_disk
 from mmattn.errors import AttachError
 
 #: By how many positions the text is moved: far enough that slow frequencies are told apart.

@@ -1,8 +1,7 @@
 """Passages that the host has read one by one (arXiv 2409.15355)."""
 
-from mmattn.adapters.passages.config import PassageAdapter
-from mmattn.adapters.passages.layers import LayerGroup, PassageLayers, Passages
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.base import register_adapter
+from mmattn.adapters.passages.adapter import LayerGroup, PassageAdapter, PassageLayers, Passages
 
 __all__ = ["LayerGroup", "PassageAdapter", "PassageLayers", "Passages"]
 

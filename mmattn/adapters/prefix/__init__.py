@@ -1,8 +1,7 @@
 """Prefix tuning (arXiv 2101.00190)."""
 
-from mmattn.adapters.prefix.config import PrefixAdapter
-from mmattn.adapters.prefix.layers import PrefixLayers
-from mmattn.adapters.registry import register_adapter
+from mmattn.adapters.base import register_adapter
+from mmattn.adapters.prefix.adapter import PrefixAdapter, PrefixLayers
 
 __all__ = ["PrefixAdapter", "PrefixLayers"]
 

@@ -18,10 +18,10 @@ from weakref import WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import text_config
+from mmattn.adapters.host_models import text_config
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.device_checks import collect_checks, raise_failed
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, replace_method, states_of_step

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmattn.adapters.host_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.adapters.joined.host_attention import HostAttention, JoinSlots
 from mmattn.adapters.joined.rotation import Rotations, read_rotations
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, text_config
 from mmattn.adapters.protocols import Site
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MmattnError
-from mmattn.hosts.attention_hooks import AttentionHook, attention_hooks, attention_layers, check_function
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
-from mmattn.hosts.context import Arguments, Call, ForwardStep
+from mmattn.hosts.context import Arguments, Call, ForwardStep, refuse_reentrant
+from mmattn.hosts.hooks import AttentionHook, attention_hooks, attention_layers, check_function
 from mmattn.hosts.host_state import HostState
-from mmattn.hosts.interop.peft import inner_host
 from mmattn.hosts.model import AdaptedModel
+from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import bare_forward, is_close, output_of, relative_error, text_inputs, unreached
-from mmattn.hosts.recomputation import refuse_reentrant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.inserted import EmbeddingReader
-from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.language_models import (
+from mmattn.adapters.host_models import (
     CACHE_NAMES,
     depth_of,
     device_of,
@@ -22,21 +20,14 @@ from mmattn.adapters.language_models import (
     text_config,
     width_of,
 )
+from mmattn.adapters.inserted import EmbeddingReader
+from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.device_checks import refuse_unless_finite, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.causal_lm.boundary import refuse_rows
-from mmattn.hosts.causal_lm.cache_memory import (
-    READ,
-    check_with_memory,
-    check_without_memory,
-    fill_cache,
-    note,
-    note_new,
-    noted,
-)
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
     StartsBatching,
@@ -45,8 +36,20 @@ from mmattn.hosts.causal_lm.continuous_batching import (
     pending,
     rows_of,
 )
-from mmattn.hosts.causal_lm.generation import ExpandsInputs, TextNotes, arrivals_of, generation_call, prompt_name
-from mmattn.hosts.causal_lm.headless import HeadlessHost
+from mmattn.hosts.causal_lm.generation import (
+    READ,
+    ExpandsInputs,
+    TextNotes,
+    arrivals_of,
+    check_with_memory,
+    check_without_memory,
+    fill_cache,
+    generation_call,
+    note,
+    note_new,
+    noted,
+    prompt_name,
+)
 from mmattn.hosts.causal_lm.joined_slots import (
     embedding_reader,
     joined_sites,
@@ -56,13 +59,11 @@ from mmattn.hosts.causal_lm.joined_slots import (
     shift_text,
 )
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
-from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional
+from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional, refuse_reentrant
 from mmattn.hosts.hooks import AfterHost, BeforeHost
-from mmattn.hosts.interop.peft import inner_host
-from mmattn.hosts.layers import find_layers
 from mmattn.hosts.model import AdaptedModel, check_unused
-from mmattn.hosts.probe import probe_adapter, random_ids, text_inputs
-from mmattn.hosts.recomputation import refuse_reentrant
+from mmattn.hosts.peft import inner_host
+from mmattn.hosts.probe import find_layers, probe_adapter, random_ids, text_inputs
 from mmattn.memory import Memory
 
 if TYPE_CHECKING:
@@ -440,3 +441,55 @@ def past_length(cache: Cache) -> int | None:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError):  # states of recurrent layers alone, which count no tokens
         return None
+
+
+# The host without its head --------------------------------------------------------------------------------------------
+
+
+class HeadlessHost:
+    """The `base_model` of an adapted language model; other attributes are those of the host's own."""
+
+    def __init__(self, model: AdaptedModel) -> None:
+        self._model = model
+        host: PreTrainedModel = inner_host(model.host)
+        self._own: PreTrainedModel = host.base_model
+
+    def __call__(self, *args: object, memory: object = None, **kwargs: object) -> ModelOutput:
+        """Call the host's base model with a memory; returns what it returns."""
+        model = self._model
+        options = model.options_of(kwargs)
+        if getattr(getattr(model.host, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConditionError(
+                "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
+                "adapted model"
+            )
+        if memory is None:
+            check_unused(**options)
+            self._check_trains()
+            return self._own(*args, **kwargs)
+        with model.open_blocks.conditioned(model.make_call(memory, **options)):
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: object, **kwargs: object) -> ModelOutput:
+        """Run the base model; adapters act as in a forward of the whole host."""
+        output = None
+        args, kwargs = BeforeHost(self._model)(self._own, args, kwargs) or (args, kwargs)
+        try:
+            output = self._own(*args, **kwargs)
+        finally:
+            AfterHost(self._model)(self._own, args, output)
+        return output
+
+    def _check_trains(self) -> None:
+        """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached."""
+        model = self._model
+        if not (torch.is_grad_enabled() and model.training) or model.open_blocks.in_force().is_set:
+            return
+        if not any(parameter.requires_grad for parameter in model.host.parameters()):
+            raise ConditionError(
+                f"{type(model.host).__name__} was called in training without a memory. Give "
+                "SFTConfig(remove_unused_columns=False) and data_collator=mmattn.training.MemoryCollator(…)"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)

@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import dtype_of
-from mmattn.adapters.language_models import call_by_name, device_of, embeddings_of, given_cache, text_config
+from mmattn.adapters.host_models import call_by_name, device_of, dtype_of, embeddings_of, given_cache, text_config
 from mmattn.adapters.text_state import BOUNDARIES, PackedText, TextState
 from mmattn.errors import ConditionError
 from mmattn.hosts.context import Arguments, Call, Keywords

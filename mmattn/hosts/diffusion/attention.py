@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.core.attention import attend
-from mmattn.core.key_value_projection import KeyValueProjection
-from mmattn.core.kv_cache import KeyValue
+from mmattn.core.key_values import KeyValue
+from mmattn.core.projection import KeyValueProjection
 from mmattn.errors import ConditionError
 from mmattn.hosts.diffusion.call import DenoisingCall
 from mmattn.hosts.diffusion.heads import bias_of, head_size, query_heads, split_heads

@@ -7,20 +7,23 @@ sizes: text is often as wide as pictures. It follows from the inputs and outputs
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmattn.adapters.host_models import device_of, dtype_of
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import Arguments, Keywords, Positional
-from mmattn.hosts.diffusion.example_inputs import TEXT, Layout, example_inputs, layouts
+from mmattn.hosts.diffusion.call import Output
 from mmattn.hosts.diffusion.heads import SHARED, attention_names, is_attention
-from mmattn.hosts.diffusion.hooks import Output
 from mmattn.hosts.diffusion.scale import Grid
+from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import Handle, disturb, in_eval_mode, unreached
 
 #: Kinds of attention layers: over text, one softmax over text and picture, or over what is in the layer's stream.
@@ -196,3 +199,246 @@ def _repeat(name: str, value: object, rows: int) -> object:
     if not isinstance(value, Tensor) or name in SHARED or value.shape[:1] != (1,):
         return value
     return value.repeat(rows, *[1] * (value.dim() - 1))
+
+
+# Example inputs -------------------------------------------------------------------------------------------------------
+
+
+#: Names under which configs give the width of the text that the model is given; the first that is there counts.
+TEXT_WIDTHS = (
+    "caption_channels",
+    "joint_attention_dim",
+    "text_embed_dim",
+    "text_dim",
+    "cap_feat_dim",
+    "cross_attention_input_dim",
+    "encoder_hidden_states_channels",
+    "cross_attention_dim",
+    "in_text_dim",
+    "text_in_dim",
+    "context_in_dim",
+    "text_hidden_dim",
+    "dit_text_dim",
+    "cond_token_dim",
+    "encoder_hidden_size",
+)
+#: Names under which configs give the channels of a picture or a sound; the first that is there counts.
+CHANNELS = ("audio_acoustic_hidden_dim", "in_channels", "io_channels", "in_dim", "in_visual_dim", "latent_dim")
+#: Tokens of the text.
+TEXT = 5
+#: Frames of a film, before a patch of several frames.
+FRAMES = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes of a picture in `hidden_states`."""
+
+    #: letters of its axes: b rows, c channels, f frames, h and w height and width, l tokens, t moments of which several
+    #: make a token
+    axes: str
+    patch: Grid  # frames, height and width of one token
+    channels: int  # c
+
+    def example_grids(self) -> tuple[Grid, Grid]:
+        """Return small pictures as frames, height and width in tokens: a wide one, and a square."""
+        frames = FRAMES if "f" in self.axes else 1
+        return (frames, 2, 4), (frames, 3, 3)
+
+    def shape(self, rows: int, grid: Grid) -> tuple[int, ...]:
+        """Return the shape of `hidden_states` for a grid of tokens."""
+        frames, height, width = (tokens * size for tokens, size in zip(grid, self.patch, strict=True))
+        if self.axes == "bcl":
+            return rows, self.channels, grid[1] * grid[2]
+        sizes = {"b": rows, "c": self.channels, "f": frames, "h": height, "w": width}
+        sizes["l"] = grid[0] * grid[1] * grid[2]
+        sizes["t"] = sizes["l"] * self.patch[2]
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def grid_of(self, kwargs: Keywords, x: Tensor) -> Grid | None:
+        """Return frames, height and width in tokens of the picture x of a call; None where the call does not say."""
+        return self._grid_by_axes(x) or _packed_grid(kwargs, x.shape[1])
+
+    def _grid_by_axes(self, x: Tensor) -> Grid | None:
+        if self.axes == "bcl":
+            return 1, 1, x.shape[2]
+        if self.axes == "btc":
+            return 1, 1, -(-x.shape[1] // self.patch[2])
+        if x.dim() != len(self.axes) or "h" not in self.axes:
+            return None
+        sizes = dict(zip(self.axes, x.shape, strict=True))
+        frames, height, width = (sizes.get(axis, 1) // size for axis, size in zip("fhw", self.patch, strict=True))
+        return max(frames, 1), height, width
+
+
+def _packed_grid(kwargs: Keywords, length: int) -> Grid | None:
+    """Return the grid of packed tokens by `img_ids` (Flux), `img_shapes` (Qwen-Image), or `num_frames`, … (LTX)."""
+    grids: list[Grid] = []
+    ids, shapes = kwargs.get("img_ids"), kwargs.get("img_shapes")
+    if isinstance(ids, Tensor):
+        positions = ids.reshape(-1, ids.shape[-1])[:, :3]
+        frames, height, width = (int(size) for size in (positions.amax(0) - positions.amin(0) + 1).tolist())
+        grids.append((frames, height, width))
+    while isinstance(shapes, (list, tuple)) and shapes and isinstance(shapes[0], (list, tuple)):
+        if len(shapes) == 1 and len(shapes[0]) == 3 and all(isinstance(size, int) for size in shapes[0]):
+            grids.append(tuple(shapes[0]))
+        shapes = shapes[0]  # one row; several pictures of it have no grid
+    sizes = [size for name in ("num_frames", "height", "width") if isinstance(size := kwargs.get(name), int)]
+    if len(sizes) == 3:
+        grids.append((sizes[0], sizes[1], sizes[2]))
+    return next((grid for grid in grids if math.prod(grid) == length), None)
+
+
+def layouts(host: nn.Module) -> list[Layout]:
+    """Return the layouts of pictures to try on a host, one after the other."""
+    config = getattr(host, "config", {})
+    channels = next((config[name] for name in CHANNELS if config.get(name)), 4)
+    channels = channels[0] if isinstance(channels, (tuple, list)) else channels
+    channels = 2 * channels + 1 if config.get("visual_cond") else channels  # a picture to go on from, and its mask
+    size = config.get("patch_size") or 1
+    patch = tuple(size) if isinstance(size, (tuple, list)) else (config.get("patch_size_t") or 1, size, size)
+    patch = (1,) * (3 - len(patch)) + patch
+    axes_to_try = (
+        ("btc",) if config.get("audio_acoustic_hidden_dim") else ("bchw", "bcfhw", "bfchw", "bfhwc", "blc", "bcl")
+    )
+    return [Layout(axes, patch, channels) for axes in axes_to_try]
+
+
+def example_inputs(host: nn.Module, layout: Layout, grid: Grid, rows: int, generator: torch.Generator) -> Arguments:
+    """Return random arguments of a host, by the names that its forward has."""
+    config = getattr(host, "config", {})
+    width = next((width for name in TEXT_WIDTHS if isinstance(width := config.get(name), int) and width), None)
+    example = _Example(config, rows, layout, grid, width, generator, device_of(host), dtype_of(host))
+    values = example.texts() | example.positions() | example.pictures() | example.conditions()
+    names = list(inspect.signature(type(inner_host(host)).forward).parameters)[1:]
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Example arguments by name; None to leave one out."""
+
+    config: Keywords
+    rows: int
+    layout: Layout
+    grid: Grid
+    width: int | None
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.generator.device).to(self.device, self.dtype)
+
+    def full(self, *shape: int, value: int = 1) -> Tensor:
+        return torch.full(shape, value, device=self.device)
+
+    def vectors(self, name: str, *length: int) -> Tensor | None:
+        """Return vectors (b, …, width) where the config has this width."""
+        width = self.config.get(name)
+        return self.random(self.rows, *length, width) if isinstance(width, int) and width else None
+
+    def texts(self) -> Arguments:
+        """Return texts, those of several layers of an encoder in the host's order of axes, and their masks."""
+        text = None if self.width is None else self.random(self.rows, TEXT, self.width)
+        layers, injected = self.config.get("num_text_layers"), self.config.get("injection_layer_ids")
+        states = text
+        if self.width and layers:
+            states = self.random(self.rows, TEXT, layers, self.width)
+        elif self.width and injected:
+            states = self.random(self.rows, len(injected) + 1, TEXT, self.width)
+        blocks = self.config.get("num_layers", 0) + self.config.get("num_single_layers", 0)
+        mask = self.full(self.rows, TEXT)
+        picture = self.full(self.rows, math.prod(self.grid) // 4)
+        masks = ("encoder_hidden_states_mask", "encoder_attention_mask", "encoder_attention_mask_2", "encoder_mask")
+        return dict.fromkeys(masks, mask.bool()) | {
+            "text_embedding_mask": mask,
+            "text_embedding_mask_t5": mask,
+            "img_mask": torch.cat([0 * mask, picture], 1).bool(),
+            "encoder_hidden_states": states,
+            "encoder_hidden_states_2": self.vectors("text_embed_2_dim", TEXT),
+            "encoder_hidden_states_t5": self.vectors("cross_attention_dim_t5", TEXT),
+            "image_embeds": self.vectors("image_embed_dim", TEXT),
+            "audio_encoder_hidden_states": text,
+            "text_bth": text,
+            "text_lens": self.full(self.rows, value=TEXT),
+            "text_encoder_layers": [self.vectors("text_encoder_dim", TEXT) for _ in range(blocks)],
+        }
+
+    def positions(self) -> Arguments:
+        """Return positions: frame, row and column (l, 3) of each token, (l, 4) where the host has one axis more."""
+        axes = [torch.arange(size, device=self.device) for size in self.grid]
+        tokens = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3).to(self.dtype)
+        tokens = F.pad(tokens, (0, max(len(self.config.get("axes_dims_rope") or axes) - 3, 0)))
+        text = tokens[:1].repeat(TEXT, 1) * 0
+        rotations = None
+        if self.config.get("scaling_factor"):  # hosts that take rotary positions from their pipeline
+            angles = self.random(32, 32, self.config["hidden_size"] // self.config["num_attention_heads"] // 2).float()
+            rotations = torch.polar(torch.ones_like(angles), angles)
+        return {
+            "img_ids": tokens,
+            "txt_ids": text,
+            "position_ids": torch.cat([text, tokens]),
+            "visual_rope_pos": tuple(axes),
+            "text_rope_pos": torch.arange(TEXT, device=self.device),
+            "image_rotary_emb": rotations,
+            "cross_attention_kwargs": None if rotations is None else {},
+            "img_shapes": [[self.grid]] * self.rows,
+            "num_frames": self.grid[0],
+            "height": self.grid[1],
+            "width": self.grid[2],
+        }
+
+    def like_picture(self, channels: int | None, frames: int) -> Tensor | None:
+        """Return another picture of this size with as many channels and frames."""
+        if not channels or not frames:
+            return None
+        return self.random(*replace(self.layout, channels=channels).shape(self.rows, (frames, *self.grid[1:])))
+
+    def pictures(self) -> Arguments:
+        """Return the picture or sound, and others beside it."""
+        frames, config, shape = self.grid[0], self.config, self.layout.shape(self.rows, self.grid)
+        face, sound = config.get("motion_encoder_size"), config.get("audio_in_channels")
+        acoustic = config.get("audio_acoustic_hidden_dim")
+        context = config["in_channels"] - acoustic if acoustic else None
+        return {
+            "hidden_states": self.random(*shape),
+            "pose_hidden_states": self.like_picture(config.get("latent_channels"), frames - 1),
+            "control_hidden_states": self.like_picture(config.get("vace_in_channels"), frames),
+            "context_latents": self.random(*shape[:2], context) if context else None,
+            "face_pixel_values": self.random(self.rows, 3, 4 * frames - 4, face, face) if face else None,
+            "audio_hidden_states": self.random(self.rows, FRAMES, sound) if sound else None,
+            "audio_num_frames": FRAMES,
+            "prior_token_id": self.full(self.rows, math.prod(self.grid)),
+            "prior_token_drop": self.full(self.rows, value=0).bool(),
+            "padding_mask": self.random(1, 1, 8, 8) * 0,
+        }
+
+    def times(self, step: int) -> Tensor:
+        """Return a timestep (b,), or (b, frames) for hosts whose frames have timesteps of their own."""
+        frames = (self.grid[0],) if "deltatime_type" in self.config else ()
+        return self.full(self.rows, *frames, value=step).to(self.dtype)
+
+    def conditions(self) -> Arguments:
+        """Return timesteps, pooled texts, classes and sizes."""
+        config, sizes = self.config, self.full(self.rows, 2, value=16).to(self.dtype)
+        sized = config.get("use_additional_conditions", config.get("sample_size") == 128)
+        states = self.vectors("global_states_input_dim", 1)
+        return {
+            "timestep": self.times(7),
+            "r_timestep": self.times(3),
+            "timestep_r": None if config.get("use_meanflow") is False else self.times(3),
+            "chunk_partition": (1, self.grid[0] - 1),
+            "pooled_projections": self.vectors("in_text_dim2" if "in_text_dim2" in config else "pooled_projection_dim"),
+            "global_hidden_states": self.vectors("global_cond_dim") if states is None else states,
+            "class_labels": self.full(self.rows) if config.get("num_embeds_ada_norm") else None,
+            "guidance": self.full(self.rows).float() if config.get("guidance_embeds") else None,
+            "original_size": sizes,
+            "target_size": sizes,
+            "crop_coords": sizes * 0,
+            "added_cond_kwargs": dict.fromkeys(("resolution", "aspect_ratio"))
+            | ({"resolution": sizes, "aspect_ratio": sizes[:, :1]} if sized else {}),
+            "image_meta_size": self.full(self.rows, 6).float(),
+            "style": self.full(self.rows, value=0),
+            "fps": 24,
+        }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.hosts.context import Keywords
 from mmattn.hosts.diffusion.call import Calls, DenoisingCall, HostCall, equal
-from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.peft import inner_host
 
 #: Hosts whose pipelines put the conditional rows of a batch first.
 CONDITIONAL_FIRST = ("AceStepTransformer1DModel", "DiTTransformer2DModel")

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.adapters.diffusers_hooks import dtype_of, is_on_disk
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.host_models import device_of, dtype_of, is_on_disk
 from mmattn.adapters.protocols import HeadSizes
-from mmattn.core.key_value_heads import is_plain_linear
+from mmattn.core.projection import is_plain_linear
 from mmattn.errors import AttachError
-from mmattn.hosts.interop.peft import inner_host
+from mmattn.hosts.peft import inner_host
 
 #: Names of the same thing in different layers: of the picture's, where text has projections of its own.
 _QUERIES, _FUSED = ("to_q", "to_query"), ("to_qkv", "img_qkv_proj", "img_attn_qkv")

@@ -38,13 +38,21 @@ from mmattn.hosts.context import (
     Positional,
     check_not_required,
     is_compiled,
+    keep_context,
     prepared_for_graphs,
 )
 from mmattn.hosts.diffusion.attention import CoreProcessor
-from mmattn.hosts.diffusion.call import DenoisingCall, Reading, RowsAndScale
+from mmattn.hosts.diffusion.call import (
+    DenoisingCall,
+    Reading,
+    RowsAndScale,
+    added_heads,
+    after_block,
+    inside_attention,
+    note_queries,
+)
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, query_projections
-from mmattn.hosts.diffusion.hooks import added_heads, after_block, inside_attention, note_queries
 from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
@@ -58,7 +66,6 @@ from mmattn.hosts.diffusion.scale import (
 )
 from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.model import AdaptedModel, check_unused
-from mmattn.hosts.recomputation import keep_context
 
 if TYPE_CHECKING:
     from diffusers.models.attention_processor import Attention

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.base import AdapterLayers, build_layers
 from mmattn.adapters.decoupled import DecoupledAdapter, DecoupledLayout, JointDecoupledAdapter, TimedResampler
-from mmattn.adapters.registry import build_layers
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError
 from mmattn.hosts.diffusion.heads import attention_names
 from mmattn.hosts.model import AdaptedModel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.host_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.attach import register_host

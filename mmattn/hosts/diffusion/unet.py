@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmattn.adapters.language_models import device_of
+from mmattn.adapters.host_models import device_of
 from mmattn.adapters.protocols import Site
 from mmattn.errors import AttachError
 from mmattn.hosts.attach import register_host

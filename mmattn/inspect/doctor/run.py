@@ -13,9 +13,9 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from mmattn.adapters.base import adapter_kinds
 from mmattn.adapters.files import load_folder
-from mmattn.adapters.language_models import given_cache
-from mmattn.adapters.registry import adapter_kinds
+from mmattn.adapters.host_models import given_cache
 from mmattn.adapters.text_state import TextState
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, check_int
 from mmattn.hosts import host_kinds, load

@@ -10,12 +10,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from mmattn.adapters.base import adapter_kinds
 from mmattn.adapters.files import CONFIG, Config, load_folder, parse_config
 from mmattn.adapters.gated import GatedAdapter
-from mmattn.adapters.registry import adapter_kinds
 from mmattn.errors import AdapterFileError, AttachError
 from mmattn.models.cache import resolve as resolve_model
-from mmattn.models.shipped import find_asset
+from mmattn.models.catalogue import find_asset
 from mmattn.pipelines.build import resolve
 from mmattn.pipelines.config import FILE, PipelineConfig
 

@@ -28,9 +28,9 @@ from mmattn.adapters.gated import GatedLayers
 from mmattn.adapters.gated.block import GatedBlock
 from mmattn.adapters.protocols import Site
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.key_value_heads import norm_heads
+from mmattn.core.projection import norm_heads
 from mmattn.errors import AttachError
-from mmattn.hosts.layers import outermost_lists
+from mmattn.hosts.probe import outermost_lists
 from mmattn.memory import Memory
 from mmattn.serving.vllm.engine import served_settings
 from mmattn.serving.vllm.inputs import DummyMemory, MemoryInfo, MemoryProcessor

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mmattn
 from mmattn.adapters import FusedCacheAdapter
-from mmattn.adapters.composed.token_spans import retokenize
+from mmattn.adapters.composed.augmenting_model import retokenize
 from mmattn.errors import ConditionError, ConfigError, ShapeError
 from mmattn.hosts.model import AdaptedModel
 from tests import tiny
@@ -31,7 +31,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_
 @pytest.fixture(autouse=True)
 def few_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regressions of fewer features than tokens."""
-    monkeypatch.setattr("mmattn.adapters.fused_cache.blocks.FEATURES", 211)
+    monkeypatch.setattr("mmattn.adapters.fused_cache.fusers.FEATURES", 211)
 
 
 def fitted(family: str = "llama", source: Any = None, prompts: int = 97, **settings: Any) -> tuple[Any, Any]:

@@ -1,11 +1,16 @@
-"""The trainable part of one adapter on one host, and the memory of a call for it."""
+"""Passages that the host itself has read, one by one, before the text of a call (arXiv 2409.15355, section 2).
+
+Keys and values of every layer, as the host computed them of each passage alone, stand before those of the text, and
+share its softmax. Keys are turned to the positions where the passages now stand; the text begins after the last one
+and sees all of them. One leading passage is what it would be in the prompt. Nothing is trained.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +18,39 @@ from torch import Tensor, nn
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.rotation import KeyRotation
 from mmattn.adapters.joined.slots import BeforeTextLayers, Capture, JoinedMemory, JoinedSlots
-from mmattn.adapters.passages.config import PassageAdapter
-from mmattn.adapters.protocols import BoundMemory, HeadSizes, Site
+from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, Site
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import ShapeError
+from mmattn.errors import ConfigError, ShapeError
 from mmattn.memory import Memory
+
+
+@dataclass(frozen=True)
+class PassageAdapter:
+    """Settings of passages as keys and values of the host; `mmattn.hosts.PassageCache` reads and selects them.
+
+    It has no weights, so that there is nothing to train: what can be trained is the host, to read passages that do not
+    see each other.
+
+    >>> PassageAdapter().kind
+    'passages'
+    """
+
+    kind: ClassVar[str] = "passages"
+    positions: ClassVar[tuple[str, ...]] = ("joined",)
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=passages.select([[0]]))"
+    reads: ClassVar[str] = "what the host itself has read"
+    memory_dim: ClassVar[int] = 0
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return the attention of every layer."""
+        return host.sites("joined")
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
+        """Raise ConfigError: the host itself computes passages."""
+        raise ConfigError(
+            "passages are read by the host, and none can be made up without it: make a "
+            "mmattn.hosts.PassageCache(model), add passages, and select some"
+        )
 
 
 class Passages(ABC):

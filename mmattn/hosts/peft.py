@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -12,9 +12,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from mmattn.errors import AttachError
-
-if TYPE_CHECKING:
-    pass
 
 #: Methods of peft, transformers and diffusers for adapters of peft, and ours for adapters of mmattn.
 FORWARDED_METHODS = {

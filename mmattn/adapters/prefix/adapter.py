@@ -1,24 +1,136 @@
-"""The trainable part of one adapter on one host, and the memory of a call for it."""
+"""Prefix tuning (arXiv 2101.00190, section 4; Cartridges, arXiv 2506.06266, section 3): trained keys and values before
+the text, in the attention of every layer.
+
+With q, K, V of a layer of the host, and P_k, P_v (g, p, k) trained for it, a token gets softmax(q [P_k; K]ᵀ) [P_v; V].
+The p virtual tokens stand at positions 0 to p − 1 and the text after them, as if the host had read a text of p tokens
+before it. P_k are keys as the host's attention sees them, turned to their positions; where a row has several prefixes,
+the later ones are turned to the positions after the first.
+
+Unlike other adapters, an untrained prefix changes the output. A row without one, `adapter_scale=0`, a disabled and an
+unloaded adapter give the host's own answer bit for bit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mmattn.adapters.host_models import to_device
 from mmattn.adapters.joined.host_attention import JoinSlots
 from mmattn.adapters.joined.slots import BeforeTextLayers, JoinedMemory, JoinedSlots
-from mmattn.adapters.language_models import to_device
-from mmattn.adapters.passages.layers import PassageLayers, Passages
-from mmattn.adapters.prefix.config import PrefixAdapter
-from mmattn.adapters.prefix.rows import PrefixRows
-from mmattn.adapters.protocols import HeadSizes, Site, Traits
+from mmattn.adapters.passages.adapter import PassageLayers, Passages
+from mmattn.adapters.protocols import HeadSizes, Host, Site, Traits
 from mmattn.adapters.text_state import TextState
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
+from mmattn.storage.tensor_cache import KeyValueCache
+
+
+@dataclass(frozen=True)
+class PrefixAdapter:
+    """Settings of trained keys and values before the text of a language model.
+
+    The memory of a call says which prefix each row has: a tensor (b,) or a list of their numbers, −1 or None where a
+    row has none, lists of several that stand one after the other.
+
+    Args:
+        num_virtual_tokens: p, slots of a prefix, as peft calls it.
+        num_prefixes: how many there are, of tasks, documents or users, each with weights of its own.
+
+    >>> PrefixAdapter(num_virtual_tokens=16, num_prefixes=3).num_prefixes
+    3
+    """
+
+    num_virtual_tokens: int
+    num_prefixes: int = 1
+
+    kind: ClassVar[str] = "prefix"
+    positions: ClassVar[tuple[str, ...]] = ("joined",)
+    example_call: ClassVar[str] = "model.generate(input_ids, memory=[0])  # the prefix of each row"
+    reads: ClassVar[str] = "the numbers of its prefixes, and no vectors"
+    memory_dim: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_int("num_virtual_tokens", self.num_virtual_tokens, at_most=1 << 20)
+        check_int("num_prefixes", self.num_prefixes, at_most=1 << 20)
+
+    def sites(self, host: Host) -> list[Site]:
+        """Return the attention of every layer."""
+        return host.sites("joined")
+
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> PrefixRows:
+        """Return a random prefix for each row."""
+        numbers = torch.randint(self.num_prefixes, (rows,), generator=generator, device=generator.device)
+        return PrefixRows.of(numbers, self.num_prefixes, "default")
+
+
+class PrefixRows:
+    """The numbers of the prefixes of each row, in their order, with the keys and values computed for them."""
+
+    def __init__(self, numbers: Sequence[Sequence[int]]) -> None:
+        self.numbers = tuple(tuple(row) for row in numbers)
+        self.cache = KeyValueCache(tuple)
+
+    @staticmethod
+    def of(memory: object, count: int, name: str) -> PrefixRows:
+        """Check what was given as `memory=` to an adapter with `count` prefixes."""
+        if not isinstance(memory, PrefixRows):
+            memory = memory.tolist() if isinstance(memory, Tensor) and _are_numbers(memory) else memory
+            rows = [memory] if _is_number(memory) else memory
+            if not isinstance(rows, (list, tuple)):
+                raise ShapeError(_NO_ROWS.format(name=name, value=type(memory).__name__))
+            memory = PrefixRows([_row(row, name) for row in rows])
+        missing = sorted({number for row in memory.numbers for number in row if not 0 <= number < count})
+        if missing:
+            raise ShapeError(
+                f"adapter {name!r} has prefixes 0 to {count - 1}, and {missing} were asked for; a row without one has "
+                "-1 or None"
+            )
+        return memory
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return len(self.numbers)
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> PrefixRows:
+        """Return some rows, by number, slice or list."""
+        chosen = torch.arange(len(self.numbers))[rows].reshape(-1).tolist()
+        return PrefixRows([self.numbers[row] for row in chosen])
+
+    def nbytes(self) -> int:
+        """Return the bytes of the keys and values computed for these rows."""
+        return self.cache.nbytes()
+
+
+def _row(row: object, name: str) -> list[int]:
+    """Return the numbers of the prefixes of one row."""
+    row = row.tolist() if isinstance(row, Tensor) and _are_numbers(row) else row
+    if row is None or (_is_number(row) and row == -1):
+        return []
+    numbers = [row] if _is_number(row) else row
+    if not isinstance(numbers, (list, tuple)) or not all(map(_is_number, numbers)):
+        raise ShapeError(_NO_ROWS.format(name=name, value=f"a row of {row!r}"))
+    return list(numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_numbers(tensor: Tensor) -> bool:
+    return tensor.dim() <= 1 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+_NO_ROWS = (
+    "the memory of adapter {name!r} (kind 'prefix') says which prefixes stand before each row: a tensor (b,) of their "
+    "numbers, -1 for none, or a list such as [0, None, [2, 1]]; got {value}"
+)
 
 
 class PrefixBlock(JoinSlots):

@@ -1,15 +1,30 @@
-"""Settings of decoupled cross-attention, beside the text or the picture of a diffusion model."""
+"""Decoupled cross-attention (IP-Adapter, arXiv 2308.06721, section 3.2.2 and equation 5).
+
+With Q, K, V the queries, keys and values of a host's cross-attention, M (b, m, e) the memory and s the adapter_scale:
+
+    Z = attend(Q, K, V) + s · attend(Q, M Wk', M Wv')
+
+before the host's own output projection. The queries are the host's; only Wk' and Wv' are trained, and what turns the
+memory into M.
+
+Departures from the paper: by default Wv' starts at 0, so that a fresh adapter is exactly nothing, instead of as a copy
+of the host's; padding of the memory is never attended to.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor, nn
 
-from mmattn.adapters.protocols import Host, Site
+from mmattn.adapters.base import AdapterLayers
+from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
 from mmattn.adapters.settings import default_norm, random_memory, settle
+from mmattn.core.projection import Attended, KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
 
@@ -94,75 +109,6 @@ class DecoupledAdapter:
         return random_memory(generator, rows, self.memory_dim)
 
 
-@dataclass(frozen=True)
-class TimedResampler:
-    """Settings of a resampler that follows the time step.
-
-    Args:
-        num_latents: n, slots of the output.
-        depth: number of layers.
-        width: d of the latents.
-        num_heads: h of its attention.
-        head_dim: k of its attention.
-        feed_forward: hidden width of its feed-forward as a multiple of d.
-        frequencies: sines and cosines of the time step.
-
-    Raises:
-        ConfigError: a setting outside what is allowed.
-    """
-
-    num_latents: int = 64
-    depth: int = 4
-    width: int = 1280
-    num_heads: int = 20
-    head_dim: int = 64
-    feed_forward: int = 4
-    frequencies: int = 320
-
-    def __post_init__(self) -> None:
-        limits = {"num_latents": 65536, "depth": 64, "width": 65536, "num_heads": 1024, "head_dim": 1024}
-        for name, at_most in (limits | {"feed_forward": 64, "frequencies": 65536}).items():
-            check_int(name, getattr(self, name), at_most=at_most)
-        if self.frequencies % 2:
-            raise ConfigError(f"frequencies must be even, a sine and a cosine of each; got {self.frequencies}")
-
-
-@dataclass(frozen=True)
-class JointDecoupledAdapter:
-    """Settings of decoupled attention over picture and memory for a diffusion transformer.
-
-    Args:
-        memory_dim: e, width of the memory.
-        blocks: beginnings of the names of the attention layers that get the adapter ("transformer_blocks.3", ...); None
-            is all, but for those that hold text and picture in one stream where the host has others.
-        resampler: what turns the memory into latents under the time step.
-
-    >>> JointDecoupledAdapter(memory_dim=24).resampler.num_latents
-    64
-    """
-
-    memory_dim: int
-    blocks: tuple[str, ...] | None = None
-    resampler: TimedResampler = field(default_factory=TimedResampler)
-
-    kind: ClassVar[str] = "joint_decoupled"
-    positions: ClassVar[tuple[str, ...]] = ("inside",)
-    example_call: ClassVar[str] = "model(hidden_states=sample, timestep=timestep, …, memory=memory)"
-
-    def __post_init__(self) -> None:
-        settle_blocks(self)
-        if not isinstance(self.resampler, TimedResampler):
-            raise ConfigError(f"resampler must be a TimedResampler, got {self.resampler!r}")
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the attention layers that `blocks` names."""
-        return sites_of_blocks(host, self.blocks)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
-
-
 def settle_blocks(config: Any) -> None:
     """Check the fields `memory_dim` and `blocks` of settings."""
     check_int("memory_dim", config.memory_dim, at_most=65536)
@@ -184,3 +130,84 @@ def sites_of_blocks(host: Host, blocks: tuple[str, ...] | None) -> list[Site]:
         if not any(name.startswith(prefix) for name in names):
             raise AttachError(f"blocks names {prefix!r}, and no attention layer begins so; there are: {names}")
     return [site for site in offered if site.module.startswith(blocks)]
+
+
+class DecoupledBlock(KeyValueProjection):
+    """Attention of the queries of one attention layer of the host over the memory (b, m, memory_dim)."""
+
+    def __init__(self, memory_dim: int, size: HeadSizes, bias: bool = False) -> None:
+        width = size.num_kv_heads * size.head_dim
+        k_proj, v_proj = (nn.Linear(memory_dim, width, bias=bias) for _ in range(2))
+        super().__init__(k_proj, v_proj, **size.heads(), memory_dim=memory_dim)
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        memory: Attended,
+        *,
+        attention_mask: None = None,
+        has_memory: Tensor | None = None,
+        adapter_scale: Scale = 1.0,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the attention (b, h, l, k) of the host's queries, times the scale; 0 where a row sees nothing."""
+        attended = super().forward(q, memory, return_weights=return_weights)
+        heads, weights = attended if isinstance(attended, tuple) else (attended, None)
+        heads = heads if isinstance(adapter_scale, float) and adapter_scale == 1 else heads * adapter_scale
+        return heads if weights is None else (heads, weights)
+
+
+class DecoupledLayers(AdapterLayers):
+    """The trainable part of one decoupled adapter on one host."""
+
+    config: DecoupledAdapter
+    separable = True
+
+    def __init__(self, config: DecoupledAdapter, sites: Sequence[Site]) -> None:
+        super().__init__(config, sites)
+        self._add_reader(False, config.resampler)
+        self.traits = replace(self.traits, adds_to_block=config.layout.added_to == "block")
+        width, self.slot_dim = config.memory_dim, config.layout.slot_dim or self.sites[0].width
+        self.projection = None
+        if config.tokens is not None:
+            self.projection = nn.Linear(width, config.tokens * self.slot_dim)
+            width = self.slot_dim
+        self.memory_norm = nn.LayerNorm(width) if config.memory_norm else None
+        self.blocks = nn.ModuleDict(
+            {str(site.layer): DecoupledBlock(width, site.sizes, config.layout.bias) for site in self.sites}
+        )
+        if config.start == "nothing":
+            for layer in self.layers:
+                for parameter in self.attention(layer).v_proj.parameters():
+                    nn.init.zeros_(parameter)
+
+    def attention(self, layer: int) -> DecoupledBlock:
+        return cast(DecoupledBlock, self.block(layer))
+
+    @torch.no_grad()
+    def initialise(self, host: Any) -> None:
+        """Copy the host's own key and value projections, with start="host"."""
+        if self.config.start != "host":
+            return
+        for layer in self.layers:
+            block, (k, v) = self.attention(layer), host.key_value_weights(layer)
+            if k.shape != block.k_proj.weight.shape:
+                raise AttachError(
+                    f"start='host' copies projections of text {k.shape[1]} wide, and the memory comes "
+                    f"{block.memory_dim} wide: give tokens=, or start='nothing'"
+                )
+            block.k_proj.weight.copy_(k)
+            block.v_proj.weight.copy_(v)
+
+    def read(self, memory: Memory) -> Memory:
+        """Return the memory as every block attends to it: resampled, projected to slots, normalised."""
+        memory = memory.replace(self.cast(memory))
+        memory = memory if self.resampler is None else self.resampler(memory)
+        n = self.config.tokens
+        if self.projection is not None and n is not None:
+            mask, segments = (
+                None if one is None else one.repeat_interleave(n, 1) for one in (memory.mask, memory.segments)
+            )
+            slots = self.projection(memory.tokens).view(memory.batch, memory.length * n, self.slot_dim)
+            memory = Memory(slots, mask, segments, check_finite=False)
+        return memory if self.memory_norm is None else memory.replace(self.memory_norm(memory.tokens))

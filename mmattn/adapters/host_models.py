@@ -1,9 +1,9 @@
-"""Sizes, embeddings, device and cache argument of a language model of transformers."""
+"""Sizes, embeddings, dtype, device and cache argument of a host, also where hooks of diffusers store its weights."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,3 +90,25 @@ def cache_name(model: nn.Module) -> str:
     """Return the name under which a model takes its cache."""
     known = inspect.signature(model.forward).parameters
     return next((name for name in ("past_key_values", "cache_params", "cache") if name in known), "past_key_values")
+
+
+def is_on_disk(host: nn.Module) -> bool:
+    """Return whether group offloading keeps weights on the disk: between calls, the parameters have no values."""
+    return any(getattr(hook.group, "offload_to_disk_path", None) for hook in _hooks(host, "group_offloading"))
+
+
+def dtype_of(host: nn.Module) -> torch.dtype:
+    """Return the dtype of a host's inputs: not that of weights that are kept in float32, or stored in 8 bits."""
+    for hook in _hooks(host, "layerwise_casting"):
+        return hook.compute_dtype
+    dtype = getattr(host, "dtype", None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    return next((one.dtype for one in host.parameters() if one.is_floating_point()), torch.float32)
+
+
+def _hooks(host: nn.Module, name: str) -> Iterator[Any]:
+    for part in host.modules():
+        registry: Any = getattr(part, "_diffusers_hook", None)
+        if registry is not None and registry.get_hook(name) is not None:
+            yield registry.get_hook(name)

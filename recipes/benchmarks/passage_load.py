@@ -33,10 +33,9 @@ import numpy as np
 import torch
 
 import mmattn
-from mmattn import pipelines
+from recipes.rag.data import Fact, load_facts
 from recipes.rag.documents import load_topics
-from recipes.rag.territories import Fact, load_facts
-from recipes.rag.topics import is_right
+from recipes.rag.reading import is_right, write_replies
 
 #: LMCache issue 4663: speed of prefilling over no cache, by batches of novel requests, with 100 GB and with 20 GB.
 PUBLISHED = {"100 GB": (4.48, 2.33, 1.32, 1.07), "20 GB": (1.49, 1.08, 1.07, 1.07, 1.12, 1.06)}
@@ -79,7 +78,7 @@ class Load:
         self.cache = mmattn.hosts.PassageCache(
             self.model, tokenizer, prefix=prefix, max_bytes=int(size * options.memory), folder=folder
         )
-        start = time.perf_counter()
+        self.pipe.passages, start = self.cache, time.perf_counter()
         self.numbers = self.cache.add(texts, progress=False)
         seconds, held = time.perf_counter() - start, self.cache.nbytes() / 1e9
         about = f"{len(self.cache)} passages, {tokens:,} tokens, {size / 1e9:.2f} GB, of which {held:.2f} in memory"
@@ -171,7 +170,7 @@ def answers(load: Load, count: int) -> None:
     """Print how many questions are answered right in each way."""
     asked = [load.draw() for _ in range(count)]
     rows, facts = [row for row, _ in asked], [fact for _, fact in asked]
-    shares: dict[str, list[bool]] = {}
+    prompts = [load.pipe.make_prompt(fact.question) for fact in facts]
     ways: dict[str, tuple[list[list[int]], int | None]] = {
         "passages in the prompt": (rows, None),
         "passages read beforehand": (rows, 0),
@@ -180,19 +179,9 @@ def answers(load: Load, count: int) -> None:
         "no passages": ([[] for _ in rows], 0),
     }
     for name, (chosen, recomputed) in ways.items():
-        shares[name] = []
-        for begin in range(0, count, 20):
-            part, some = chosen[begin : begin + 20], facts[begin : begin + 20]
-            questions, memory = [load.question(fact) for fact in some], None
-            if recomputed is None:
-                questions = [load.in_prompt(row, one) for row, one in zip(part, questions, strict=True)]
-            else:
-                memory = load.cache.select(part, recomputed_tokens=recomputed)
-            prompts, options = [one[0].tolist() for one in questions], {"max_new_tokens": 16}
-            replies = pipelines.generate_texts(load.model, load.pipe.tokenizer, prompts, memory, options=options)
-            shares[name] += [is_right(fact.value, reply) for fact, reply in zip(some, replies, strict=True)]
-        same = statistics.mean(a == b for a, b in zip(shares[name], shares["passages in the prompt"], strict=True))
-        print(f"| {name} | {statistics.mean(shares[name]):.1%} right | {same:.1%} as from the prompt |", flush=True)
+        replies = write_replies(load.pipe, prompts, chosen, recomputed, max_new_tokens=16)
+        right = statistics.mean(is_right(fact.value, reply) for fact, reply in zip(facts, replies, strict=True))
+        print(f"| {name} | {right:.1%} right |", flush=True)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmattn.errors import ConfigError, MissingExtraError
+from mmattn.errors import ConfigError
 
 
 def attach_check(
@@ -123,32 +123,21 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, such as runs/vision.")],
     metrics: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A metric over steps; give it several times. [loss, eval_loss]"),
+        typer.Option(metavar="NAME", help="A metric; give it several times. [loss, eval_loss, eval_right_loss]"),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write.")] = Path("compare.png"),
 ) -> None:
-    """Compare runs, of one recipe or of several: settings that differ, their tables, their metrics over steps.
+    """Compare runs, of one recipe or of several: settings that differ, their tables, the last of their metrics.
 
-    A folder that `mmattn train --seeds` wrote is one run: means of its seeds, ± half the range in the tables. Without
-    matplotlib there is no picture.
+    A folder that `mmattn train --seeds` wrote is one run: means of its seeds, ± half the range. The curves are in
+    loss.png of each run, and in the trackers that `optim.report_to` names.
     """
-    from mmattn.inspect.plots import plot_curves
-    from mmattn.training.compare import METRICS, compare_runs, curves_of, read_seeds
+    from mmattn.training.compare import METRICS, compare_runs, read_seeds
 
     names = [run.resolve().name for run in runs]
     labelled = {
         name if names.count(name) == 1 else str(run): read_seeds(run) for run, name in zip(runs, names, strict=True)
     }
-    selected = tuple(metrics or METRICS)
-    typer.echo(compare_runs(labelled, selected))
-    curves = curves_of(labelled, selected)
-    if not curves:
-        typer.echo(f"\nno run has {' or '.join(selected)} in its metrics")
-        return
-    try:
-        typer.echo(f"\n{plot_curves(curves, out)}")
-    except MissingExtraError as error:
-        typer.echo(f"\nno picture: {error}")
+    typer.echo(compare_runs(labelled, tuple(metrics or METRICS)))
 
 
 def env() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,21 +22,15 @@ if TYPE_CHECKING:
     from mmattn.hosts.model import AdaptedModel
     from mmattn.retrieval import Index
 
-NAME = "mmattn"
 CONTROLS = ("own", "shuffled", "none")
 Document = Mapping[str, object]
 
 
-@functools.cache
-def adapted_lm() -> type:
-    """Return the class `AdaptedLM`, registered as "mmattn"; lm_eval is imported here and not before."""
-    model = type("AdaptedLM", (HarnessModel, import_extra("lm_eval.models.huggingface", "eval").HFLM), {})
-    model.__doc__ = HarnessModel.__doc__
-    import_extra("lm_eval.api.registry", "eval").register_model(NAME)(model)
-    return model
+HFLM: Any = import_extra("lm_eval.models.huggingface", "eval").HFLM
 
 
-class HarnessModel:
+@import_extra("lm_eval.api.registry", "eval").register_model("mmattn")
+class AdaptedLM(HFLM):
     """The harness's `HFLM` of an adapted language model, with a memory for each document.
 
     The requests of a document share batches, and no two documents do.
@@ -88,7 +81,7 @@ class HarnessModel:
                 f"{type(tokenizer).__name__}"
             )
         self.dim = max((model.adapter(name).config.memory_dim for name in model.active), default=0)
-        super().__init__(pretrained=model, tokenizer=tokenizer, **options)  # type: ignore[call-arg]
+        super().__init__(pretrained=model, tokenizer=tokenizer, **options)
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log p of each continuation after its context in nats, and if greedy decoding would write it."""
@@ -104,8 +97,8 @@ class HarnessModel:
 
     def tok_batch_encode(self, strings: Sequence[str], **options: Any) -> Any:
         """Encode contexts; an empty context is the begin token, since a host reads at least one token."""
-        begin = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)  # type: ignore[attr-defined]
-        return super().tok_batch_encode([text or begin for text in strings], **options)  # type: ignore[misc]
+        begin = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
+        return super().tok_batch_encode([text or begin for text in strings], **options)
 
     def set_cache_hook(self, cache_hook: object) -> None:
         """Refuse the cache of the harness, whose keys are texts without memories."""
@@ -113,7 +106,7 @@ class HarnessModel:
             raise ConfigError(
                 "use_cache= caches answers by their texts, whatever the memory of the document: leave it out"
             )
-        super().set_cache_hook(cache_hook)  # type: ignore[misc]
+        super().set_cache_hook(cache_hook)
 
     def _by_document(self, method: str, requests: Sequence[Instance], disable_tqdm: bool) -> list[Any]:
         """Answer the requests of each document with its memory."""
@@ -133,17 +126,17 @@ class HarnessModel:
 
     def _model_call(self, inps: Tensor, **options: Any) -> Tensor:
         with self._conditioned(len(inps)):
-            return super()._model_call(inps, **options)  # type: ignore[misc]
+            return super()._model_call(inps, **options)
 
     def _model_generate(self, context: Tensor, **options: Any) -> Tensor:
         with self._conditioned(len(context)):
-            return super()._model_generate(context, **options)  # type: ignore[misc]
+            return super()._model_generate(context, **options)
 
     def _conditioned(self, rows: int) -> contextlib.AbstractContextManager[Any]:
         """Return a block in which each row of a batch has the memory of the document."""
         if self.memory is None:
             return contextlib.nullcontext()
-        model: Any = self.model  # type: ignore[attr-defined]
+        model: Any = self.model
         return model.condition(self.memory.to(model.device).expand(rows))
 
     def _memory_of(self, documents: Sequence[Document], number: int) -> Memory | None:

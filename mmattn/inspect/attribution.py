@@ -11,7 +11,7 @@ from torch import Tensor
 from mmattn.adapters.host_models import call_by_name
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_float, check_int
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.trial import evaluating, twin
+from mmattn.inspect.doctor.checks import evaluating, twin
 from mmattn.inspect.record_attention import record
 from mmattn.inspect.trace import Picture, Trace
 from mmattn.memory import Memory

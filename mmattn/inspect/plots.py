@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,13 +83,11 @@ def plot_mask(mask: Mask | Tensor, path: File) -> Path:
     return _saved(figure, path)
 
 
-def plot_curves(
-    curves: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], path: File, *, log: bool = False
-) -> Path:
-    """Plot metrics over steps: a panel for each, a colour for each run, a line for each of its seeds.
+def plot_curves(curves: Mapping[str, Mapping[str, Mapping[int, float]]], path: File, *, log: bool = False) -> Path:
+    """Plot metrics over steps: a panel for each metric, a line for each name.
 
     Args:
-        curves: by metric and name of the run the values by step, of each seed.
+        curves: by metric and name the values by step.
         path: the file to write.
         log: plot values on a logarithmic axis, as suits a training loss.
 
@@ -103,11 +101,9 @@ def plot_curves(
     names = list(dict.fromkeys(name for named in curves.values() for name in named))
     for number, (metric, named) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(len(curves), 1, number)
-        for name, seeds in named.items():
-            for values in seeds:
-                points = sorted(values.items())
-                colour, label = f"C{names.index(name) % 10}", _literal(name) if values is seeds[0] else None
-                axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1.2, marker=".")
+        for name, values in named.items():
+            points, colour = sorted(values.items()), f"C{names.index(name) % 10}"
+            axes.plot(*zip(*points, strict=True), color=colour, label=_literal(name), linewidth=1.2, marker=".")
         axes.set(xlabel="step", ylabel=metric)
         axes.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
         if log:  # several plain numbers as ticks even within one power of ten

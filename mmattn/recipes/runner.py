@@ -21,7 +21,7 @@ Settings = dict[str, object]
 
 
 def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Path:
-    """Run a recipe with the settings of a file, as `mmattn train` does; what a sweep calls for each trial.
+    """Run a recipe with the settings of a file, as `mmattn train` does.
 
     A run that is finished is left as it is, and one that was killed goes on.
 

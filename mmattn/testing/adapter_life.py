@@ -15,7 +15,7 @@ from mmattn.adapters.files import CONFIG
 from mmattn.errors import AttachError
 from mmattn.hosts.attach import attach
 from mmattn.hosts.loading import load
-from mmattn.inspect.doctor.trial import padded
+from mmattn.inspect.doctor.checks import padded
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, cast, close, differ, distance, no_trace, refuses, same, stir, traces
 

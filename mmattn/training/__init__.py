@@ -20,20 +20,18 @@ if TYPE_CHECKING:
         compare_runs,
         markdown_table,
         mean_and_spread,
+        read_metrics,
         read_run,
         read_seeds,
         spread_table,
     )
-    from mmattn.training.cost import DryRunEnded, dry_run
-    from mmattn.training.groups import gradient_checkpointing, parameter_groups
-    from mmattn.training.hidden_states import cached_hidden_states
     from mmattn.training.lora import add_lora, load_lora, matched_lora
     from mmattn.training.losses import mean_nats, perplexity, sum_nats, text_nats, token_nats
-    from mmattn.training.metrics import read_metrics
+    from mmattn.training.lower_layers import cached_hidden_states
     from mmattn.training.prompt_cache import PromptCache, cached_prompts
-    from mmattn.training.run_folder import RunFolder
+    from mmattn.training.run_folder import DryRunEnded, RunFolder, dry_run
     from mmattn.training.settings import OptimSettings, RunSettings, Settings
-    from mmattn.training.trainer import AdapterTrainer
+    from mmattn.training.trainer import AdapterTrainer, gradient_checkpointing, parameter_groups
 
 __all__ = [
     "AdapterTrainer",

@@ -1,17 +1,25 @@
-"""Runs side by side: the settings that differ, the rows of their tables, and their metrics, as Markdown."""
+"""Tables of runs: the figures of several seeds as mean ± spread, and runs side by side; what runs left, read back."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mmattn.errors import ConfigError
 from mmattn.storage.json_files import read_json
-from mmattn.training.metrics import Figures, read_metrics
+
+Figures = dict[str, object]
+"""Metrics of a step, a row of a table, or settings, by name."""
+Columns = Mapping[str, tuple[str, float, str, str]]
+"""For each figure of a row: the column's head, a factor, a format, a unit."""
+METRICS = ("loss", "eval_loss", "eval_right_loss")
+_NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -19,26 +27,14 @@ class SavedRun:
     """A run read back from its folder, finished or not.
 
     Attributes:
-        path: the folder.
         settings: as they were used, without sections: "optim.max_steps".
         rows: of `table.json`; none before the run is finished.
-        metrics: lines by the name of the model that was trained; "" where the run names none.
+        metrics: lines of `metrics.jsonl`.
     """
 
-    path: Path
     settings: Figures
-    rows: Sequence[Figures] = ()
-    metrics: dict[str, list[Figures]] = field(default_factory=dict)
-
-    def values(self, metric: str, model: str = "") -> dict[int, float]:
-        """Return a metric by step.
-
-        Args:
-            metric: its name, such as "eval_loss".
-            model: the name of the model.
-        """
-        lines = [(line.get("step"), line.get(metric)) for line in self.metrics.get(model, [])]
-        return {step: value for step, value in lines if isinstance(step, int) and isinstance(value, (int, float))}
+    rows: Sequence[Figures]
+    metrics: Sequence[Figures]
 
 
 def read_run(folder: str | os.PathLike[str]) -> SavedRun:
@@ -53,23 +49,15 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     """
     import yaml
 
-    place = Path(folder)
-    config = place / "config.resolved.yaml"
+    config, table = Path(folder) / "config.resolved.yaml", Path(folder) / "table.json"
     if not config.is_file():
-        raise ConfigError(f"{place} is not the folder of a run: it has no {config.name}; name one that `out` named")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {config.name}; name one that `out` named")
     try:
-        settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config} cannot be read: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{config} must hold settings, got {type(settings).__name__}")
-    table = place / "table.json"
+        settings = flattened(yaml.safe_load(config.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"{config} holds no settings: {' '.join(str(error).split())[:200]}") from error
     content = read_json(table, max_bytes=64 << 20) if table.is_file() else {}
-    rows = content.get("rows", []) if isinstance(content, dict) else []
-    metrics: dict[str, list[Figures]] = {}
-    for line in read_metrics(place / "metrics.jsonl"):
-        metrics.setdefault(str(line.pop("model", "")), []).append(line)
-    return SavedRun(place, flattened(settings), [row for row in rows if isinstance(row, dict)], metrics)
+    return SavedRun(settings, content.get("rows", []), read_metrics(Path(folder) / "metrics.jsonl"))
 
 
 def read_seeds(folder: str | os.PathLike[str]) -> list[SavedRun]:
@@ -82,29 +70,33 @@ def read_seeds(folder: str | os.PathLike[str]) -> list[SavedRun]:
         ConfigError: neither.
         AdapterFileError: a damaged table.
     """
-    place = Path(folder)
-    seeds = [path for path in place.glob("seed-*") if (path / "config.resolved.yaml").is_file()]
-    if (place / "config.resolved.yaml").is_file() or not seeds:
-        return [read_run(place)]
-    return [read_run(path) for path in sorted(seeds, key=lambda path: (len(path.name), path.name))]
+    seeds = sorted(Path(folder).glob("seed-*/config.resolved.yaml"))
+    whole = (Path(folder) / "config.resolved.yaml").is_file() or not seeds
+    return [read_run(folder)] if whole else [read_run(config.parent) for config in seeds]
 
 
-Runs = Mapping[str, Sequence[SavedRun]]
-"""By name a run, or the runs of several seeds."""
-Curves = Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]
-"""By metric and name of the run and its model the values by step, of each seed."""
-
-METRICS = ("loss", "eval_loss", "eval_right_loss")
-_NONE = "–"
-
-
-def compare_runs(runs: Runs, metrics: Sequence[str] = METRICS) -> str:
-    """Compare runs of one or several recipes: settings that differ, tables, the last and the lowest of metrics.
-
-    Of several seeds a figure of the table is the mean ± half the range, and a metric the mean.
+def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
+    """The complete lines of a `metrics.jsonl`; a process killed while it wrote leaves half a one.
 
     Args:
-        runs: see `Runs`.
+        path: of the file; where there is none, there are no lines.
+    """
+    lines: list[Figures] = []
+    for text in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines
+
+
+def compare_runs(runs: Mapping[str, Sequence[SavedRun]], metrics: Sequence[str] = METRICS) -> str:
+    """Compare runs of one or several recipes: settings that differ, figures of their tables, the last of each metric.
+
+    Of several seeds a figure is the mean ± half the range.
+
+    Args:
+        runs: by name a run, or the runs of several seeds.
         metrics: their names.
 
     Raises:
@@ -112,111 +104,44 @@ def compare_runs(runs: Runs, metrics: Sequence[str] = METRICS) -> str:
     """
     if len(runs) < 2:
         raise ConfigError(f"there is nothing to compare with: name two runs or more, got {len(runs)}")
-    return "\n\n".join([_settings(runs), *_tables(runs), *_tables_of_curves(curves_of(runs, metrics))])
-
-
-def curves_of(runs: Runs, metrics: Sequence[str] = METRICS) -> Curves:
-    """Return the metrics of runs over steps.
-
-    Args:
-        runs: see `Runs`.
-        metrics: their names; one that no run has is left out.
-    """
-    curves: dict[str, dict[str, list[dict[int, float]]]] = {}
-    for metric in metrics:
-        for name, seeds in runs.items():
-            for model in dict.fromkeys(model for run in seeds for model in run.metrics):
-                values = [one for run in seeds if (one := run.values(metric, model))]
-                if values:
-                    curves.setdefault(metric, {})[f"{name}: {model}" if model else name] = values
-    return curves
-
-
-def _settings(runs: Runs) -> str:
-    """Return the shared settings that differ, and the names of those that some runs do not have."""
-    settings = {name: _settings_of(seeds) for name, seeds in runs.items()}
-    common = set.intersection(*(set(one) for one in settings.values()))
-    keys = [key for key in next(iter(settings.values())) if key in common - {"out", "progress", "resume"}]
-    rows = [[key, *(one[key] for one in settings.values())] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
-    lines = [f"{len(common)} settings in common, of which {len(rows)} differ."]
-    for name, one in settings.items():
-        if missing := [key for key in one if key not in common]:
-            lines.append(f"Not in all of them, but in {name}: {', '.join(missing)}.")
-    return "\n".join(lines) + (f"\n\n{markdown_table(['setting', *settings], rows)}" if rows else "")
-
-
-def _settings_of(seeds: Sequence[SavedRun]) -> dict[str, str]:
-    """Return each setting as text, with all its values where seeds differ in it."""
-    texts: dict[str, dict[str, None]] = {}
-    for run in seeds:
+    settings, figures = dict[str, dict[str, list[object]]](), dict[str, dict[str, list[object]]]()
+    for name, run in ((name, run) for name, seeds in runs.items() for run in seeds):
         for key, value in run.settings.items():
-            texts.setdefault(key, {})[_NONE if value is None else str(value)] = None
-    return {key: ", ".join(values) for key, values in texts.items()}
+            settings.setdefault(key, {}).setdefault(name, []).append(value)
+        for key, value in _figures(run, metrics).items():
+            figures.setdefault(key, {}).setdefault(name, []).append(value)
+    lines = []
+    for key, values in settings.items():
+        cells = [", ".join(dict.fromkeys(map(str, values.get(name, [_NONE])))) for name in runs]
+        if len(set(cells)) > 1 and key not in ("out", "progress", "resume"):
+            lines.append([key, *cells])
+    lines += [[key, *(_cell(values.get(name, [])) for name in runs)] for key, values in figures.items()]
+    return markdown_table(["", *runs], lines)
 
 
-def _figures(runs: Runs) -> dict[str, dict[str, dict[str, list[object]]]]:
-    """Return by figure, row and run the numbers of all seeds."""
-    figures: dict[str, dict[str, dict[str, list[object]]]] = {}
-    for name, seeds in runs.items():
-        for row, values in (pair for run in seeds for pair in _by_name(run.rows).items()):
-            for figure, value in values.items():
-                if _numbers([value]):
-                    figures.setdefault(figure, {}).setdefault(row, {}).setdefault(name, []).append(value)
+def _figures(run: SavedRun, metrics: Sequence[str]) -> Figures:
+    """Return the figures of a run's table and the last value of each metric, by name."""
+    figures, counts = Figures(), Counter[str]()
+    for row in run.rows:
+        name = str(row.get("name", ""))
+        counts[name] += 1
+        name += f" ({counts[name]})" if counts[name] > 1 else ""
+        figures |= {f"{name}: {key}": value for key, value in row.items() if _numbers([value])}
+    for metric in metrics:
+        for line in run.metrics:
+            if _numbers([line.get(metric)]):
+                figures[f"{line['model']}: last {metric}" if line.get("model") else f"last {metric}"] = line[metric]
     return figures
-
-
-def _tables(runs: Runs) -> list[str]:
-    """Return a table for each figure that two runs have at least: a line for each row, a column for each run."""
-    parts, alone = [], dict[str, list[str]]()
-    for figure, rows in _figures(runs).items():
-        owners = [name for name in runs if any(name in row for row in rows.values())]
-        if len(owners) == 1:
-            alone.setdefault(owners[0], []).append(figure)
-        else:
-            lines = [[row, *(_cell(values.get(name, [])) for name in runs)] for row, values in rows.items()]
-            parts.append(markdown_table([figure, *runs], lines))
-    parts += [f"In the table of {name} alone: {', '.join(names)}." for name, names in alone.items()]
-    if unfinished := [name for name, seeds in runs.items() if not all(run.rows for run in seeds)]:
-        parts.append(f"Without a table, as it is not finished or measured nothing: {', '.join(unfinished)}.")
-    return parts
-
-
-def _by_name(rows: Sequence[Figures]) -> dict[str, Figures]:
-    """Return rows by name; further ones of the same name have a number behind it."""
-    named: dict[str, Figures] = {}
-    for row in rows:
-        name, number = str(row.get("name", len(named))), 2
-        while name in named:
-            name, number = f"{row['name']} ({number})", number + 1
-        named[name] = row
-    return named
-
-
-def _tables_of_curves(curves: Curves) -> Iterable[str]:
-    """Of each metric its last step, its last value, and the lowest one."""
-    for metric, named in curves.items():
-        rows = []
-        for name, seeds in named.items():
-            steps = ", ".join(dict.fromkeys(f"{max(values):,}" for values in seeds))
-            last = statistics.fmean(values[max(values)] for values in seeds)
-            lowest = statistics.fmean(min(values.values()) for values in seeds)
-            rows.append([name, steps, f"{last:.4g}", f"{lowest:.4g}"])
-        yield markdown_table([metric, "last step", "last", "lowest"], rows)
 
 
 def _cell(values: Sequence[object]) -> str:
     return mean_and_spread(values, 1, ",.0f" if all(isinstance(value, int) for value in values) else ".4g", "")
 
 
-def _numbers(values: Iterable[object]) -> list[float]:
+def _numbers(values: Sequence[object]) -> list[float]:
     """Return the values that are finite numbers."""
     numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
-    return [one for one in numbers if math.isfinite(one)]
-
-
-Columns = Mapping[str, tuple[str, float, str, str]]
-"""For each figure of a row: the column's head, a factor, a format, a unit."""
+    return [number for number in numbers if math.isfinite(number)]
 
 
 def spread_table(corner: str, columns: Columns, tables: Sequence[Sequence[Mapping[str, object]]]) -> str:

@@ -1,13 +1,10 @@
-"""The metrics of a run as JSON lines, and the speed of its steps."""
+"""The speed of a training's steps, and of a card's."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +13,6 @@ from torch import nn
 from mmattn.adapters.host_models import text_config
 from mmattn.training.lower_layers import count_below
 
-Figures = dict[str, object]
-"""Metrics of a step, a row of a table, or settings, by name."""
 #: Dense bfloat16 operations a second, as NVIDIA states them, of cards by the name that torch gives them.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -31,21 +26,6 @@ PEAKS = {
     "NVIDIA L40S": 362e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
-    """The complete lines of a `metrics.jsonl`; a process killed while it wrote leaves half a one.
-
-    Args:
-        path: of the file; where there is none, there are no lines.
-    """
-    lines: list[Figures] = []
-    for text in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                lines.append(line)
-    return lines
 
 
 class StepClock:

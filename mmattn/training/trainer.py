@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
@@ -26,8 +29,8 @@ from mmattn.hosts.probe import bare_forward, in_eval_mode, is_close, text_inputs
 from mmattn.hosts.saving import DEFAULT
 from mmattn.hosts.stored import stored
 from mmattn.storage.safetensors import read_tensors, write_tensors
-from mmattn.training.groups import parameter_groups
 from mmattn.training.losses import chunked_nats, has_chunks
+from mmattn.training.lower_layers import wrapped_forwards
 from mmattn.training.metrics import StepClock, flops_per_token
 
 FORMAT = "mmattn-trained"
@@ -218,6 +221,10 @@ class AdapterTrainer(Trainer):
             resume_from_checkpoint = last_complete(Path(self.args.output_dir))
         # A checkpoint holds the calibration of the run that is resumed.
         self._calibrates = self.calibrate and not resume_from_checkpoint
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _inner_training_loop(self, *args: object, **kwargs: object) -> object:
+        """Train the model, which `model_init` may just have made, with its caches off and 4-bit weights as stored."""
         self._flops = flops_per_token(self.model)
         self._clock.begin()
         config: Any = getattr(self.model, "config", None)
@@ -226,7 +233,7 @@ class AdapterTrainer(Trainer):
             config.use_cache = self.args.use_cache
         try:
             with stored(self.model):
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+                return super()._inner_training_loop(*args, **kwargs)
         finally:
             if self._replicated:
                 self._replicated = []
@@ -423,3 +430,65 @@ def load_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
         )
     for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
+
+
+def parameter_groups(
+    module: nn.Module,
+    learning_rate: float,
+    *,
+    gate_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for a torch optimizer, of the parameters of a module that require gradients.
+
+    Args:
+        module: whose parameters are trained.
+        learning_rate: of all parameters but the gates.
+        gate_learning_rate: of the gates, which start at 0; None for `learning_rate`.
+        weight_decay: of matrices; vectors and gates have none.
+
+    Raises:
+        ConfigError: no parameter of the module requires gradients.
+    """
+    gates: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            last = name.rsplit(".", 1)[-1]
+            (gates if last == "gate" else matrices if parameter.dim() > 1 else vectors).append(parameter)
+    gate_rate = learning_rate if gate_learning_rate is None else gate_learning_rate
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
+        {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
+        {"params": gates, "lr": gate_rate, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ConfigError("no parameter of this module is trained; set requires_grad on those that should be")
+    return groups
+
+
+@contextlib.contextmanager
+def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Gradient checkpointing (arXiv 1604.06174) of every block of every adapter, inside this context.
+
+    The gradients are the same bit for bit. The host has a setting of its own:
+    `model.activation_checkpointing_enable()`.
+
+    Args:
+        model: what `mmattn.attach` returned.
+
+    Raises:
+        ConfigError: the model has no adapters.
+    """
+    adapters = getattr(model, "adapters", None)
+    if not adapters:
+        raise ConfigError(f"{type(model).__name__} has no adapters to checkpoint: attach one")
+    blocks = [block for adapter in adapters.values() for block in adapter.blocks.values()]
+    with wrapped_forwards(blocks, lambda block: partial(_checkpointed, block.forward)):
+        yield
+
+
+def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmattn
 from mmattn.encoders import StyleEncoder
-from mmattn.evaluation import frechet_distance
+from mmattn.errors import import_extra
 from mmattn.pipelines import DiffusionHost, PromptEncoder
 
 from .data import THRESHOLD, WORDS, Pictures, Scale, describe, plain
@@ -72,8 +72,15 @@ class Judge:
         return torch.tensor(self.classifier.decision_function(to_pixels(pictures)))
 
     def frechet(self, pictures: Tensor) -> float:
-        """Return the Fréchet distance between drawn and real pictures in decision values."""
-        return frechet_distance(self.real_decisions, self.decisions(pictures))
+        """Return the Fréchet distance (arXiv 1706.08500, equation 6) of drawn and real pictures in decision values."""
+        network: Any = nn.Identity()  # torchmetrics passes features through the network that it expects
+        network.num_features = self.real_decisions.shape[1]
+        library = import_extra("torchmetrics.image.fid", "metrics")
+        distance = library.FrechetInceptionDistance(feature=network, normalize=True)
+        distance.set_dtype(torch.float64)
+        distance.update(self.real_decisions.double(), real=True)
+        distance.update(self.decisions(pictures).double(), real=False)
+        return float(distance.compute())
 
     def credentials(self, held_out: Pictures) -> str:
         """Describe the accuracy of the judges on held-out real pictures."""

@@ -77,7 +77,7 @@ def train_text(config: Config, run: training.RunFolder, device: torch.device) ->
     average.copy_to(both.parameters())
     both.eval().requires_grad_(False)
     seconds = round(time.perf_counter() - began)
-    inspect.plot_curves({"loss": {"training": [losses]}}, run.path / "loss.png", log=True)
+    inspect.plot_curves({"loss": {"training": losses}}, run.path / "loss.png", log=True)
     model.unload()
     models.save_models(run.path, denoiser, prompts)
 

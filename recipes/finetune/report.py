@@ -53,13 +53,13 @@ def plot_metrics(path: Path, metrics: Path) -> None:
     """Plot losses, gates, attention and gradients over steps: a panel for each of which there is something."""
     lines = [line for line in training.read_metrics(metrics) if line["model"] == "adapter"]
     names = list(dict.fromkeys(name for line in lines for name in line))
-    panels: dict[str, dict[str, list[dict[int, float]]]] = {}
+    panels: dict[str, dict[str, dict[int, float]]] = {}
     for title, part in PANELS.items():
         labels = part if isinstance(part, dict) else {name: name for name in names if name.startswith(part)}
         for name, label in labels.items():
             points = {line["step"]: line[name] for line in lines if line.get(name) is not None}
             if points:
-                panels.setdefault(title, {})[label] = [points]
+                panels.setdefault(title, {})[label] = points
     inspect.plot_curves(panels, path)
 
 

@@ -17,7 +17,6 @@ import mmattn
 from mmattn import training
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import import_extra
-from mmattn.evaluation import text_scores
 
 from .learning import Lesson, make_adapter
 from .recogniser import Recogniser, SensorEncoder, most_likely_words, sensor_logits, text_loss
@@ -239,7 +238,7 @@ class Measure:
         """Return the word error rate."""
         words = [" ".join(map(str, words)) for words in transcripts]
         references = [" ".join(map(str, one.words)) for one in self.utterances]
-        return text_scores(words, references, ["wer"])["wer"]
+        return float(import_extra("torchmetrics.functional.text", "metrics").word_error_rate(words, references))
 
 
 def join(clips: Sequence[Clips]) -> Clips:

@@ -9,6 +9,7 @@ Every row of the table is trained on the same pairs in the same order for the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from mmattn import inspect, training
 from mmattn.errors import import_extra
-from mmattn.evaluation import text_scores
 
 from .data import HeldOut, encode_pairs, load_pairs, train_tokenizer
 from .model import TranslationConfig, TranslationModel
@@ -106,8 +106,10 @@ def train(
 def score(held_out: Sequence[HeldOut], texts: Sequence[str]) -> dict[str, float]:
     """Return the share of translations that are a reference letter for letter, chrF and BLEU over all references."""
     exact = sum(text in one.references for one, text in zip(held_out, texts, strict=True))
-    references = [one.references for one in held_out]
-    return {"exact": exact / len(held_out), **text_scores(texts, references, ["chrf", "bleu"])}
+    sacrebleu, texts = import_extra("sacrebleu", "translate"), list(texts)
+    references = list(zip_longest(*(one.references for one in held_out)))  # the first of each sentence, the second, …
+    scores = {"chrf": sacrebleu.corpus_chrf(texts, references), "bleu": sacrebleu.corpus_bleu(texts, references)}
+    return {"exact": exact / len(held_out), **{name: float(value.score) for name, value in scores.items()}}
 
 
 def save_alignments(config: Config, run: training.RunFolder, translator: Translator, sources: list[str]) -> None:

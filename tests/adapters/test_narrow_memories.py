@@ -16,7 +16,7 @@ import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
 from mmattn.adapters.settings import NARROW, default_heads
 from mmattn.errors import ShapeError
-from mmattn.inspect.doctor.trial import shuffled
+from mmattn.inspect.doctor.checks import shuffled
 from tests import tiny, tiny_unets
 
 FEW = mmattn.Resampler(num_latents=2, depth=1)

@@ -70,7 +70,7 @@ def shelf(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "_recipes").mkdir(parents=True)
     (package / "_assets").mkdir()
     toy.rename(package / "_recipes" / "toy")
-    monkeypatch.setattr("mmattn.models.shipped._PACKAGE", package)
+    monkeypatch.setattr("mmattn.models.catalogue._PACKAGE", package)
     return package
 
 
@@ -291,6 +291,6 @@ class TestShelf:
     def test_a_package_without_its_recipes(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("mmattn.models.shipped._PACKAGE", tmp_path / "nowhere")
+        monkeypatch.setattr("mmattn.models.catalogue._PACKAGE", tmp_path / "nowhere")
         code, _, err = call(capsys, "ls")
         assert code == 2 and "carries no recipes" in err

@@ -28,7 +28,7 @@ def falling(first: float, last: float) -> list[float]:
 @pytest.mark.parametrize(("first", "last"), [(2.3, 0.2), (0.29, 0.21), (0.208, 0.203), (40.0, 0.04)])
 def test_losses_have_ticks_that_one_reads(tmp_path: Path, first: float, last: float) -> None:
     losses = dict(enumerate(falling(first, last), start=1))
-    plot_curves({"loss": {"adapter": [losses]}}, tmp_path / "loss.svg", log=True)
+    plot_curves({"loss": {"adapter": losses}}, tmp_path / "loss.svg", log=True)
     labels = texts(tmp_path / "loss.svg")
     assert not [text for text in labels if "$" in text or "^" in text], "a power of ten"
     ticks = [float(text) for text in labels if re.fullmatch(r"0?\.\d+|\d\.\d+|\d\d?", text)]

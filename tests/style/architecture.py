@@ -47,18 +47,18 @@ BUDGETS = {
     "encoders": 3_380,  # goal 2,700
     "retrieval": 3_770,  # goal 3,400
     "models": 750,  # goal 700
-    "data": 1_900,
-    "training": 2_630,  # goal 1,700
-    "inspect": 2_420,  # goal 2,100
+    "data": 1_560,  # goal 1,500
+    "training": 2_500,  # goal 1,700
+    "inspect": 2_380,  # goal 2,100
     "pipelines": 1_900,
     "serving": 2_180,  # goal 2,000
-    "evaluation": 350,  # goal 200
+    "evaluation": 200,
     "storage": 1_110,  # goal 900
     "testing": 1_600,
-    "cli": 1_030,  # goal 940
+    "cli": 1_020,  # goal 940
     "recipes": 370,  # goal 360
 }
-FILES = 231  # goal 210
+FILES = 223  # goal 210
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
     "transformers": (
@@ -103,9 +103,6 @@ HOMES = {
     "prometheus_client": ("serving.middleware", "cli.pipelines"),
     "vllm": ("serving.vllm",),
     "lm_eval": ("evaluation.harness", "evaluation.__main__"),
-    "ir_measures": ("evaluation",),
-    "sacrebleu": ("evaluation",),
-    "torchmetrics": ("evaluation",),
     "plotly": ("inspect",),
     "pandas": (),
     "sklearn": ("encoders.names",),
@@ -249,8 +246,9 @@ def heavy_imports(package: Path) -> list[str]:
         if root not in HOMES or found.typing:
             continue
         # The server is loaded by its command only, and FastAPI reads annotations in the names of the module; vLLM loads
-        # its plug-in itself, and Ray its router. A Trainer and its callbacks are subclasses of those of transformers.
-        loaded = {"serving": {"fastapi", "vllm", "ray"}, "training": {"transformers"}}
+        # its plug-in itself, and Ray its router. A Trainer and its callbacks are subclasses of those of transformers;
+        # the model for lm_eval is one of lm_eval's.
+        loaded = {"serving": {"fastapi", "vllm", "ray"}, "training": {"transformers"}, "evaluation": {"lm_eval"}}
         if found.at_load and root not in loaded.get(found.module.split(".")[0], ()):
             wrong.append(f"{found.module}:{found.line} imports {root} at its top; do it inside what needs it")
         if not any(found.module == home or found.module.startswith(f"{home}.") for home in HOMES[root]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmattn import training
 from mmattn.errors import ConditionError
 from mmattn.training import TextBatch, losses
-from mmattn.training.output_head import has_output_head, output_head
+from mmattn.training.losses import has_output_head, output_head
 from tests import tiny
 
 LENGTHS = (11, 7, 5)

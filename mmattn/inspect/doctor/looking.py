@@ -13,10 +13,8 @@ from numbers import Number
 from random import Random
 
 from mmattn.errors import ConfigError
-from mmattn.inspect.doctor.answering import Answer
-from mmattn.inspect.doctor.questions import ALTERATIONS, Item, blank, contents, is_right, moved
-from mmattn.inspect.doctor.report import DIFFERENT, RIGHT, Report
-from mmattn.inspect.doctor.significance import LEVEL, binomial_tail, fisher, mcnemar, rejected
+from mmattn.inspect.doctor.questions import ALTERATIONS, Answer, Item, blank, contents, is_right, moved
+from mmattn.inspect.doctor.report import DIFFERENT, LEVEL, RIGHT, Report, binomial_tail, fisher, mcnemar, rejected
 
 #: Questions that are asked one by one, at most.
 MAX_ALONE = 64

@@ -21,12 +21,10 @@ from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFini
 from mmattn.hosts import host_kinds, load
 from mmattn.hosts.context import Arguments, Call, Keywords
 from mmattn.hosts.model import AdaptedModel
-from mmattn.inspect.doctor.answering import make_answer
-from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, openings
+from mmattn.inspect.doctor.checks import CHECKS, OF_SLOTS, RowMemory, Trial, evaluating, openings
 from mmattn.inspect.doctor.looking import examine
-from mmattn.inspect.doctor.questions import read_items
+from mmattn.inspect.doctor.questions import make_answer, read_items
 from mmattn.inspect.doctor.report import Report
-from mmattn.inspect.doctor.trial import RowMemory, Trial, evaluating
 from mmattn.memory import Memory
 
 

@@ -13,7 +13,7 @@ import mmattn
 from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.inspect.doctor.questions import plain_pictures
-from mmattn.inspect.doctor.significance import binomial_tail, interval
+from mmattn.inspect.doctor.report import binomial_tail, interval
 from tests.inspect.doctor import servers, tiny_readers
 from tests.inspect.doctor.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
 

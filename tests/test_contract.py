@@ -92,7 +92,7 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
     "joined with a length norm, gemma2": lambda: Case(
         JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2), gate="head", length_norm=5.0), language("gemma2")
     ),
-    "fused cache, llama": lambda: Case(FusedCacheAdapter(**FUSED), language("llama"), what_another_read),
+    "fused cache, mistral": lambda: Case(FusedCacheAdapter(**FUSED), language("mistral"), what_another_read),
     "fused cache by head, gpt2": lambda: Case(
         FusedCacheAdapter(**FUSED, gate="head"), language("gpt2"), what_another_read
     ),
@@ -104,10 +104,11 @@ ADAPTERS: dict[str, Callable[[], Case]] = {
         mmattn.GatedAdapter(**SMALL), family("modernbert", AutoModelForSequenceClassification)
     ),
     "inserted, llama": lambda: Case(mmattn.adapters.InsertedAdapter(tiny.MEMORY_DIM), language("llama")),
-    "inserted with a resampler, gpt2": lambda: Case(
+    "inserted without a gate, gpt2": lambda: Case(
         mmattn.adapters.InsertedAdapter(
             tiny.MEMORY_DIM,
             projection="linear",
+            gate=False,
             resampler=mmattn.Resampler(num_latents=3, depth=1, num_heads=1, head_dim=4),
         ),
         language("gpt2"),
@@ -158,10 +159,10 @@ def case_of(name: str) -> Case:
 
 # An augmenting model is no memory of slots, and belongs to one call.
 PREFIXES = ("prefix, llama", "prefix, gpt2")
-FUSED_CACHES = ("fused cache, llama", "fused cache by head, gpt2")
+FUSED_CACHES = ("fused cache, mistral", "fused cache by head, gpt2")
 NO_SLOTS = ("composed, llama", "composed, gptj", *PREFIXES, *FUSED_CACHES)
 # Their slots are attended to among the tokens of the host, in their order.
-INSERTED = ("inserted, llama", "inserted with a resampler, gpt2")
+INSERTED = ("inserted, llama", "inserted without a gate, gpt2")
 NO_TEXT = ("gated, t5", "gated, bart, in the encoder", "gated, modernbert")
 DENOISED = (
     "decoupled, unet",
@@ -206,14 +207,27 @@ DOES_NOT_APPLY = {
     "check_batch_sizes_match": NO_SLOTS,
     "check_bad_memories_are_refused": NO_SLOTS,
     "check_prepared_is_the_same": ("composed, llama", "composed, gptj"),
-    # A prefix is there to be seen.
-    "check_starts_as_identity": PREFIXES,
-    "check_adapters_stack": PREFIXES,
+    # A prefix is there to be seen, and so are tokens without a gate.
+    "check_starts_as_identity": (*PREFIXES, "inserted without a gate, gpt2"),
+    "check_adapters_stack": (*PREFIXES, "inserted without a gate, gpt2"),
     "check_edits_of_memory": NO_SLOTS,
     "check_gradients_reach_the_memory": NO_SLOTS,
     "check_doctor": ("composed, llama", "composed, gptj"),
     # UNets and encoders predict no tokens, encoder–decoders read another text than they write.
     "check_generation": (*NO_TEXT, *DENOISED),
+    "check_padded_prompts": (*NO_TEXT, *DENOISED),
+    # They must know the text of a request, or the host takes none.
+    "check_requests": (
+        *NO_TEXT,
+        *DENOISED,
+        *FUSED_CACHES,
+        "gated, latest image, gptj",
+        "gated with scores and a null slot before bloom",
+        "chunked, llama",
+        "chunked, bloom",
+        "composed, llama",
+        "composed, gptj",
+    ),
     # They hand their memory to no attention that others could listen to.
     # Gemma 2 bounds the scores of its own attention.
     "check_record": ("joint decoupled, sd3", "joined with a length norm, gemma2", *FUSED_CACHES),

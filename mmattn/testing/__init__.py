@@ -107,14 +107,9 @@ def check_store(make: MakeStore) -> None:
         make: makes an empty store of a width and metric: a registered class, or a function that calls it with settings.
 
     Raises:
-        AssertionError: naming the first check that failed, its promise and what happened instead.
+        AssertionError: naming each check that failed, its promise and what happened instead.
 
     >>> from mmattn.retrieval import InMemoryStore
     >>> check_store(InMemoryStore)
     """
-    for check in store_checks():
-        try:
-            check(make)
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            raise AssertionError(f"{check.__name__}: {promise(check)} This store: {reason}") from error
+    run_checks(store_checks(), make)

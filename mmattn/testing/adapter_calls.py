@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import SkipTest
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from mmattn.errors import AttachError, ConditionError, MmattnError
 from mmattn.hosts.context import THREAD
-from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, each_tensor, memory_rows, refuses, rows_of, same
 
 
@@ -61,30 +61,23 @@ def check_threads(case: Case) -> None:
     model, memories = case.trained(), [case.memory(seed) for seed in range(3)]
     answers = [case.ask(model, memory) for memory in memories]
     # All blocks are open when the first thread asks.
-    together, outcomes = threading.Barrier(len(memories), timeout=60), dict[int, list[Tensor | Exception]]()
+    together = threading.Barrier(len(memories), timeout=60)
 
-    def work(number: int) -> None:
+    def work(number: int) -> tuple[int, Tensor, Tensor]:
         try:
-            for _ in range(2):
-                with case.condition(model, memories[number]):
-                    together.wait()
-                    outcomes.setdefault(number, []).append(case.ask(model))
-                    outcomes[number].append(case.ask(model, memories[number - 1]))
-                    together.wait()
-        except Exception as error:
-            outcomes[number] = [error]
+            with case.condition(model, memories[number]):
+                together.wait()
+                asked = number, case.ask(model), case.ask(model, memories[number - 1])
+                together.wait()
+                return asked
+        except Exception:
             together.abort()
+            raise
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(memories))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(len(memories)):
-        for turn, one in enumerate(outcomes[number]):
-            if isinstance(one, Exception):
-                raise one
-            close(one, answers[number - turn % 2], f"thread {number}, {'a call' if turn % 2 else 'a block'} of its own")
+    with ThreadPoolExecutor(len(memories)) as pool:
+        for number, block, call in pool.map(work, 2 * list(range(len(memories)))):
+            close(block, answers[number], f"thread {number}, a block of its own")
+            close(call, answers[number - 1], f"thread {number}, a call of its own")
 
 
 def check_prepared_is_the_same(case: Case) -> None:
@@ -106,17 +99,8 @@ def check_prepared_is_the_same(case: Case) -> None:
 def check_edits_of_memory(case: Case) -> None:
     """A memory that is edited in place is read anew, in its block and prepared."""
     model = case.trained()
-
-    def edit(name: str, memory: Memory) -> None:
-        value = getattr(memory, name)
-        if name == "mask":
-            value[:, -1] = ~value[:, -1]
-        elif name == "tokens":
-            value.neg_()
-        else:
-            value.mul_(-2)
-
-    for name in ("tokens", "mask", "scores"):
+    edits = {"tokens": Tensor.neg_, "mask": lambda mask: mask[:, -1].logical_not_(), "scores": lambda one: one.mul_(-2)}
+    for name, edit in edits.items():
         memory = case.slots()
         if getattr(memory, name) is None:
             continue
@@ -124,7 +108,7 @@ def check_edits_of_memory(case: Case) -> None:
         with case.condition(model, memory):
             case.ask(model)
             case.ask(model, prepared)
-            edit(name, memory)
+            edit(getattr(memory, name))
             answer = case.ask(model, each_tensor(memory, Tensor.clone))
             close(case.ask(model), answer, f"{name} edited in a block")
             close(case.ask(model, prepared), answer, f"{name} edited after prepare")
@@ -167,35 +151,97 @@ def check_words_are_not_dropped(case: Case) -> None:
     refuses(MmattnError, lambda: case.ask(model, memory, adapter_scale=float("nan")), "a scale of NaN")
     refuses(AttachError, lambda: case.ask(model, {"nobody": memory}), "a memory for an adapter that is not there")
     refuses(AttachError, lambda: model.set_adapter("nobody"), "set_adapter of one that is not there")
-    refuses(
-        AttachError, lambda: model.disable_adapter("nobody").__enter__(), "disable_adapter of one that is not there"
-    )
+    refuses(AttachError, lambda: model.disable_adapter("nobody").__enter__(), "disable_adapter of nobody")
     same(case.ask(model, memory), case.ask(model, {case.name: memory}), "afterwards")
 
 
+#: Ways to generate that write what greedy decoding with a cache writes.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"prefill_chunk_size": 3},
+    {"prompt_lookup_num_tokens": 2},
+)
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
 def check_generation(case: Case) -> None:
-    """Generated tokens are those of forwards of the whole text, and beams of a batch are those of each row alone."""
-    model, memory = case.trained(), case.memory()
-    generate = getattr(type(model), "generate", None)
-    if generate is None:
+    """Generated tokens are those of forwards of the whole text, in every way to generate that the host has."""
+    model, ids = _writer(case)
+    memory, beside, options = case.memory(), case.beside_memory, GREEDY | {"attention_mask": torch.ones_like(ids)}
+    greedy = model.generate(ids, memory=memory, **beside, **options)
+    # What belongs to the memory may follow the length of the text.
+    for end in range(ids.shape[1], ids.shape[1] + 1 if beside else greedy.shape[1]):
+        expected = case.ask(model, memory, {"input_ids": greedy[:, :end], **beside})[:, -1].argmax(-1)
+        assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
+    with case.condition(model, memory):
+        assert torch.equal(model.host.generate(ids, **options), greedy), "generate of the host itself, in a block"
+    host: Any = case.make_host()
+    for way in WAYS:
+        rows = slice(0, 1 if "prompt_lookup_num_tokens" in way else case.rows)  # drafts are of one row
+        given = rows_of({**options, **way, "inputs": ids}, rows, case.rows)
+        try:
+            host.generate(**given)
+        except ValueError:
+            continue  # the host itself cannot
+        tokens = model.generate(memory=memory_rows(memory, rows), **given, **rows_of(beside, rows, case.rows))
+        assert torch.equal(tokens, greedy[rows]), f"{way} writes something else"
+
+
+def check_padded_prompts(case: Case) -> None:
+    """Prompts of several lengths, padded on the left, are continued as each is alone, by one beam or three."""
+    model, ids = _writer(case)
+    # What belongs to the memory would be padded, too.
+    memory, cut = case.memory(), 0 if case.beside_memory else 2
+    real = torch.arange(ids.shape[1]) >= cut * torch.arange(case.rows)[:, None]
+    padded = ids.masked_fill(~real, getattr(model.host.config, "pad_token_id", None) or 0)
+    for beams in (1, 3):
+        options = GREEDY | {"num_beams": beams, "attention_mask": real.long()}
+        tokens = model.generate(padded, memory=memory, **case.beside_memory, **options)
+        with case.condition(model, memory):
+            assert torch.equal(model.host.generate(padded, **options), tokens), f"{beams} beams of the host, in a block"
+        for row in range(case.rows):
+            alone = _continued(case, model, ids[row, cut * row :], memory, row, num_beams=beams)
+            assert tokens[row, ids.shape[1] :].tolist() == alone, f"row {row} by {beams} beams"
+
+
+def check_requests(case: Case) -> None:
+    """Requests of continuous batching are answered as each is alone, and as by the host without a memory."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model, ids = _writer(case)
+    memory, settings = case.memory(), GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
+    blocks = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64)
+    prompts = [ids[row, 2 * row :] for row in range(case.rows)] + [ids[0]]
+    memories = [memory_rows(memory, slice(row, row + 1)) for row in range(case.rows)] + [None]
+    options = {"generation_config": settings, "continuous_batching_config": blocks}
+    try:
+        requests = model.generate_batch([one.tolist() for one in prompts], memory=memories, **options)
+    except ConditionError as error:  # it must know the text of a request
+        raise SkipTest(str(error)) from error
+    if not all(request.generated_tokens for request in requests.values()):
+        host: Any = case.make_host()
+        if not all(request.generated_tokens for request in host.generate_batch([[1]], **options).values()):
+            raise SkipTest("the host itself cannot")
+    for row, (prompt, request) in enumerate(zip(prompts, requests.values(), strict=True)):
+        alone = _continued(case, model, prompt, None if memories[row] is None else memory, row)
+        assert request.generated_tokens == alone, f"request {row}: {request.generated_tokens}, alone {alone}"
+
+
+def _continued(case: Case, model: Any, prompt: Tensor, memory: object, row: int, **options: Any) -> list[int]:
+    """Return what a model writes after a prompt alone, with one row of a memory."""
+    rows = slice(row, row + 1)
+    given = {"attention_mask": torch.ones_like(prompt[None]), **GREEDY, **options}
+    if memory is not None:
+        given |= {"memory": memory_rows(memory, rows), **rows_of(case.beside_memory, rows, case.rows)}
+    return model.generate(prompt[None], **given)[0, len(prompt) :].tolist()
+
+
+def _writer(case: Case) -> tuple[Any, Tensor]:
+    """Return a model whose adapter is trained, and prompts; skip hosts that write no text after ids alone."""
+    model = case.trained()
+    if not hasattr(type(model), "generate"):
         raise SkipTest("this kind of host does not generate")
     if set(case.batch) - {"input_ids"} != set(case.beside_memory):
         raise SkipTest("it is called with more than ids")
-    ids, beside = case.batch["input_ids"], case.beside_memory
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    with torch.no_grad():
-        greedy = generate(model, ids, memory=memory, **beside, **options)
-        # What belongs to the memory may follow the length of the text.
-        for end in range(ids.shape[1], ids.shape[1] + 1 if beside else greedy.shape[1]):
-            expected = case.ask(model, memory, {"input_ids": greedy[:, :end], **beside})[:, -1].argmax(-1)
-            assert torch.equal(greedy[:, end], expected), f"token {end} is not that of a forward of the whole text"
-        beams = generate(model, ids, memory=memory, num_beams=3, **beside, **options)
-        with case.condition(model, memory):
-            host: Any = model.host
-            assert torch.equal(host.generate(ids, **options), greedy), "generate of the host itself, in a block"
-            assert torch.equal(host.generate(ids, num_beams=3, **options), beams), "beams of the host, in a block"
-        for row in range(case.rows):
-            rows = slice(row, row + 1)
-            one = rows_of({**options, **beside, "ids": ids}, rows, case.rows)
-            tokens = generate(model, one.pop("ids"), memory=memory_rows(memory, rows), num_beams=3, **one)
-            assert torch.equal(tokens, beams[rows]), f"beams of row {row} alone: {tokens} is not {beams[rows]}"
+    return model, case.batch["input_ids"]

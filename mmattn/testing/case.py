@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from unittest import SkipTest
 
 import torch
@@ -147,16 +147,9 @@ def answer_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-@runtime_checkable
-class Rows(Protocol):
-    """A memory of which some rows can be taken."""
-
-    def __getitem__(self, rows: slice) -> object: ...
-
-
-def memory_rows(memory: object, rows: slice) -> object:
+def memory_rows(memory: Any, rows: slice) -> object:
     """Return some rows of a memory, or the whole where it has none."""
-    return memory[rows] if isinstance(memory, Rows) else memory
+    return memory[rows] if hasattr(memory, "__getitem__") else memory
 
 
 def rows_of(batch: Batch, index: slice | Tensor, rows: int) -> dict[str, Any]:
@@ -199,9 +192,6 @@ def each_tensor(memory: Memory, change: Callable[[Tensor], Tensor]) -> Memory:
         None if one is None else change(one) for one in (memory.mask, memory.segments, memory.scores)
     )
     return Memory(change(memory.tokens), mask, segments, scores)
-
-
-# What may be said of two answers ----------------------------------------------------------------------------------
 
 
 def same(got: Tensor, want: Tensor, what: str) -> None:
@@ -262,9 +252,6 @@ def no_trace(host: nn.Module, before: Mapping[str, object], what: str) -> None:
     assert not left, f"{what}: {left[0]} was {before.get(left[0])}, is {after.get(left[0])} ({len(left)} differ)"
 
 
-# Lists of checks ---------------------------------------------------------------------------------------------------
-
-
 def checks_of(*modules: ModuleType) -> list[Check]:
     """Return the functions of modules whose names begin with `check_`."""
     return [
@@ -280,8 +267,8 @@ def promise(check: Check) -> str:
     return (check.__doc__ or "").strip().partition("\n")[0]
 
 
-def run_checks(checks: Iterable[Check], case: Case) -> dict[str, str]:
-    """Run every check on a case; return those that do not apply, with the reason.
+def run_checks(checks: Iterable[Check], case: Any) -> dict[str, str]:
+    """Run every check on a case, or on what makes a store; return those that do not apply, with the reason.
 
     Raises an AssertionError that names each check that failed, its promise and what happened instead.
     """

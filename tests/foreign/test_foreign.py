@@ -64,7 +64,10 @@ def case_of(name: str) -> Any:
 
 # The decoder does not generate, and what is pooled is not attended to.
 DOES_NOT_APPLY = {
-    "check_generation": ("film on the decoder", "gated on the decoder", "chunked on the decoder"),
+    **dict.fromkeys(
+        ("check_generation", "check_padded_prompts", "check_requests"),
+        ("film on the decoder", "gated on the decoder", "chunked on the decoder"),
+    ),
     "check_record": ("pooled on llama",),
 }
 
@@ -87,7 +90,7 @@ def test_what_does_not_apply_says_so(check: Check, name: str) -> None:
 
 @pytest.mark.slow
 def test_the_suites_in_one_call() -> None:
-    assert set(check_adapter(FILM, decoder)) == {"check_generation"}
+    assert set(check_adapter(FILM, decoder)) == {"check_generation", "check_padded_prompts", "check_requests"}
     assert check_host(decoder, GATED, FILM) == {}
 
 

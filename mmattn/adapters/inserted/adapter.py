@@ -19,7 +19,7 @@ the start: the text stands after the tokens, and a fresh adapter is not the host
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -116,6 +116,7 @@ class InsertedLayers(BeforeTextLayers):
 
     def __init__(self, config: InsertedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
+        self.traits = replace(self.traits, starts_as_identity=config.gate)
         e, d = config.memory_dim, self.sites[0].width
         self._add_reader(config.memory_norm, config.resampler)
         layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]

@@ -19,8 +19,6 @@ from tests.tiny import assert_close, differs
 NEW = 6
 
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
-FEW = ["llama", "gemma3_text", "gpt2", "bloom", "mamba"]
-few_families = pytest.mark.parametrize("family", FEW)
 
 
 @functools.cache
@@ -92,26 +90,6 @@ def test_each_token_is_read_and_projected_once():
     read.clear()
     assert torch.equal(generate(s.model, s.ids, memory=memory, num_beams=2), beams)
     assert read[0] == (2 * ROWS, LENGTH)
-
-
-@few_families
-def test_left_padding_changes_nothing(family):
-    s = scene(family)
-    rows = [tiny.text(1, length, seed=length)[0] for length in (3, 11, 5)]
-    ids, keep = tiny.left_padded(rows)
-    want = [generate(s.model, row[None], memory=along()) for row in rows]
-    assert torch.equal(generate(s.model, ids, attention_mask=keep, memory=along()), torch.cat(want))
-    want = [generate(s.model, row[None], memory=along(), num_beams=2) for row in rows]
-    assert torch.equal(generate(s.model, ids, attention_mask=keep, memory=along(), num_beams=2), torch.cat(want))
-
-
-CACHES = {"static": {"cache_implementation": "static"}, "chunked": {"prefill_chunk_size": 4}}
-
-
-@pytest.mark.parametrize(("family", "how"), tiny.cache_settings(FEW, CACHES))
-def test_caches_agree(family, how):
-    s = scene(family)
-    assert torch.equal(generate(s.model, s.ids, memory=along(), **how), s.rows)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])

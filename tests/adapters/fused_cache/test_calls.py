@@ -1,4 +1,4 @@
-"""What was read of a prompt belongs to the call: ways to generate, caches of the host, beams, windows, training."""
+"""What was read of a prompt belongs to the call: caches of the host, and fused once."""
 
 from __future__ import annotations
 
@@ -13,40 +13,6 @@ from tests.adapters.joined.reference import CLOSE, answer, distance
 
 NEW = 6
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-
-
-def written(model: Any, ids: torch.Tensor, memory: Any) -> torch.Tensor:
-    """What forwards of the whole text write, one after the other."""
-    for _ in range(NEW):
-        ids = torch.cat([ids, answer(model, ids, memory=memory)[:, -1:].argmax(-1)], 1)
-    return ids
-
-
-@pytest.mark.parametrize("way", [way for way in tiny.WAYS if way not in ("greedy", "beams")])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mistral"])
-def test_generate(family: str, way: str) -> None:
-    """Each way to generate writes what forwards of the whole text say, also where a window has passed the prompt."""
-    model, ids = adapted(family), tiny.text(1, 8)
-    memory = read(ids)
-    expected = written(model, ids, memory)
-    assert torch.equal(model.generate(ids, memory=memory, **GREEDY), expected)
-    assert torch.equal(model.generate(ids, memory=memory, **GREEDY, **tiny.WAYS[way]), expected)
-    assert not torch.equal(tiny.make(family).generate(ids, **GREEDY), expected)
-
-
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_beams_and_padding(family: str, cache: dict[str, Any]) -> None:
-    """Rows of several lengths, padded on the left, write what each writes alone, by one or three beams."""
-    model = adapted(family)
-    rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
-    ids, keep = tiny.left_padded(rows)
-    for beams in (1, 3):
-        inputs = GREEDY | {"num_beams": beams, **cache}
-        result = model.generate(ids, attention_mask=keep, memory=read(ids, keep), **inputs)
-        for number, row in enumerate(rows):
-            alone = model.generate(row[None], memory=read(row[None]), **inputs)
-            assert torch.equal(result[number, -NEW - len(row) :], alone[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

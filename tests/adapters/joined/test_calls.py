@@ -1,4 +1,4 @@
-"""A memory that is joined belongs to the call: ways to generate, packed rows, requests, training."""
+"""A memory that is joined belongs to the call: packed rows, slots that arrive, training."""
 
 from __future__ import annotations
 
@@ -6,63 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
 from tests.adapters.joined.reference import CLOSE, answer, distance
-from tests.adapters.joined.test_adapter import LENGTHS, adapted
-
-NEW = 6
-#: Beams have a test of their own.
-WAYS = {name: given for name, given in tiny.WAYS.items() if name not in ("greedy", "beams")}
-
-
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mistral"])
-def test_generate(family: str, way: str) -> None:
-    """Each way to generate writes what plain decoding writes, which is what forwards of the whole text say."""
-    model, ids, memory = adapted(family), tiny.text(1), tiny.memory(1)
-    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "memory": memory}
-    expected = ids
-    for _ in range(NEW):
-        expected = torch.cat([expected, answer(model, expected, memory=memory)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(model.generate(ids, **inputs), expected)
-    assert torch.equal(model.generate(ids, **inputs, **WAYS[way]), expected)
-    plain = tiny.make(family).generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    assert not torch.equal(plain, expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_beams_and_padding(family: str) -> None:
-    """Rows of several lengths, padded on the left, write what each writes alone, by one or three beams."""
-    model, memory = adapted(family), tiny.memory(3, lengths=LENGTHS)
-    rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
-    ids, keep = tiny.left_padded(rows)
-    for beams, cache in ((1, "dynamic"), (3, "dynamic"), (1, "static")):
-        inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
-        inputs["cache_implementation"] = cache
-        result = model.generate(ids, attention_mask=keep, memory=memory, **inputs)
-        for number, row in enumerate(rows):
-            alone = model.generate(row[None], memory=memory[[number]], **inputs)
-            assert torch.equal(result[number, -NEW - len(row) :], alone[0])
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_continuous_batching(family: str) -> None:
-    """Requests that transformers schedules together write what each writes alone; one without a memory, as the host."""
-    model = adapted(family)
-    prompts = [tiny.text(1, length, seed=length)[0].tolist() for length in (4, 9, 6, 4)]
-    memories = [tiny.memory(1, lengths=[3]), tiny.memory(1, seed=1), None, tiny.memory(1, seed=2, lengths=[0])]
-    settings = {
-        "generation_config": GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
-    }
-    result = [one.generated_tokens for one in model.generate_batch(prompts, memory=memories, **settings).values()]
-    for ids, memory, written in zip(prompts, memories, result, strict=True):
-        alone = model.generate(torch.tensor([ids]), memory=memory, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-        assert written == alone[0, len(ids) :].tolist()
+from tests.adapters.joined.test_adapter import adapted
 
 
 def test_packed_rows() -> None:

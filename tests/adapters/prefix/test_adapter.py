@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 import mmattn
 from mmattn.adapters import PassageAdapter, PrefixAdapter
@@ -94,44 +94,6 @@ def test_begun_from_passages(family: str) -> None:
     for select, numbers in (([[0]], None), ([[0]], [3]), ([[]], [0])):
         with pytest.raises(ShapeError, match="virtual tokens"):
             adapter.copy_passages(passages.select(select), model.adapter("read"), numbers)
-
-
-@pytest.mark.parametrize("way", list(tiny.WAYS))
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
-def test_generate(family: str, way: str) -> None:
-    """`generate` writes what each row alone writes, one token after the other in the whole text."""
-    model, ids = adapted(family), tiny.text(3 if "lookup" not in str(tiny.WAYS[way]) else 1)
-    memory = torch.tensor([1, -1, 2])[: len(ids)]
-    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    result = model.generate(ids, memory=memory, **inputs, **tiny.WAYS[way])
-    if way == "beams":
-        inputs |= tiny.WAYS[way]
-        expected = torch.cat([model.generate(ids[[row]], memory=memory[[row]], **inputs) for row in range(3)])
-    else:
-        expected = ids
-        for _ in range(NEW):
-            expected = torch.cat([expected, answer(model, expected, memory=memory)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(result, expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_padded_prompts_and_requests(family: str) -> None:
-    """Prompts of several lengths, padded or scheduled together, write what each writes alone."""
-    model, memory = adapted(family), [0, None, 2]
-    rows = [tiny.text(1, length, seed=length)[0] for length in (7, 3, 5)]
-    ids, keep = tiny.left_padded(rows)
-    inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    result = model.generate(ids, attention_mask=keep, memory=memory, **inputs)
-    settings = {
-        "generation_config": GenerationConfig(eos_token_id=-1, **inputs),
-        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
-    }
-    prompts = [row.tolist() for row in rows]
-    requests = list(model.generate_batch(prompts, memory=memory, **settings).values())
-    for number, row in enumerate(rows):
-        alone = model.generate(row[None], memory=[memory[number]], **inputs)[0]
-        assert torch.equal(result[number, -NEW - len(row) :], alone)
-        assert requests[number].generated_tokens == alone[len(row) :].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mmattn.cli import encode, index, inspect, pipelines, recipes
+from mmattn.cli import encode, inspect, pipelines, recipes
 from mmattn.errors import MmattnError
 from mmattn.progress import recorded_interrupts
 
@@ -50,10 +50,10 @@ app.command("ls")(recipes.list_all)
 app.command("cp")(recipes.copy)
 
 index_app = typer.Typer(help="Build, copy, search and describe an index of texts.", no_args_is_help=True)
-index_app.command("build")(index.build_index)
-index_app.command("copy")(index.copy_index)
-index_app.command("search")(index.search_index)
-index_app.command("info")(index.describe_index)
+index_app.command("build")(encode.build_index)
+index_app.command("copy")(encode.copy_index)
+index_app.command("search")(encode.search_index)
+index_app.command("info")(encode.describe_index)
 app.add_typer(index_app, name="index")
 
 

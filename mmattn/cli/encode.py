@@ -1,4 +1,4 @@
-"""`mmattn encode`: the memories of rows, encoded once into a folder."""
+"""Commands that encode once: `mmattn encode` the memories of rows, `mmattn index` texts to be searched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.errors import ConfigError
+from mmattn.errors import AdapterFileError, ConfigError, TextError, check_float, check_int
 
 
 def encode(
@@ -56,7 +56,8 @@ def encode(
     import shutil
 
     from mmattn.data.encoded import first_few
-    from mmattn.encoders.base import load_image_encoder, load_text_encoder
+    from mmattn.encoders.images import load_image_encoder
+    from mmattn.encoders.text import load_text_encoder
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines.build import default_device
@@ -110,3 +111,218 @@ def _pair(text: str) -> tuple[str, str]:
     if not (key and sign and name):
         raise ConfigError(f"--columns takes KEY=NAME, such as text=caption; got {text!r}")
     return key, name
+
+
+#: The score that an entry must have at least where scores are cosines and no other threshold is given: the default
+#: encoder gives texts that have nothing in common up to 0.2.
+COSINE_THRESHOLD = 0.2
+#: Words of a chunk of a text; the default encoder reads 256 tokens.
+_CHUNK = 96
+#: Files of a folder that are texts.
+_TEXTS = (".txt", ".md", ".rst")
+_ENCODER = typer.Option(help="minilm, any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
+
+
+def build_index(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…|FOLDER", help="JSON lines, or plain text: an entry per line; a folder of texts is cut."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
+    field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
+    id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
+    encoder: Annotated[str, _ENCODER] = "minilm",
+    store: Annotated[str, typer.Option(help="What searches: exact, hnsw, ivf or ivfpq.")] = "exact",
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
+    for_: Annotated[
+        str | None, typer.Option("--for", help="An adapter's folder, such as assets/rag/adapter: what it answers from.")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="A language model (smollm2, a folder, ORG/NAME) that reads the texts to answer from them."),
+    ] = None,
+) -> None:
+    """Embed the lines of files, or the texts in a folder, and make an index of them.
+
+    Of a folder every .txt, .md and .rst in it is cut into chunks; the source of each is the name of its file.
+    `mmattn ask QUESTION --index DIR` answers from them.
+
+    An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
+    the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder
+    is the adapter's. With --host that model reads each text beforehand, and DIR.passages has its keys and values, with
+    which `mmattn ask QUESTION --index DIR --adapter DIR.passages` and `mmattn serve DIR.passages --index DIR` answer.
+    """
+    import json
+    import shutil
+
+    import torch
+
+    from mmattn.data.encoded import first_few
+    from mmattn.encoders.text import load_text_encoder
+    from mmattn.models.loading import without_progress_bars
+    from mmattn.retrieval.corpus import embed_corpus
+    from mmattn.retrieval.index import Index
+
+    folders = [file for file in files if file.is_dir()]
+    _check_paths(files, out)
+    changed = {"--field": field != "text", "--id-field": id_field is not None}
+    if folders and (len(files) > 1 or any(changed.values()) or for_ is not None):
+        raise ConfigError(f"{folders[0]} is a folder of texts, which goes alone, without --field, --id-field and --for")
+    if for_ is not None:
+        changed |= {"--encoder": encoder != "minilm"}
+        changed |= {"--skip-broken": skip_broken, "--host": host is not None}
+        if decided := [name for name, is_changed in changed.items() if is_changed]:
+            raise ConfigError(f"{' and '.join(decided)} cannot go with --for {for_}, which decides this: leave it out")
+        return _build_for(files, out, store, for_)
+    shards = out.with_name(f"{out.name}.shards")
+    with without_progress_bars():
+        text_encoder = load_text_encoder(encoder)
+    # Before anything is embedded: a misspelt store, or one that is not installed, is refused at once.
+    index = Index.build([], encoder=text_encoder, store=store)
+    chunks = out.with_name(f"{out.name}.chunks.jsonl")
+    if folders:
+        _write_chunks(folders[0], chunks, skip_broken)
+        files, id_field = [chunks], "id"
+    rows, left_out = embed_corpus(files, shards, text_encoder, field=field, id_field=id_field, skip_broken=skip_broken)
+    vectors = torch.cat(list(rows.with_format("torch")["memory"]))
+    texts, metadata = list(rows["text"]), [json.loads(about) for about in rows["metadata"]]
+    index.add(vectors, ids=list(rows["id"]), texts=texts, metadata=metadata)
+    index.save(out)
+    shutil.rmtree(shards)
+    chunks.unlink(missing_ok=True)
+    typer.echo(f"{index} in {out}")
+    if left_out:
+        typer.echo(f"{len(left_out)} lines left out, because they cannot be used:\n{first_few(left_out)}")
+    if host is not None:
+        _read_by(host, encoder, texts, out.with_name(f"{out.name}.passages"))
+
+
+def _check_paths(files: list[Path], out: Path) -> None:
+    """Refuse files that are not there, and a file in place of the folder of an index."""
+    for file in files:
+        if not (file.is_file() or file.is_dir()):
+            raise AdapterFileError(f"cannot embed {file}: there is no such file or folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
+
+
+def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
+    """Cut the texts in a folder into chunks, and write them as JSON lines."""
+    import json
+
+    from mmattn.retrieval.corpus import chunk
+    from mmattn.storage.files import files_below, write_text
+
+    paths = [path for path in map(Path, files_below(folder)) if path.suffix.lower() in _TEXTS]
+    texts: dict[str, str] = {}
+    for path in paths:
+        try:
+            texts[path.relative_to(folder).as_posix()] = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            if not skip_broken:
+                raise TextError(f"{path} is not UTF-8: convert the file, or leave it out with --skip-broken") from error
+    cut = chunk(list(texts.values()), size=_CHUNK, overlap=_CHUNK // 8, sources=list(texts))
+    if not cut:
+        raise TextError(f"the folder {folder} has no {', '.join(_TEXTS)} file with a text: name one that has, or files")
+    lines = ({"id": f"{part.source}:{part.start}", "text": part.text, "source": part.source} for part in cut)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _read_by(host: str, encoder: str, texts: list[str], out: Path) -> None:
+    """Write the folder of a passage adapter whose host has read the texts of an index."""
+    from mmattn.pipelines import pipeline
+
+    pipe = pipeline(host=host, encoder=encoder)
+    pipe.read(texts, progress=True)
+    pipe.save(out)
+    typer.echo(f"{len(pipe.passages)} passages of {sum(pipe.passages.lengths)} tokens in {out}")
+
+
+def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
+    """Build an index with the fields that an adapter reads."""
+    from mmattn.models import resolve
+    from mmattn.models.loading import without_progress_bars
+    from mmattn.pipelines import PipelineConfig, build_index as build, load_text_encoder, read_entries
+    from mmattn.storage.json_files import read_json
+
+    folder = Path(resolve(adapter))
+    config = PipelineConfig.load(folder)
+    rows = [row for file in files for row in read_entries(file)]
+    with without_progress_bars():
+        text_encoder = load_text_encoder(config, folder, read_json(folder / "adapter_config.json").get("encoder"))
+    index = build(rows, config, text_encoder, store=store, progress=True)
+    index.save(out)
+    typer.echo(f"{index} in {out}")
+
+
+def copy_index(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+    store: Annotated[str, typer.Argument(metavar="ADDRESS", help="Such as postgresql://user@host/database#table.")],
+) -> None:
+    """Write the entries of an index into a database, where ask, serve and search find them by the same address."""
+    from mmattn.retrieval.index import Index
+
+    if ":" not in store:
+        raise ConfigError(f"an index is copied to an address, such as lance:{store}, and got {store!r}")
+    copied = Index.open(folder).copy(store)
+    typer.echo(copied)
+    copied.close()  # where one process at a time may have it open
+
+
+def search_index(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY")],
+    top_k: Annotated[int, typer.Option(help="How many entries, at most.")] = 5,
+    score_threshold: Annotated[
+        float | None,
+        typer.Option(help=f"The lowest score that fits; by default {COSINE_THRESHOLD} where scores are cosines."),
+    ] = None,
+    encoder: Annotated[str, _ENCODER] = "minilm",
+    rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
+) -> None:
+    """Print the entries that fit a query best, each with its score."""
+    from mmattn.encoders.text import load_text_encoder
+    from mmattn.models.loading import without_progress_bars
+    from mmattn.retrieval.index import Index
+
+    check_int("top_k", top_k)
+    if score_threshold is not None:
+        check_float("score_threshold", score_threshold)
+    with without_progress_bars():
+        index = Index.open(folder, encoder=load_text_encoder(encoder))
+        hits = index.search([query], top_k if rerank is None else 10 * top_k)
+        scores = hits.scores[0][hits.mask[0]].tolist()
+        if score_threshold is None and index.metric == "cosine":
+            score_threshold = COSINE_THRESHOLD
+        if score_threshold is not None:
+            hits = hits.above(score_threshold)
+        if not hits.mask.any():
+            why = (
+                f"the best score is {scores[0]:.3f}, below --score-threshold {score_threshold}"
+                if scores
+                else "the index is empty"
+            )
+            typer.echo(f"nothing fits: {why}", err=True)
+            return
+        if rerank is not None:
+            from mmattn.retrieval.hits import load_cross_encoder
+
+            hits = hits.rerank(query, load_cross_encoder(rerank)).first(top_k)
+    texts = hits.texts[0] if hits.texts is not None else [None] * top_k
+    names = hits.ids[0] if hits.ids is not None else [None] * top_k
+    for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):
+        if real:
+            typer.echo(f"{score:.3f}  {name}  {text or ''}".rstrip())
+
+
+def describe_index(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+) -> None:
+    """Check an index and print its size, encoder and memory."""
+    from mmattn.retrieval.index import Index
+
+    index = Index.open(folder)
+    typer.echo(f"{index}\nencoder {index.space.fingerprint or 'unknown'}\nmemory {4 * index.dim * len(index):,} bytes")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import ImageEncoder, register_encoder
-from mmattn.encoders.images import ImageProcessor
+from mmattn.encoders.base import register_encoder
+from mmattn.encoders.images import ImageEncoder, ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.loading import is_weights_path, read_weights, refuse_keys
 
@@ -68,6 +68,7 @@ class TorchvisionEncoder(ImageEncoder):
     Raises:
         ConfigError: unknown name, weights or layer.
         AdapterFileError: a weights file that is damaged, not safetensors, or of another network.
+        NonFiniteError: NaN or infinity in the weights.
         MissingExtraError: torchvision is not installed.
 
     >>> encoder = TorchvisionEncoder("squeezenet1_1", size=64)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.inspect.attribution import attribute, media_names
+    from mmattn.inspect.attention import AdapterMetrics, attribute, media_names, record
     from mmattn.inspect.explorer import write_page
     from mmattn.inspect.plots import plot_curves, plot_heat_maps, plot_mask
-    from mmattn.inspect.record_attention import AdapterMetrics, record
     from mmattn.inspect.trace import Trace, load_traces, save_traces
 
 __all__ = [

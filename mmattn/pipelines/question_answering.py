@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from mmattn.data.text_batches import bos_and_eos
-from mmattn.encoders import base as encoders
+from mmattn.encoders import text as encoders
 from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import AdapterFileError, ConfigError, TextError
-from mmattn.inspect.attribution import attribute
-from mmattn.inspect.record_attention import record
+from mmattn.inspect.attention import attribute, record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline

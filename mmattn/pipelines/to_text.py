@@ -90,7 +90,7 @@ class ImageToTextPipeline(ImagePipeline):
 
         The trace has the image as the encoder reads it, on which the patches lie.
         """
-        from mmattn.inspect.record_attention import record
+        from mmattn.inspect.attention import record
         from mmattn.inspect.trace import Trace
 
         if image is None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ConditionError, MmattnError, NonFiniteError, ShapeError
+from mmattn.inspect.attention import record
 from mmattn.inspect.doctor.checks import cut, emptied, padded
 from mmattn.inspect.doctor.run import doctor
-from mmattn.inspect.record_attention import record
 from mmattn.memory import Memory
 from mmattn.testing.case import Case, close, differ, each_tensor, memory_rows, refuses, rows_of, same
 

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from mmattn.data.encoded import Encoding, drop_errors, encode_dataset, encoding_of
     from mmattn.data.readers import memory_kinds, read_rows
     from mmattn.data.rows import Row, make_row, stack_memories
-    from mmattn.data.sampling import PairSampler, derive_seed
-    from mmattn.data.splits import shuffle_memories, split_rows
+    from mmattn.data.sampling import PairSampler, derive_seed, shuffle_memories, split_rows
     from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
     from mmattn.progress import tracked
     from mmattn.training.compare import (

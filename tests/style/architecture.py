@@ -49,7 +49,7 @@ BUDGETS = {
     "kv_store": 1_620,
     "encoders": 3_290,  # goal 2,700
     "retrieval": 3_960,  # goal 3,400
-    "models": 750,  # goal 700
+    "models": 760,  # goal 700
     "data": 1_550,  # goal 1,500
     "training": 2_500,  # goal 1,700
     "inspect": 2_370,  # goal 2,100
@@ -61,7 +61,7 @@ BUDGETS = {
     "cli": 1_010,  # goal 940
     "recipes": 370,  # goal 360
 }
-FILES = 210
+FILES = 206
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
     "transformers": (

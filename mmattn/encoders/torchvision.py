@@ -68,6 +68,7 @@ class TorchvisionEncoder(ImageEncoder):
     Raises:
         ConfigError: unknown name, weights or layer.
         AdapterFileError: a weights file that is damaged, not safetensors, or of another network.
+        NonFiniteError: NaN or infinity in the weights.
         MissingExtraError: torchvision is not installed.
 
     >>> encoder = TorchvisionEncoder("squeezenet1_1", size=64)

@@ -64,7 +64,7 @@ class AdaptedEncoder(AdaptedModel):
         self.path, layers = find_layers(host, path)
         part = host.get_submodule(self.path.rpartition(".")[0])
         self.width = layers_width(layers, [getattr(part, "config", None), text_config(host)])
-        self.encoder_outputs = EncoderOutputs()
+        self.encoder_outputs = EncoderOutputs(self)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -95,19 +95,11 @@ class AdaptedEncoder(AdaptedModel):
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
         """Return the sites that must be reached; the view of the memory is made at each of them."""
-        sources = self._sources(call, disabled)
+        sources = self.encoder_outputs.sources(call, disabled)
         if any(self.encoder_outputs.match(value, sources) for value in kwargs.values()):
             return ForwardStep(self, host, None, {})  # the layers have run, with these memories
         sites = [(layer, self.adapter(name).position) for name in sources for layer in self.adapter(name).layers]
         return ForwardStep(self, host, None, {site: [] for site in sites})
-
-    def _sources(self, call: Call, disabled: frozenset[str]) -> Sources:
-        """Return memory and scale of each adapter that acts in a call."""
-        return {
-            name: (source, call.scales.get(name, 1.0))
-            for name, source in call.sources.items()
-            if name in self.active and name not in disabled
-        }
 
     def check_reached(self, layers: Sequence[int]) -> None:
         """Refuse an output that memory did not reach at some layers, but for those that training drops."""
@@ -121,12 +113,7 @@ class AdaptedEncoder(AdaptedModel):
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to host and layers, and note with which memories the layers were run."""
         part = self.host.get_submodule(self.path.rpartition(".")[0])
-        return [*super().install_hooks(), part.register_forward_hook(self._note_encoder)]
-
-    def _note_encoder(self, encoder: nn.Module, args: Positional, output: EncoderOutput) -> None:
-        call, disabled = self.open_blocks.in_force()[1:]
-        if call is not None and not torch.compiler.is_compiling():
-            self.encoder_outputs.add(output, self._sources(call, disabled))
+        return [*super().install_hooks(), part.register_forward_hook(self.encoder_outputs.note)]
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
@@ -160,18 +147,32 @@ Sources = Mapping[str, tuple[BoundMemory, Scale]]
 class EncoderOutputs:
     """The memories with which outputs of an encoder were computed, for as long as the outputs live."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: AdaptedModel, part: str | None = None) -> None:
+        self.model, self.part = model, part
         self._computed: MutableMapping[Tensor, tuple[Sources, dict[str, TensorVersion]]] = WeakTensorKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[EncoderOutputs], tuple[()]]:
-        return EncoderOutputs, ()
+    def __reduce__(self) -> tuple[type[EncoderOutputs], tuple[AdaptedModel, str | None]]:
+        return EncoderOutputs, (self.model, self.part)
 
-    def add(self, output: EncoderOutput, sources: Sources) -> None:
-        """Note what an encoder returned with these memories."""
+    def sources(self, call: Call, disabled: frozenset[str]) -> Sources:
+        """Return memory and scale of each adapter in this part that acts in a call."""
+        return {
+            name: (source, call.scales.get(name, 1.0))
+            for name, source in call.sources.items()
+            if name in self.model.active
+            and name not in disabled
+            and self.model.adapter(name).sites[0].part == self.part
+        }
+
+    def note(self, encoder: nn.Module, args: Positional, output: EncoderOutput) -> None:
+        """A forward hook of the encoder: note with which memories it was run."""
+        call, disabled = self.model.open_blocks.in_force()[1:]
         states = _first_states(output)
-        if states is not None and sources:
+        if call is None or states is None or torch.compiler.is_compiling():
+            return
+        if sources := self.sources(call, disabled):
             versions = {name: TensorVersion(source.sources()) for name, (source, _) in sources.items()}
-            self._computed[states] = dict(sources), versions
+            self._computed[states] = sources, versions
 
     def match(self, output: object, sources: Sources) -> bool:
         """Return whether outputs are those that the encoder returned with these memories as they are now."""

@@ -19,7 +19,7 @@ from mmattn.hosts.attach import register_host
 from mmattn.hosts.causal_lm.generation import asked, check_with_memory, noted, shrinks_batches
 from mmattn.hosts.causal_lm.model import AdaptedCausalLM, past_length
 from mmattn.hosts.context import Call, ForwardStep, Keywords, Positional
-from mmattn.hosts.encoder import EncoderOutput, EncoderOutputs, Sources, check_reads_at_once
+from mmattn.hosts.encoder import EncoderOutput, EncoderOutputs, check_reads_at_once
 from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.probe import (
     LENGTH,
@@ -77,7 +77,7 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         parts: PreTrainedModel = host
         decoder = _stack(host, DECODER, parts.get_decoder(), 0)
         self.stacks = decoder, _stack(host, ENCODER, parts.get_encoder(), len(decoder.layers))
-        self.encoder_outputs = EncoderOutputs()
+        self.encoder_outputs = EncoderOutputs(self, ENCODER)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -147,17 +147,9 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
             {site: site_actions for site, site_actions in actions.items() if not self.is_apart(site[0])},
         )
 
-    def _encoder_sources(self, call: Call, disabled: frozenset[str]) -> Sources:
-        """Return memory and scale of each adapter in the encoder."""
-        return {
-            name: (source, call.scales.get(name, 1.0))
-            for name, source in call.sources.items()
-            if name in self.active and name not in disabled and self.adapter(name).sites[0].part == ENCODER
-        }
-
     def _check_encoded(self, call: Call, disabled: frozenset[str], outputs: EncoderOutput | None) -> None:
         """Refuse outputs of the encoder that were not computed with these memories."""
-        sources = self._encoder_sources(call, disabled)
+        sources = self.encoder_outputs.sources(call, disabled)
         if outputs is None or self.encoder_outputs.match(outputs, sources):
             return
         fault = f"without the memory of {list(sources)} as it is in this call" if sources else "with a memory"
@@ -171,13 +163,8 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         hooks = super().install_hooks()
         if any(self.is_apart(layer) for layer, _ in self.hooked):
             host: PreTrainedModel = self.host
-            hooks.append(host.get_encoder().register_forward_hook(self._note_encoder))
+            hooks.append(host.get_encoder().register_forward_hook(self.encoder_outputs.note))
         return hooks
-
-    def _note_encoder(self, encoder: nn.Module, args: Positional, output: EncoderOutput) -> None:
-        call, disabled = self.open_blocks.in_force()[1:]
-        if call is not None and not torch.compiler.is_compiling():
-            self.encoder_outputs.add(output, self._encoder_sources(call, disabled))
 
     def _host_generate(self, *args: object, **kwargs: Any) -> Tensor | ModelOutput:
         call, disabled = self.open_blocks.of_call(self.require_memory)[1:]

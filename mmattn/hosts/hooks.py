@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,11 @@ from mmattn.hosts.context import (
     step_of,
 )
 from mmattn.hosts.keywords import Signature, signature_of
-from mmattn.hosts.probe import change_streams, in_eval_mode, output_of, text_inputs
+from mmattn.hosts.probe import in_eval_mode, output_of, text_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-
-States = TypeVar("States", Tensor, HostAttention)
 
 #: Whether hooks around a compiled host run beside its graph; older versions of torch compile them, in pieces.
 _BESIDE_GRAPHS = torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
@@ -58,12 +56,11 @@ class CrossAttentionHook:
         self.site = layer, self.position
         self.apart, self.stream_axis = model.is_apart(layer), model.stream_axis
 
-    def adapt_streams(self, x: Tensor) -> Tensor:
-        """Apply the adapters to hidden states x, (b, l, d) or several streams of them."""
-        return self.adapt(x) if self.stream_axis is None else change_streams(x, self.stream_axis, self.adapt)
-
-    def adapt(self, x: States) -> States:
-        """Apply the adapters to hidden states x (b, l, d), or to the attention of a layer."""
+    def adapt(self, x: Any) -> Any:
+        """Apply the adapters to hidden states x (b, l, d), several streams of them, or the attention of a layer."""
+        streams, axis = x, self.stream_axis if isinstance(x, Tensor) else None
+        if axis is not None:
+            x = before = x.mean(axis)
         step = getattr(THREAD, "step", None)
         if step is not None and step.model is not self.model:
             step = step_of(self.model)
@@ -76,7 +73,7 @@ class CrossAttentionHook:
             actions = step.actions.get(self.site, ())
         for view, block, adapter_scale in actions:
             x = view.apply(x, block, self.layer, adapter_scale)
-        return x
+        return x if axis is None else streams + (x - before).unsqueeze(axis)
 
 
 class AfterLayer(CrossAttentionHook):
@@ -88,8 +85,8 @@ class AfterLayer(CrossAttentionHook):
         if layer.training:
             refuse_other_context(layer)
         if isinstance(output, Tensor):
-            return self.adapt_streams(output)
-        return (self.adapt_streams(output[0]), *output[1:])
+            return self.adapt(output)
+        return (self.adapt(output[0]), *output[1:])
 
 
 class BeforeLayer(CrossAttentionHook):
@@ -101,8 +98,8 @@ class BeforeLayer(CrossAttentionHook):
         if layer.training:
             refuse_other_context(layer)
         if args:
-            return (self.adapt_streams(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.adapt_streams(kwargs["hidden_states"])}
+            return (self.adapt(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.adapt(kwargs["hidden_states"])}
 
 
 class JoinMemory(CrossAttentionHook):

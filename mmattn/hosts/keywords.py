@@ -85,26 +85,12 @@ def _renamed(forward: Callable[..., object]) -> dict[str, str]:
     return names
 
 
-def shown_signature(
-    method: Callable[..., object], memory_keywords: Sequence[str], host: nn.Module
-) -> inspect.Signature:
-    """Return the signature of a host's forward, with the parameters of a method of ours and our keywords beside it."""
-    forward, inner = type(host).forward, type(inner_host(host)).forward
-    theirs, ours = inspect.signature(forward), inspect.signature(method)
-    # A kind that names what it is given by its place says the order.
-    first = (
-        theirs if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in ours.parameters.values()) else ours
-    )
-    parameters = {
-        name: parameter for name, parameter in first.parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD
-    }
-    for named in (_parameters(forward), _parameters(inner), _parameters(method)):
-        for name, parameter in named.items():
-            if name != "labels" or named is not _parameters(method):
-                parameters.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
-    for name in memory_keywords:
+def shown_signature(host: nn.Module, memory_keywords: Sequence[str]) -> inspect.Signature:
+    """Return the signature of a host's forward, with our keywords beside its own."""
+    theirs = inspect.signature(type(host).forward)
+    parameters = dict(list(theirs.parameters.items())[1:])
+    for name, parameter in _parameters(type(inner_host(host)).forward).items():
+        parameters.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
+    for name in ("memory", *memory_keywords):
         parameters.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
-    parameters |= {
-        name: parameter for name, parameter in theirs.parameters.items() if parameter.kind is Parameter.VAR_KEYWORD
-    }
     return theirs.replace(parameters=sorted(parameters.values(), key=lambda parameter: parameter.kind))

@@ -269,26 +269,19 @@ def load_published(
 
 
 def _read_pretrained(weights: Mapping[str, Tensor] | str | PathLike[str]) -> tuple[Mapping[str, Tensor], str]:
-    """Return tensors by name and their source for messages; a `.bin`, `.pt` or `.pth` is read with `weights_only`."""
-    state: object = weights
-    source = "the state dict" if isinstance(weights, Mapping) else repr(os.fspath(weights))
-    if not isinstance(weights, Mapping):
-        path = os.fspath(weights)
-        if os.path.isdir(path):
-            files = sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(".safetensors"))
-            if not files:
-                raise AdapterFileError(f"{source} holds no safetensors file; name the file with the weights")
-            state = {name: tensor for file in files for name, tensor in read_weights(file).items()}
-        elif path.endswith((".bin", ".pt", ".pth")):
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # torn pickles raise many kinds of errors
-                raise AdapterFileError(f"{source} cannot be read as weights: {error}; fetch it again") from error
-        else:
-            state = read_weights(path)
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise AdapterFileError(f"{source} must hold tensors by name, as a state dict does")
-    return state, source
+    """Return tensors by name, and their source for messages."""
+    if isinstance(weights, Mapping):
+        if not all(isinstance(value, Tensor) for value in weights.values()):
+            raise AdapterFileError("the state dict must hold tensors by name")
+        return weights, "the state dict"
+    path = os.fspath(weights)
+    files = [path]
+    if os.path.isdir(path):
+        files = sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(".safetensors"))
+        if not files:
+            raise AdapterFileError(f"{path!r} holds no safetensors file; name the file with the weights")
+    tensors = {name: tensor for file in files for name, tensor in read_weights(file, pickles=True).items()}
+    return tensors, repr(path)
 
 
 # peft's prefix tuning and cartridges ----------------------------------------------------------------------------------

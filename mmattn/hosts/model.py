@@ -8,9 +8,10 @@ import os
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from os import PathLike
-from types import MethodType
-from typing import Any, ClassVar, NoReturn, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +56,40 @@ from mmattn.hosts.saving import (
 from mmattn.hosts.stored import size_of
 from mmattn.models.loading import load_model
 
+if TYPE_CHECKING:
+    from mmattn.hosts.diffusion.scale import AdapterScale
+
 
 class CallOptions(TypedDict, total=False):
-    """Keywords of a call that belong to its memory; some kinds of hosts take further ones.
+    """Keywords of a call or block that belong to its memory.
 
     Args:
         adapter_scale: multiplies the outputs of the adapters, one number for all or one by adapter name; 0 is exactly
-            nothing.
-        images: (b, l) images begun at or before each token, for visible_segments="latest" and "previous".
-        arrived: (b, l) number of slots of the memory that had arrived at each token, which sees no later ones; tokens
-            after those are like the last. A `MemoryStream` is the same while it grows.
+            nothing. Of diffusion models also (b,), (b, height, width), (b, frames, height, width), one by block, or a
+            function of the timestep (`mmattn.hosts.diffusion.scale`).
+        images: of language models: (b, l) images begun at or before each token, for visible_segments="latest" and
+            "previous".
+        arrived: of language models: (b, l) number of slots of the memory that had arrived at each token, which sees no
+            later ones; tokens after those are like the last. A `MemoryStream` is the same while it grows.
         window: with `arrived`, how many of the latest slots each token sees; None for all.
+        text_mask: of diffusion models: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
+        guided: of diffusion models, for `condition`: a pipeline of diffusers computes classifier-free guidance inside
+            the block, in batches of two or three parts or in a call for each: unconditional rows and calls see no
+            memory. They are known by the null class of DiT, by the names that the pipeline gives to `cache_context`,
+            else by the order of diffusers' own pipelines: of calls at one timestep the conditional one comes first. A
+            call for which nothing tells whether it is unconditional raises ConditionError.
+        negative_prompt_embeds: of diffusion models, for `condition`: (b, m, e), the embeddings of the negative prompt
+            as the host is given them: rows with this text see no memory, in whatever order they come. Implies `guided`;
+            needed by pipelines of another order than diffusers', such as InstructPix2Pix.
     """
 
-    adapter_scale: float | Mapping[str, float]
+    adapter_scale: AdapterScale
     images: Tensor | None
     arrived: Tensor | None
     window: int | None
+    text_mask: Tensor | None
+    guided: bool
+    negative_prompt_embeds: Tensor | None
 
 
 class AdaptedModel(nn.Module):
@@ -115,7 +133,8 @@ class AdaptedModel(nn.Module):
         self.attachment = Attachment(host)
         self._keywords_of_host = keywords_of(host)
         # Trainers ask a model's forward which columns of the data it reads.
-        vars(self)["forward"] = MethodType(_forward_of(type(self), host), self)
+        vars(self)["forward"] = forward = partial(type(self).forward, self)
+        forward.__signature__ = shown_signature(host, self.memory_keywords)  # type: ignore[attr-defined]
         self._state_prefix = ""
         self.register_load_state_dict_post_hook(_expect_no_host)
 
@@ -587,12 +606,12 @@ class AdaptedModel(nn.Module):
 
         Args:
             memory: (b, m, e), one for all active adapters, or one by adapter name.
-            options: `CallOptions`: `adapter_scale`; of language models also `images`, `arrived` and `window`.
+            options: `CallOptions`, those of this kind of host.
 
         Raises:
-            ShapeError: a memory that does not fit.
-            ConfigError: an adapter_scale of an adapter that reads no memory.
-            NonFiniteError: NaN or infinity in a slot that may be attended to.
+            ShapeError: a memory or scale that does not fit.
+            ConfigError: an adapter_scale of an adapter that reads no memory, or of another kind.
+            NonFiniteError: NaN or infinity in a slot that may be attended to, or in a scale.
             ConditionError: a generator opens the block.
         """
         keywords: Arguments = {**options}
@@ -617,11 +636,15 @@ class AdaptedModel(nn.Module):
         options = self.options_of(kwargs) if kwargs else {}
         if labels is not None:
             kwargs["labels"] = labels
-        if memory is None:
-            check_unused(**options)
+        with self.block_of_call(memory, options):
             return self.host(*args, **kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, **options)):
-            return self.host(*args, **kwargs)
+
+    def block_of_call(self, memory: object, options: Arguments) -> AbstractContextManager[None]:
+        """Return the block of one call with `memory=`; without a memory its options are refused."""
+        if memory is not None:
+            return self.open_blocks.conditioned(self.make_call(memory, **options))
+        check_unused(**options)
+        return contextlib.nullcontext()
 
     def calibrate(self, *args: Any, memory: object, **kwargs: Any) -> None:
         """Calibrate fresh gated adapters by a batch of the training data: mean and spread of what each block reads.
@@ -725,7 +748,11 @@ class AdaptedModel(nn.Module):
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(self), always_call=True),
         ]
-        return hooks + [hook_layer(self, module, *site) for site, module in self.hooked.items()]
+        return hooks + [hook for site, module in self.hooked.items() for hook in self.hook_site(module, *site)]
+
+    def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:
+        """Hook the adapters to one site, and return the handles."""
+        return [hook_layer(self, module, layer, position)]
 
     def used_sites(self) -> dict[tuple[int, str], str]:
         """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
@@ -775,17 +802,6 @@ def _holds(module: nn.Module, name: str) -> bool:
     fields = vars(module)
     registered = (fields[kind] for kind in ("_parameters", "_buffers", "_modules"))
     return name in fields or hasattr(type(module), name) or any(name in names for names in registered)
-
-
-def _forward_of(kind: type[AdaptedModel], host: nn.Module) -> Callable[..., object]:
-    """Return the forward of a kind of adapted models, with the signature of the host's and our keywords beside it."""
-    method = kind.forward
-
-    def forward(self: AdaptedModel, *args: object, **kwargs: object) -> object:
-        return method(self, *args, **kwargs)
-
-    forward.__signature__ = shown_signature(method, kind.memory_keywords, host)  # type: ignore[attr-defined]
-    return forward
 
 
 def _expect_no_host(model: nn.Module, keys: _IncompatibleKeys) -> None:

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
+from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.models.cache import resolve
 from mmattn.storage.fingerprints import plain_parts
 from mmattn.storage.safetensors import check_values
@@ -82,12 +83,18 @@ def _loading(name: str | os.PathLike[str], what: str) -> Iterator[None]:
         ) from error
 
 
-def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read all tensors of another library's safetensors file; AdapterFileError for pickles, damage, NaN or infinity."""
+def read_weights(path: str | os.PathLike[str], pickles: bool = False) -> dict[str, Tensor]:
+    """Read all tensors of another library's file; AdapterFileError for damage, NonFiniteError for NaN or infinity.
+
+    Args:
+        path: a safetensors file.
+        pickles: also read `.bin`, `.pt` and `.pth`, with `weights_only`; parts of a nested dict are named "part.name".
+    """
     from safetensors.torch import load_file
 
     file = Path(path)
-    if file.suffix.lower() != ".safetensors":
+    is_pickle = pickles and file.suffix.lower() in (".bin", ".pt", ".pth")
+    if not is_pickle and file.suffix.lower() != ".safetensors":
         raise AdapterFileError(
             f"weights are read from .safetensors files, got {str(path)!r}: a pickle can run code. Convert it: "
             "safetensors.torch.save_file(torch.load(path, weights_only=True), new)"
@@ -95,17 +102,24 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not file.is_file():
         raise AdapterFileError(f"there is no weights file {str(path)!r}")
     try:
-        weights = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise AdapterFileError(f"{str(path)!r} is not a readable safetensors file: {error}") from error
-    if not weights:
-        raise AdapterFileError(f"{str(path)!r} holds no tensors; get the file again")
+        weights = _unpickled(file) if is_pickle else load_file(file)
+    except Exception as error:  # damaged pickles raise anything
+        raise AdapterFileError(f"{str(path)!r} cannot be read as weights: {error}; get the file again") from error
+    if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise AdapterFileError(f"{str(path)!r} must hold tensors by name; get the file again")
     for name, tensor in weights.items():
-        try:
-            check_values(name, tensor)
-        except NonFiniteError as error:
-            raise AdapterFileError(f"cannot use {str(path)!r}: {error}; get the file again") from error
+        check_values(f"{name} in {str(path)!r}", tensor)
     return weights
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    """Return the content of a pickle, read with `weights_only`, by dotted name."""
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        return {}
+    parts = {name: value for name, value in content.items() if isinstance(value, dict)}
+    nested = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    return {name: value for name, value in content.items() if name not in parts} | nested
 
 
 def is_weights_path(weights: object) -> bool:

@@ -61,7 +61,7 @@ from mmattn.hosts.causal_lm.joined_slots import (
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional, refuse_reentrant
 from mmattn.hosts.hooks import AfterHost, BeforeHost
-from mmattn.hosts.model import AdaptedModel, check_unused
+from mmattn.hosts.model import AdaptedModel
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.probe import find_layers, probe_adapter, random_ids, text_inputs
 from mmattn.memory import Memory
@@ -323,10 +323,7 @@ class AdaptedCausalLM(AdaptedModel):
         options = self.options_of(kwargs)
         if inputs is not None:
             kwargs[prompt_name(self.host)] = inputs
-        if memory is None:
-            check_unused(**options)
-            return self._host_generate(**kwargs)
-        with self.open_blocks.conditioned(self.make_call(memory, **options)):
+        with self.block_of_call(memory, options):
             return self._host_generate(**kwargs)
 
     def generate_batch(
@@ -463,22 +460,18 @@ class HeadlessHost:
                 "the base model of a host with prompts of peft was called, and would leave the prompts out: call the "
                 "adapted model"
             )
-        if memory is None:
-            check_unused(**options)
-            self._check_trains()
-            return self._own(*args, **kwargs)
-        with model.open_blocks.conditioned(model.make_call(memory, **options)):
-            return self._forward(*args, **kwargs)
-
-    def _forward(self, *args: object, **kwargs: object) -> ModelOutput:
-        """Run the base model; adapters act as in a forward of the whole host."""
-        output = None
-        args, kwargs = BeforeHost(self._model)(self._own, args, kwargs) or (args, kwargs)
-        try:
-            output = self._own(*args, **kwargs)
-        finally:
-            AfterHost(self._model)(self._own, args, output)
-        return output
+        with model.block_of_call(memory, options):
+            if memory is None:
+                self._check_trains()
+                return self._own(*args, **kwargs)
+            # Adapters act as in a forward of the whole host.
+            output = None
+            args, kwargs = BeforeHost(model)(self._own, args, kwargs) or (args, kwargs)
+            try:
+                output = self._own(*args, **kwargs)
+            finally:
+                AfterHost(model)(self._own, args, output)
+            return output
 
     def _check_trains(self) -> None:
         """Refuse a step of training without a memory: the host is frozen, and the adapters would not be reached."""

@@ -127,20 +127,6 @@ def equal(first: object, second: object) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-@dataclass(frozen=True)
-class RowsAndScale:
-    """Rows and scale of the result of an adapter in one layer at one step."""
-
-    conditional: tuple[bool, ...]  # for each of the equal parts of the rows of the sample, True if it sees the memory
-    scale: float | Tensor  # a number, (b,), (b, height, width) or (b, frames, height, width)
-    #: frames, height and width of the picture as the host's first layer has it; None where it is not known
-    grid: Grid | None
-    to_block: bool = False  # it is added to the output of the block, not of its attention
-    #: of the sample; layers of films have a row for each frame or pixel of it, those of one row one after the other.
-    #: None where only a part of the host was called
-    rows: int | None = None
-
-
 class Reading(NamedTuple):
     """The memory of one adapter as a forward reads it."""
 
@@ -148,9 +134,13 @@ class Reading(NamedTuple):
     source: BoundMemory
     conditional: tuple[bool, ...]  # for each of the equal parts of the rows of the sample, True if it sees the memory
     scale: Fixed  # at this timestep
-    grid: Grid | None  # frames, height and width of the picture
+    to_block: bool  # it is added to the output of the block, not of its attention
+    #: frames, height and width of the picture as the host's first layer has it; None where it is not known
+    grid: Grid | None
     timestep: Tensor | float | None
-    rows: int | None  # of the sample; None where only a part of the host was called
+    #: of the sample; layers of films have a row for each frame or pixel of it, those of one row one after the other.
+    #: None where only a part of the host was called
+    rows: int | None
 
 
 # Hooks ----------------------------------------------------------------------------------------------------------------
@@ -220,13 +210,14 @@ def added_heads(model: Any, index: int, attn: nn.Module, x: Tensor, q: Tensor) -
         actions = model.actions_of_attention(step, index, q)
     else:
         actions = step.actions.get((index, "inside"), [])
-    for view, block, part in actions:
+    for view, block, (reading, scale) in actions:
         queries = projections(attn, x) if getattr(block, "reads_projections", False) else q
-        heads = _heads_of_parts(view, block, index, part, queries)
+        heads = _heads_of_parts(view, block, index, reading, scale, queries)
         if heads is None:
             continue
-        scale = 1.0 if isinstance(part.scale, Tensor) else part.scale
-        if part.to_block:
+        if isinstance(scale, Tensor):
+            scale = 1.0  # in the heads
+        if reading.to_block:
             if step is None:
                 raise ConditionError("an adapter that adds to whole blocks needs the call of the whole host")
             step.details.setdefault(index, []).append((heads, scale))
@@ -237,12 +228,11 @@ def added_heads(model: Any, index: int, attn: nn.Module, x: Tensor, q: Tensor) -
     return None if total is None else (total, factor)
 
 
-def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale, queries: Tensor) -> Tensor | None:
-    """Return the heads (rows, l, h · k) of one adapter, 0 for parts of the rows that see no memory.
-
-    They are times the scale where that is a tensor.
-    """
-    conditional, rows, scale = part.conditional, part.rows, part.scale
+def _heads_of_parts(
+    view: View, block: nn.Module, index: int, reading: Reading, scale: float | Tensor, queries: Tensor
+) -> Tensor | None:
+    """Return the heads (rows, l, h · k) of one adapter, times a scale that is a tensor; 0 where rows see no memory."""
+    conditional, rows = reading.conditional, reading.rows
     if rows is not None and len(conditional) > 1 and queries.shape[0] * len(conditional) == rows:
         conditional, rows = conditional[-1:], queries.shape[0]  # FasterCache computes the last part alone
     repeats = 1 if rows is None else queries.shape[0] // rows
@@ -251,7 +241,7 @@ def _heads_of_parts(view: View, block: nn.Module, index: int, part: RowsAndScale
     parts: list[Tensor | None] = []
     like: Tensor | None = None
     for sees_memory, q in zip(conditional, queries.chunk(len(conditional)), strict=True):
-        factor = over_queries(scale, part.grid, q) if sees_memory and isinstance(scale, Tensor) else 1.0
+        factor = over_queries(scale, reading.grid, q) if sees_memory and isinstance(scale, Tensor) else 1.0
         parts.append(view.apply(q, block, index, factor) if sees_memory else None)
         like = parts[-1] if like is None else like
     if like is None:

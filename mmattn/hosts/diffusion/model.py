@@ -12,6 +12,7 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from mmattn.errors import AdapterFileError, AttachError, ConditionError, check_b
 from mmattn.hosts.attachment import forget_compiled
 from mmattn.hosts.context import (
     Action,
+    Arguments,
     Call,
     ForwardStep,
     Handle,
@@ -39,13 +41,11 @@ from mmattn.hosts.context import (
     check_not_required,
     is_compiled,
     keep_context,
-    prepared_for_graphs,
 )
 from mmattn.hosts.diffusion.attention import CoreProcessor
 from mmattn.hosts.diffusion.call import (
     DenoisingCall,
     Reading,
-    RowsAndScale,
     added_heads,
     after_block,
     inside_attention,
@@ -53,7 +53,7 @@ from mmattn.hosts.diffusion.call import (
 )
 from mmattn.hosts.diffusion.guided_calls import conditional_parts, parts_of
 from mmattn.hosts.diffusion.heads import forward_arguments, query_projections
-from mmattn.hosts.diffusion.published import PublishedLayout, Settings, read_file
+from mmattn.hosts.diffusion.published import PublishedLayout, Settings
 from mmattn.hosts.diffusion.scale import (
     AdapterScale,
     Grid,
@@ -64,8 +64,8 @@ from mmattn.hosts.diffusion.scale import (
     is_zero,
     times_by_row,
 )
-from mmattn.hosts.hooks import AfterHost, BeforeHost
 from mmattn.hosts.model import AdaptedModel, check_unused
+from mmattn.models.loading import read_weights
 
 if TYPE_CHECKING:
     from diffusers.models.attention_processor import Attention
@@ -79,6 +79,7 @@ class AdaptedDenoiser(AdaptedModel):
 
     positions: ClassVar[tuple[str, ...]] = ("inside",)
     attaches_bare: ClassVar[bool] = True
+    memory_keywords: ClassVar[tuple[str, ...]] = ("adapter_scale", "text_mask")
     #: Name of the model in a pipeline of diffusers.
     part: ClassVar[str]
 
@@ -133,7 +134,7 @@ class AdaptedDenoiser(AdaptedModel):
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Settings, dict[str, Tensor]]:
         """Return the settings and weights in the single file of a published IP-Adapter."""
-        tensors = read_file(path)
+        tensors = read_weights(path, pickles=True)
         follows_time = any(name.endswith("norm_ip.linear.weight") for name in tensors)
         return self.published_layout(follows_time).read(tensors, path)
 
@@ -217,37 +218,16 @@ class AdaptedDenoiser(AdaptedModel):
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        *args: Any,
-        memory: object = None,
-        adapter_scale: AdapterScale = 1.0,
-        text_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Call the host with a memory; returns what the host returns.
-
-        Args:
-            args: the host's own, in its order.
-            memory: (b, m, e), one row for each row of the sample; one for all adapters or one by adapter name. None:
-                the memory of the surrounding `condition` block, or the host's own output.
-            adapter_scale: as in `condition`, of the memory given here.
-            text_mask: as in `condition`.
-            kwargs: the host's own.
-        """
-        self.check_keywords(kwargs)
-        if memory is None:
-            check_unused(adapter_scale)
-            if text_mask is None:
-                return self.host(*args, **kwargs)
-        around = self.denoising_call() if memory is None else None
-        call: DenoisingCall | None
-        if around is None:
-            call = self.make_call(memory, adapter_scale, text_mask=text_mask)
-        else:
-            call = replace(around, text_mask=self._check_text_mask(text_mask))
-        with self.open_blocks.conditioned(call):
-            return self.host(*args, **kwargs)
+    def block_of_call(self, memory: object, options: Arguments) -> AbstractContextManager[None]:
+        """Return the block of one call; `text_mask=` also goes with the memory of the block around it, or with none."""
+        text_mask = options.pop("text_mask", None) if memory is None else None
+        if text_mask is None:
+            return super().block_of_call(memory, options)
+        check_unused(**options)
+        call = self.denoising_call()
+        if call is None:
+            return self.open_blocks.conditioned(self.make_call(None, text_mask=text_mask))
+        return self.open_blocks.conditioned(replace(call, text_mask=self._check_text_mask(text_mask)))
 
     def predict(self, sample: Tensor, timestep: Tensor | float, text: Tensor, **inputs: object) -> Tensor:
         """Return the prediction of a sample (b, …), with the timestep, or (1, frames) of them, for every row."""
@@ -255,47 +235,6 @@ class AdaptedDenoiser(AdaptedModel):
         time = time.expand(sample.shape[0], *time.shape[1:])
         kwargs = {self.picture_name: sample, "timestep": time, "encoder_hidden_states": text}
         return self.host(**kwargs, **inputs).sample
-
-    @contextlib.contextmanager
-    def condition(  # type: ignore[override]
-        self,
-        memory: object,
-        *,
-        adapter_scale: AdapterScale = 1.0,
-        text_mask: Tensor | None = None,
-        guided: bool = False,
-        negative_prompt_embeds: Tensor | None = None,
-    ) -> Iterator[Self]:
-        """Give every call of the host inside the block this memory; None for no memory.
-
-        K/V of the memory, and with `use_core` of the text, are computed once for all calls inside the block.
-
-        Args:
-            memory: one for all active adapters, or one by adapter name.
-            adapter_scale: a number, (b,), (b, height, width), (b, frames, height, width), one by block, or a function
-                of the time step; a mapping from adapter names gives each its own
-                (`mmattn.hosts.diffusion.scale`).
-            text_mask: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
-            guided: a pipeline of diffusers computes classifier-free guidance inside the block, in batches of two or
-                three parts or in a call for each: unconditional rows and calls see no memory. They are known by the
-                null class of DiT, by the names that the pipeline gives to `cache_context`, else by the order of
-                diffusers' own pipelines: of calls at one time step the conditional one comes first.
-            negative_prompt_embeds: (b, m, e), the embeddings of the negative prompt as the host is given them: rows
-                with this text see no memory, in whatever order they come. Implies `guided`; needed by pipelines of
-                another order than diffusers', such as InstructPix2Pix.
-
-        Raises:
-            ShapeError: a memory or scale that does not fit.
-            NonFiniteError: NaN or infinity in either.
-            ConfigError: a scale of another kind.
-
-        A call inside a guided block raises ConditionError where nothing tells whether it is unconditional.
-        """
-        call = self.make_call(
-            memory, adapter_scale, text_mask=text_mask, guided=guided, negative_prompt_embeds=negative_prompt_embeds
-        )
-        with prepared_for_graphs(call), self.open_blocks.conditioned(call, is_condition=True):
-            yield self
 
     def make_call(  # type: ignore[override]
         self,
@@ -337,26 +276,18 @@ class AdaptedDenoiser(AdaptedModel):
                     f"the processor of {self.layer_names[index]} was replaced after use_core(): call use_core(False) "
                     "before load_ip_adapter, set_attn_processor and the like"
                 )
-        return self.open_blocks.of_call(self.require_memory)[1:]
+        return super().call_of_forward(args, kwargs)
 
-    def install_hooks(self) -> list[Handle]:
-        """Hook the adapters to the host and to the attention layers beside which they act."""
-        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+    def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:
+        """Hook the adapters to an attention layer, and to its block where an adapter adds to that."""
         hooks: list[Handle] = [
-            self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
-            self.host.register_forward_hook(AfterHost(self), always_call=True),
+            module.register_forward_hook(partial(inside_attention, self, layer), with_kwargs=True),
+            *(part.register_forward_hook(partial(note_queries, self, layer)) for part in query_projections(module)),
         ]
-        for (index, _), attn in self.hooked.items():
-            hooks.append(attn.register_forward_hook(partial(inside_attention, self, index), with_kwargs=True))
-            hooks += [
-                part.register_forward_hook(partial(note_queries, self, index)) for part in query_projections(attn)
-            ]
         adapters = [self.adapter(name) for name in self.adapters]
-        for index in sorted(
-            {layer for adapter in adapters if adapter.traits.adds_to_block for layer in adapter.layers}
-        ):
-            block, part = self.block_of(index)
-            hook = partial(after_block, self, index, part)
+        if any(adapter.traits.adds_to_block and layer in adapter.layers for adapter in adapters):
+            block, part = self.block_of(layer)
+            hook = partial(after_block, self, layer, part)
             hooks.append(self.host.get_submodule(block).register_forward_hook(hook))
         return hooks
 
@@ -438,7 +369,9 @@ class AdaptedDenoiser(AdaptedModel):
             if not isinstance(scale, float):
                 scale = at_step(scale, timestep, self.layer_names, source.rows)
                 check_aspect(scale, grid)
-            readings.append(Reading(name, source, parts[count], scale, grid, timestep, rows if kwargs else None))
+            to_block = self.adapter(name).traits.adds_to_block
+            of_sample = None if kwargs is None else rows
+            readings.append(Reading(name, source, parts[count], scale, to_block, grid, timestep, of_sample))
         return readings
 
     def _actions(self, reading: Reading, index: int, view: View) -> list[Action]:
@@ -446,9 +379,7 @@ class AdaptedDenoiser(AdaptedModel):
         scale = at_layer(reading.scale, self.layer_names[index])
         if is_zero(scale):
             return []
-        adapter = self.adapter(reading.name)
-        part = RowsAndScale(reading.conditional, scale, reading.grid, adapter.traits.adds_to_block, reading.rows)
-        return [(view, adapter.block(index), part)]
+        return [(view, self.adapter(reading.name).block(index), (reading, scale))]
 
     def _view(self, reading: Reading, only: int | None, length: int) -> View:
         """Return the memory as so many queries in the rows of the first conditional part attend to it."""

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import ClassVar
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from mmattn.adapters.base import AdapterLayers, build_layers
@@ -89,7 +88,6 @@ class PublishedLayout:
         for name, value in tensors.items():
             if not value.is_floating_point():
                 raise AdapterFileError(f"{str(path)!r}: the tensor {name!r} is {value.dtype}, not floating point")
-            check_values(name, value)
         return settings, state
 
     def write(self, path: Path, name: str) -> None:
@@ -192,26 +190,6 @@ class SD3Layout(PublishedLayout):
             return None
         rest = {name: value for name, value in state.items() if name not in gates}
         return rest | {"perceiver.latents": state["perceiver.latents"][None]}
-
-
-def read_file(path: Path) -> Tensors:
-    """Return the tensors of a checkpoint by dotted name; a `.bin` is unpickled with `weights_only`."""
-    try:
-        if not os.fspath(path).endswith((".bin", ".pt", ".pth")):
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged pickles raise anything
-        raise AdapterFileError(f"{str(path)!r} cannot be read as an IP-Adapter: {error}; fetch it again") from error
-    parts = content.items() if isinstance(content, dict) else ()
-    flat = {
-        f"{part}.{name}": value
-        for part, tensors in parts
-        if isinstance(tensors, dict)
-        for name, value in tensors.items()
-    }
-    if not flat or not all(isinstance(value, Tensor) for value in flat.values()):
-        raise AdapterFileError(f"{str(path)!r} holds no 'image_proj' and 'ip_adapter' with tensors")
-    return flat
 
 
 def _renamed(name: str, names: Mapping[str, str], layers: Mapping[int, int]) -> str | None:

@@ -141,7 +141,7 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "page.bin").write_bytes(b"<html>" * 99)
     torch.save({"state": tensors}, tmp_path / "nested.pt")
     (tmp_path / "empty").mkdir()
-    for name in ("torn.safetensors", "page.bin", "nested.pt", "empty", "nowhere.safetensors", "."):
+    for name in ("torn.safetensors", "page.bin", "list.pt", "empty", "nowhere.safetensors", "."):
         with pytest.raises(AdapterFileError):
             mmattn.load_published(lm, "openflamingo", tmp_path / name, num_heads=2)
     with pytest.raises(AdapterFileError, match="by name"):

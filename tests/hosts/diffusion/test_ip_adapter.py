@@ -234,10 +234,10 @@ def test_a_bad_file_changes_nothing(family, tmp_path):
     for what, (tensors, names) in bad_tensors(family).items():
         files.append((what, ".safetensors", save({name: one.contiguous() for name, one in tensors.items()}), names))
     files += [
-        ("torn", ".safetensors", save(good)[:-7], "fetch it again"),
+        ("torn", ".safetensors", save(good)[:-7], "again"),
         ("a pickle by another name", ".safetensors", pickled(nested(good)), "cannot be read"),
         ("a torn pickle", ".bin", pickled(nested(good))[:-300], "cannot be read"),
-        ("a flat pickle", ".bin", pickled(good), "image_proj"),
+        ("a pickle of a list", ".bin", pickled(list(good.values())), "tensors by name"),
     ]
     model = tiny_transformers.attach(make(family, seed=1))
     for host in (make(family), model.host):

@@ -166,7 +166,7 @@ def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
     longest = max(lengths)
     rows: list[list[int]] = []
     left: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for number in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
         row = next((row for row, room in enumerate(left) if room >= lengths[number]), None)
         if row is None:
             rows.append([])
@@ -204,11 +204,11 @@ def pack(
     longest = max(map(len, documents))
     packed: list[tuple[list[int], list[int], list[int]]] = []
     order: list[int] = []
-    for row in fill_rows([len(one) for one in documents]):
+    for row in fill_rows([len(document) for document in documents]):
         rest = longest - sum(len(documents[number]) for number in row)
-        ids = [one for number in row for one in documents[number]] + [pad] * rest
+        ids = [token for number in row for token in documents[number]] + [pad] * rest
         positions = [place for number in row for place in range(len(documents[number]))] + list(range(rest))
-        packed.append((ids, positions, [one for number in row for one in labels[number]] + [IGNORED] * rest))
+        packed.append((ids, positions, [label for number in row for label in labels[number]] + [IGNORED] * rest))
         order += row + [-1] * bool(rest)
     all_ids, all_positions, targets = (torch.tensor(part) for part in zip(*packed, strict=True))
     return TextBatch(all_ids, None, targets, None if memory is None else _ordered(memory, order), all_positions)

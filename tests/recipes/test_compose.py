@@ -145,6 +145,7 @@ def test_rows_learn_answers_alone(world: Any) -> None:
     assert world.answer([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
 
 
+@pytest.mark.slow
 def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
     content = json.loads((run / "table.json").read_text())
     names = [row["name"] for row in content["rows"]]

@@ -214,7 +214,7 @@ def test_a_masked_example_changes_nothing_in_the_control(recipe: SimpleNamespace
     assert not torch.allclose(plain, predict(True), atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["unet", "transformer"])
+@pytest.mark.parametrize("kind", ["unet", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_stage_b_and_drawing(
     recipe: SimpleNamespace, kind: str, tmp_path: Path, capsys: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -114,6 +114,7 @@ class TestLanguage:
         total, count = training.sum_nats(host.lm, host.collator(text_only=True).batch(list(held_out)))
         assert rows["adapter, no memory"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
 
+    @pytest.mark.slow
     def test_cached_hidden_states(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
         """The table but for rounding; another run computes no hidden state again and ends bit for bit the same."""
         asked = short(tmp_path)
@@ -146,6 +147,7 @@ class TestLanguage:
         code, out, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", run / "adapter")
         assert code == 0 and out.startswith(f"{FLORA / 'daffodil.png'}: "), err
 
+    @pytest.mark.slow
     def test_again_is_nothing_and_anew_is_the_same(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
         shutil.copytree(run, tmp_path / "run")
         file = Path("adapter") / "adapter_model.safetensors"
@@ -181,6 +183,7 @@ class TestLanguage:
         with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
             mmattn.pipeline(out / "adapter")
 
+    @pytest.mark.slow
     def test_packed_rows_cost_what_they_do_padded(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
         asked = short(tmp_path)
         asked["data"] |= {"cache": str(run.parent / "cache"), "packing": True}

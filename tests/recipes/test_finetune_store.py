@@ -59,6 +59,7 @@ def asked(folder: Path, store: Path, **changes: Any) -> dict[str, Any]:
 
 
 class TestRuns:
+    @pytest.mark.slow
     def test_no_encoder_is_loaded(
         self,
         recipe: SimpleNamespace,
@@ -105,6 +106,7 @@ class TestRuns:
             memories = {row["text"]: row["memory"] for row in other}
             assert all((row["memory"] == memories[row["text"]]).all() for row in one)
 
+    @pytest.mark.slow
     def test_it_goes_on_and_refuses_another_store(self, recipe: SimpleNamespace, store: Path, tmp_path: Path) -> None:
         given = asked(tmp_path, store, eval={"eval_steps": 0})
         out = recipe.train.main(given)

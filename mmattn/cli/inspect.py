@@ -53,7 +53,7 @@ def doctor(
 ) -> None:
     """Examine an adapter folder, and with --host the adapter at work on a random batch.
 
-    With --model or --url, ask questions with right, other, blank and no evidence, and tell whether the answers come
+    With --model or --url, ask questions with right, different, blank and no evidence, and tell whether the answers come
     from looking. One verdict per line, and exit code 1 if one of them is bad.
     """
     import json

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from mmattn.data.readers import memory_kinds, read_rows
     from mmattn.data.rows import Row, make_row, stack_memories
     from mmattn.data.sampling import PairSampler, derive_seed, shuffle_memories, split_rows
-    from mmattn.data.text_batches import TextBatch, bos_and_eos, check_prompt, collate, encode_texts, pack
+    from mmattn.data.text_batches import TextBatch, bos_and_eos, collate, encode_texts, pack
     from mmattn.progress import tracked
     from mmattn.training.compare import (
-        SavedRun,
         compare_runs,
         markdown_table,
         mean_and_spread,
@@ -44,7 +43,6 @@ __all__ = [
     "RowCollator",
     "RunFolder",
     "RunSettings",
-    "SavedRun",
     "Settings",
     "TextBatch",
     "add_lora",
@@ -52,7 +50,6 @@ __all__ = [
     "bos_and_eos",
     "cached_hidden_states",
     "cached_prompts",
-    "check_prompt",
     "collate",
     "compare_runs",
     "derive_seed",

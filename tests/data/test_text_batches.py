@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmattn import Index, Memory, training
+from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConfigError, ShapeError, TextError
 from tests.training.small_run import Letters
 
@@ -117,6 +118,6 @@ class TestAugmentMemory:
 def test_prompts_a_model_cannot_read_are_refused(ids: torch.Tensor, mask: torch.Tensor, new: int, said: str) -> None:
     """Invariant 59."""
     config = SimpleNamespace(vocab_size=101, max_position_embeddings=17)
-    training.check_prompt(torch.ones(2, 12, dtype=torch.long), torch.ones(2, 12), config, 5)
+    check_prompt(torch.ones(2, 12, dtype=torch.long), torch.ones(2, 12), config, 5)
     with pytest.raises(TextError, match=said):
-        training.check_prompt(ids, mask, config, new)
+        check_prompt(ids, mask, config, new)

@@ -1,4 +1,4 @@
-"""Check that a model looks at its evidence: the same questions with right, other, blank, moved and no evidence.
+"""Check that a model looks at its evidence: the same questions with right, different, blank, moved and no evidence.
 
 Verdicts are exact tests (binomial, McNemar, Fisher) at one error level for all of them together.
 """
@@ -29,7 +29,7 @@ SMALL_BATCHES = (3, 2)
 #: Below this accuracy pictures are altered, to see whether they are read better then.
 MIN_ACCURACY = 0.9
 AGAIN, SHUFFLED, NONE = "again", "shuffled", "none"
-BATCHES = "in batches", "in other batches"
+BATCHES = "in batches", "in small batches"
 PLACES = ("first", "in the middle", "last")
 PARTS = "first part alone", "last part alone"
 
@@ -84,13 +84,13 @@ class Asker:
         numbers = range(len(self.items)) if numbers is None else numbers
         return [is_right(self.items[number].answer, self.texts[kind][number]) for number in numbers]
 
-    def own(self, number: int) -> list[object]:
+    def right_evidence(self, number: int) -> list[object]:
         """Return the right evidence."""
         return contents(self.items[number].parts)
 
-    def other(self, number: int) -> list[object]:
+    def different_evidence(self, number: int) -> list[object]:
         """Return the evidence of another row."""
-        return contents(self.items[number].other)
+        return contents(self.items[number].different_parts)
 
 
 def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
@@ -99,9 +99,9 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
     asker, order = Asker(answer, items, batch_size), Random(0).sample(n, len(n))
     later = _alone(asker, order)
     later |= _in_batches(asker, order[:MAX_ALONE])
-    asker.ask(RIGHT, asker.own, order[MAX_ALONE:])
-    asker.ask(DIFFERENT, asker.other, order[MAX_ALONE:])
-    asker.ask(SHUFFLED, lambda number: asker.own((number + 1) % len(n)), n)
+    asker.ask(RIGHT, asker.right_evidence, order[MAX_ALONE:])
+    asker.ask(DIFFERENT, asker.different_evidence, order[MAX_ALONE:])
+    asker.ask(SHUFFLED, lambda number: asker.right_evidence((number + 1) % len(n)), n)
     asker.ask("blank", lambda number: blank(items[number].parts), n)
     asker.ask_without(order[MAX_ALONE:])
     if asker.refusal:
@@ -118,8 +118,8 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
     right = asker.right(RIGHT)
     if sum(right) < MIN_ACCURACY * len(n) and any(kind == "pictures" for item in items for kind, _ in item.parts):
         checks |= _altered(asker)
-    contrasts = [number for number in n if items[number].other_answer is not None]
-    answered = [is_right(str(items[number].other_answer), asker.texts[DIFFERENT][number]) for number in contrasts]
+    contrasts = [number for number in n if items[number].different_answer is not None]
+    answered = [is_right(str(items[number].different_answer), asker.texts[DIFFERENT][number]) for number in contrasts]
     figures = {RIGHT: right, "… by looking": follows} | ({"counterfactual": answered} if answered else {})
     figures |= {kind: [right[number] for number in numbers] for kind, numbers in kinds.items()}
     whole = [kind for kind in asker.texts if kind not in (AGAIN, DIFFERENT, *PARTS)]
@@ -135,7 +135,7 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
 
 
 def _alone(asker: Asker, order: Sequence[int]) -> Checks:
-    """Ask items one by one, twice with the right evidence, and with none and other: before at every second item."""
+    """Ask items one by one, twice with right evidence, once with none and different; every second time these first."""
     # By which is asked first, the right evidence or less: right answers to new questions, and those without it.
     questions, firsts, without = set[str](), (list[bool](), list[bool]()), (list[bool](), list[bool]())
     for turn, number in enumerate(order[:MAX_ALONE]):
@@ -143,7 +143,7 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
             if kind == NONE:
                 asker.ask_without([number])
             else:
-                asker.ask(kind, asker.other if kind == DIFFERENT else asker.own, [number])
+                asker.ask(kind, asker.different_evidence if kind == DIFFERENT else asker.right_evidence, [number])
         if asker.items[number].question not in questions:
             firsts[turn % 2].append(asker.right(RIGHT, [number])[0])
         without[turn % 2].append(
@@ -180,8 +180,9 @@ def _looks(asker: Asker) -> tuple[list[bool], Checks]:
         zip(asker.items, asker.texts[DIFFERENT], asker.right(RIGHT), strict=True)
     ):
         changes.append(right and not is_right(item.answer, text))
-        follows.append(changes[-1] if item.other_answer is None else right and is_right(item.other_answer, text))
-        if item.other_answer is not None and asker.said(RIGHT, number) and asker.said(DIFFERENT, number):
+        wanted = item.different_answer
+        follows.append(changes[-1] if wanted is None else right and is_right(wanted, text))
+        if wanted is not None and asker.said(RIGHT, number) and asker.said(DIFFERENT, number):
             decided.append(follows[-1])
     groups = [changes, decided] if len(decided) >= MIN_KIND else [changes]
     p = len(groups) * min(1 - binomial_tail(sum(group) + 1, len(group), MIN_SHARE_CHANGED) for group in groups)
@@ -191,7 +192,7 @@ def _looks(asker: Asker) -> tuple[list[bool], Checks]:
 def _kinds(asker: Asker) -> tuple[dict[str, list[int]], Checks]:
     """Return the questions of each kind, as their rows name it or by what is answered; and compare what they answer.
 
-    An answer stays if it is the same with other and shuffled evidence, though that is wrong for certain: the other
+    An answer stays if it is the same with different and shuffled evidence, though that is wrong for certain: different
     evidence is a counterfactual, or the answer was wrong from the start.
     """
     said = [[asker.said(kind, number) for kind in (RIGHT, DIFFERENT, SHUFFLED)] for number in range(len(asker.items))]
@@ -201,7 +202,7 @@ def _kinds(asker: Asker) -> tuple[dict[str, list[int]], Checks]:
             groups[f"kind {item.kind}" if item.kind else f"answers {said[number][0]!r}"].append(number)
     groups = {kind: numbers for kind, numbers in groups.items() if len(numbers) >= MIN_KIND}
     stays = [
-        words[0] != "" and len(set(words)) == 1 and (item.other_answer is not None or not right)
+        words[0] != "" and len(set(words)) == 1 and (item.different_answer is not None or not right)
         for words, item, right in zip(said, asker.items, asker.right(RIGHT), strict=True)
     ]
     stuck = {kind: [stays[number] for number in numbers] for kind, numbers in groups.items()}
@@ -217,8 +218,8 @@ def _in_batches(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Ask in batches, twice in other company; go on one by one if those of these numbers are answered otherwise."""
     n, size = len(asker.items), asker.batch_size
     order = Random(1).sample(range(n), n)
-    asker.ask(BATCHES[0], asker.own, order, (size, max(size - 1, 1)))
-    asker.ask(BATCHES[1], asker.own, order[::2] + order[1::2], SMALL_BATCHES)
+    asker.ask(BATCHES[0], asker.right_evidence, order, (size, max(size - 1, 1)))
+    asker.ask(BATCHES[1], asker.right_evidence, order[::2] + order[1::2], SMALL_BATCHES)
     alone, batched = (
         [sum(two) for two in zip(*(asker.right(kind, numbers) for kind in kinds), strict=True)]
         for kinds in ((RIGHT, AGAIN), BATCHES)
@@ -261,8 +262,8 @@ def _among_passages(asker: Asker) -> Checks:
 
 def _by_part(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Compare items whose first part alone tells the answer with those whose last part does."""
-    asker.ask(PARTS[0], lambda number: asker.own(number)[:1], numbers)
-    asker.ask(PARTS[1], lambda number: asker.own(number)[-1:], numbers)
+    asker.ask(PARTS[0], lambda number: asker.right_evidence(number)[:1], numbers)
+    asker.ask(PARTS[1], lambda number: asker.right_evidence(number)[-1:], numbers)
     ends = list(zip(*(asker.right(kind, numbers) for kind in (RIGHT, *PARTS)), strict=True))
     by_first, by_last = ([right for right, *end in ends if end == only] for only in ([True, False], [False, True]))
     figure = f"told by the first part {_of(by_first)} right, by the last {_of(by_last)}"

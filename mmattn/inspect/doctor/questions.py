@@ -47,7 +47,7 @@ ALTERATIONS: dict[str, tuple[Change, str]] = {
 class Item(NamedTuple):
     """A question about the evidence of a row, its answer, and the evidence of another row with what follows from it.
 
-    `other_answer` is None if the other row asks a different question; else its evidence is a counterfactual. `kind` is
+    `different_answer` is None if that row asks a different question; else its evidence is a counterfactual. `kind` is
     the kind of the question, if the metadata of its row have one.
     """
 
@@ -55,8 +55,8 @@ class Item(NamedTuple):
     question: str
     answer: str
     parts: Parts
-    other: Parts
-    other_answer: str | None
+    different_parts: Parts
+    different_answer: str | None
     kind: str = ""
 
 

@@ -69,8 +69,9 @@ class Report:
         }
         checks = [{"verdict": _WORDS[ok], "check": check, "answer": result} for ok, check, result in self.lines]
         items = [
-            {"row": item.row, "question": item.question, "answer": item.answer, "other_answer": item.other_answer}
-            | {"follows": follows, "answers": {name: texts[place] for name, texts in self.answers.items()}}
+            {"row": item.row, "question": item.question, "answer": item.answer, "follows": follows}
+            | {"different_answer": item.different_answer}
+            | {"answers": {name: texts[place] for name, texts in self.answers.items()}}
             for place, (item, follows) in enumerate(zip(self.items, self.follows, strict=True))
         ]
         return {"ok": self.ok, "title": self.title, "figures": figures, "checks": checks, "items": items}

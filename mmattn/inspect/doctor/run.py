@@ -39,8 +39,8 @@ def doctor(
 ) -> Report:
     """Check whether a model looks at its evidence, or an adapted model on a batch.
 
-    A model that answers questions from pictures or texts is asked the same questions with right, other, blank, moved
-    and no evidence, alone, again and in batches. The verdict FAIL comes from exact tests with an error level of 1 % for
+    A model that answers questions from pictures or texts is asked the same with right, different, blank, moved and no
+    evidence, alone, again and in batches. The verdict FAIL comes from exact tests with an error level of 1 % for
     all of them together; it takes some 30 questions to tell anything. A counterfactual is another row that asks the
     same and has another answer. An answer is right if it has the text of its row as words or a number of its own.
 

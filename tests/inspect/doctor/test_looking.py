@@ -191,5 +191,5 @@ def test_the_evidence_of_a_function_and_the_counterfactual() -> None:
     report = mmattn.doctor(answer, rows)
     assert ["Ann came.", "It rained."] in seen and [] in seen
     items = report.as_dict()["items"]
-    assert {(one["answer"], one["other_answer"]) for one in items} == {("Ann", "Bob"), ("Bob", "Ann")}
+    assert {(one["answer"], one["different_answer"]) for one in items} == {("Ann", "Bob"), ("Bob", "Ann")}
     assert all(one["follows"] for one in items)

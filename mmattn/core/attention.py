@@ -385,9 +385,6 @@ def concatenate(results: Sequence[AttentionOutput]) -> AttentionOutput:
     )
 
 
-# Attention over parts of a memory is merged by the log-sum-exp of the scores of each.
-
-
 def merge(outputs: Sequence[Tensor], totals: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the attention over all parts together: (b, h, l, v), and its log-sum-exp (b, h, l, 1).
 

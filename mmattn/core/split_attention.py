@@ -119,12 +119,8 @@ def with_null_slot(
     return merge([output, value.to(output.dtype).expand_as(output)], [log_sum_exp, score])
 
 
-# Several processes have the same queries. Gradients are as in tensor parallelism (Megatron-LM, arXiv 1909.08053,
-# section 3): each process has the gradient of the whole output and keeps its part; those of the queries are summed.
-
-
 def sum_gradients(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return a tensor that is the same in each process, and sum its gradients over all of them."""
+    """Return a tensor that is the same in each process; its gradients are summed (arXiv 1909.08053, section 3)."""
     if group is None:
         return tensor
     return _SumGradients.apply(tensor, group)

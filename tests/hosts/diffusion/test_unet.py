@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 
 import pytest
@@ -13,16 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor
 
 import mmattn
 from mmattn.errors import AdapterFileError, AttachError, ConditionError
-from mmattn.testing import HostCase
-from mmattn.testing.adapter_answers import (
-    check_masked_slots_are_nothing,
-    check_rows_keep_to_themselves,
-    check_rows_that_see_nothing,
-    check_starts_as_identity,
-)
-from mmattn.testing.adapter_life import check_unload_leaves_no_trace
 from mmattn.testing.case import no_trace, traces
-from mmattn.testing.hosts import check_checkpoint_is_untouched
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, run
@@ -34,24 +24,6 @@ MID = 3  # the number of the attention layer in the middle, the host's last
 def model():
     """A tiny UNet with an open adapter."""
     return tiny_unets.attach(tiny_unets.make())
-
-
-@pytest.mark.parametrize("kind", tiny_unets.KINDS)
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_starts_as_identity,
-        check_rows_that_see_nothing,
-        check_masked_slots_are_nothing,
-        check_rows_keep_to_themselves,
-        check_unload_leaves_no_trace,
-        check_checkpoint_is_untouched,
-    ],
-    ids=lambda check: check.__name__.removeprefix("check_"),
-)
-def test_every_kind_of_block(kind, check):
-    """Invariants 27, 28."""
-    check(HostCase(functools.partial(tiny_unets.make, kind), [tiny_unets.adapter(tokens=2)]))
 
 
 def test_a_layer_that_memory_does_not_reach(model):
@@ -119,20 +91,6 @@ def test_one_host_inside_the_forward_of_another():
     assert torch.equal(run(outer, memory, adapter_scale=map_), want)
     hook.remove()
     assert torch.equal(heard[0], alone)
-
-
-@torch.no_grad()
-def test_guidance_hides_the_memory_from_the_first_half(model):
-    memory, rows = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
-    args = tuple(torch.cat([one, one]) if isinstance(one, torch.Tensor) else one for one in tiny_unets.given()[0])
-    own = tiny_unets.make()(*args).sample
-    for scale in (1.0, rows, rows[:, None, None].expand(-1, 16, 24), lambda time: rows):
-        with model.condition(memory, adapter_scale=scale, guided=True):
-            out = model.host(*args).sample
-            assert torch.equal(out[:ROWS], own[:ROWS])
-            assert_close(out[ROWS:], run(model, memory, adapter_scale=scale))
-            # Without guidance the same block serves rows one by one.
-            assert torch.equal(run(model), run(model, memory, adapter_scale=scale))
 
 
 SWAPS = {

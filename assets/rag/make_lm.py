@@ -31,7 +31,7 @@ from mmattn.recipes import find_recipe, load_recipe
 
 HERE = Path(__file__).parent
 RAG = find_recipe("rag").folder
-documents, facts = load_recipe(RAG, "documents"), load_recipe(RAG, "territories")
+documents, facts = load_recipe(RAG, "documents"), load_recipe(RAG, "data")
 END, PAD = "<|endoftext|>", "<|pad|>"
 CONTEXT = 256
 

@@ -97,10 +97,6 @@ class SearchStructures:
             self._structures[eps, scored] = entries, version
             return entries, version
 
-    def versions(self) -> list[Version]:
-        """Return the structures that were built."""
-        return [version for _, version in self._structures.values()]
-
 
 @dataclass(frozen=True, eq=False)
 class IndexEntries:

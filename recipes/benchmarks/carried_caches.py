@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +87,7 @@ def train(tokenizer: Any, seed: int, last: bool = False, steps: int = 3000, **si
     tells = torch.nn.Linear(lm.config.hidden_size, 2 * len(tokenizer))
     optimizer = torch.optim.AdamW([*lm.parameters(), *tells.parameters()], lr=2e-3, weight_decay=0.01)
     generator, mean = torch.Generator().manual_seed(1000 + seed), 1.0
-    for step in range(steps):
+    for _ in range(steps):
         rows = texts(32, generator, last)
         ids = ids_of(tokenizer, [facts + questions for facts, questions in rows])
         begin = len(tokenizer(rows[0][0])["input_ids"])
@@ -104,8 +103,6 @@ def train(tokenizer: Any, seed: int, last: bool = False, steps: int = 3000, **si
         optimizer.step()
         optimizer.zero_grad()
         mean = 0.95 * mean + 0.05 * out.loss.item()
-        if step % 200 == 199:
-            print(step + 1, f"{mean:.3f} {further.item():.3f}", flush=True)
         if mean < 0.01:
             break
     return lm.eval().requires_grad_(False)
@@ -154,18 +151,13 @@ def carried(
 ) -> dict[str, float]:
     """Fit the map of one pair; return what is right with it, and with each control."""
     model = mmattn.attach(host, mmattn.adapters.FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
-    adapter = model.adapter("default")
     begin = time.perf_counter()
-    cosine = adapter.fit(model, other, prompts, min_cosine=-1.0)
+    cosine = model.adapter("default").fit(model, other, prompts, min_cosine=-1.0)
     row = {"fit, s": time.perf_counter() - begin, "cosine": cosine, "own": score(model)}
     memory = other.prefill(tests)
     row["mapped"] = score(model, memory)
     row["retention"] = row["mapped"] / row["own"]
     row |= controls(model, partial(score, model), memory)
-    with patch.object(mmattn.AugmentingModel, "_rotations", None):
-        adapter.rotations, unturned = None, mmattn.AugmentingModel(other.lm, other.tokenizers)
-        adapter.fit(model, unturned, prompts, min_cosine=-1.0)
-        row["rotation left in"] = score(model, unturned.prefill(tests))
     model.unload()
     return row
 

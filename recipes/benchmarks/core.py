@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,6 @@ def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
     k = d // h
     ours = mmattn.CrossAttention(d, e, h).to(dtype).eval()
     yield "mmattn", lambda x, memory, mask: ours(x, memory, mask=mask)
-    if dtype.itemsize == 2:
-        # A backend by name computes in half precision throughout.
-        half = mmattn.CrossAttention(d, e, h, backend="sdpa").to(dtype).eval()
-        half.load_state_dict(ours.state_dict())
-        yield "mmattn in half precision", lambda x, memory, mask: half(x, memory, mask=mask)
-
     q, key, value, out = (nn.Linear(i, o, bias=False, dtype=dtype) for i, o in ((d, d), (e, d), (e, d), (d, d)))
     # Copies: weights of another candidate would still lie in the processor's cache.
     q2, key2, value2, out2 = copy.deepcopy([q, key, value, out])
@@ -142,8 +136,10 @@ def import_if_installed(module: str) -> Any:
         return None
 
 
-def measure(size: Size, dtype: torch.dtype, backward: bool, seconds: float) -> dict[str, float]:
-    """Return the time of each layer for each unit of the bare operations, and of ours."""
+def measure(
+    size: Size, dtype: torch.dtype, backward: bool, only: Collection[str] = (), **rounds: float
+) -> dict[str, float]:
+    """Return the time of each layer, or of some, for each unit of the bare operations, and of ours."""
     torch.manual_seed(0)
     x = torch.randn(size.b, size.l, size.d, dtype=dtype)
     memory = torch.randn(size.b, size.m, size.e, dtype=dtype)
@@ -155,6 +151,8 @@ def measure(size: Size, dtype: torch.dtype, backward: bool, seconds: float) -> d
         x.requires_grad_()
     candidates: dict[str, Callable[[], object]] = {}
     for name, run in competitors(size, dtype):
+        if only and name not in only:
+            continue
 
         def once(run: Run = run) -> None:
             with torch.set_grad_enabled(backward):
@@ -163,7 +161,7 @@ def measure(size: Size, dtype: torch.dtype, backward: bool, seconds: float) -> d
                     output.sum().backward()
 
         candidates[name] = once
-    times = interleaved(candidates, seconds=seconds)
+    times = interleaved(candidates, **rounds)
     ours = {f"mmattn / {name}": ratio(times, "mmattn", name) for name in times if name != "mmattn"}
     return ratios(times, "bare operations") | ours
 
@@ -174,7 +172,7 @@ def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
         for backward in (False, True):
             rows: Rows = {}
             for size in QUICK if quick else SIZES + RAGGED:
-                times = measure(size, dtype, backward, 0.2 if quick else 1.0)
+                times = measure(size, dtype, backward, seconds=0.2 if quick else 1.0)
                 prefix = "mmattn / "
                 rows[str(size)] = {name.removeprefix(prefix): times[name] for name in times if name.startswith(prefix)}
             what = f"{name_of(dtype)}, {'forward and backward' if backward else 'forward'}"

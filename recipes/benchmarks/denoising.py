@@ -17,35 +17,36 @@ import torch
 from safetensors.torch import save_file
 
 import mmattn
-from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, plural, ratio
+from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, plural, ratio, ratios
 
 WIDTH = 768
 # Slots, rows, share of real slots, and whether the rows come twice under guidance.
 SIZES = tuple((slots, 1, fill, guided) for slots in (77, 1024, 4096) for fill in (1.0, 0.3) for guided in (False, True))
 SIZES += tuple((slots, 8, fill, False) for slots in (77, 1024, 4096) for fill in (1.0, 0.3))
-IMAGES = tuple(
-    (images, rows, guided) for images in (1, 64, 256) for rows, guided in ((1, False), (1, True), (8, False))
-)
+IMAGES = tuple((images, rows) for images in (1, 64, 256) for rows in (1, 2, 8))  # two rows under guidance
 TOKENS = 4  # of an IP-Adapter, for each image
 STEPS = 20
 QUICK = ((77, 1, 1.0, False), (1024, 1, 0.3, True))
 
 
-def make_unet(dtype: torch.dtype) -> torch.nn.Module:
-    """Return a random UNet."""
+def make_unet(
+    dtype: torch.dtype, side: int = 32, channels: tuple[int, ...] = (128, 256, 256), layers: int = 1
+) -> torch.nn.Module:
+    """Return a random UNet with cross-attention in all levels but the last one."""
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(0)
+    crossing = len(channels) - 1
     unet = UNet2DConditionModel(
-        sample_size=32,
-        block_out_channels=(128, 256, 256),
-        layers_per_block=1,
+        sample_size=side,
+        block_out_channels=channels,
+        layers_per_block=layers,
         cross_attention_dim=WIDTH,
         attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=(*["CrossAttnDownBlock2D"] * crossing, "DownBlock2D"),
+        up_block_types=("UpBlock2D", *["CrossAttnUpBlock2D"] * crossing),
     )
-    return unet.to(dtype).eval()
+    return unet.to(dtype=dtype).eval()
 
 
 @torch.no_grad()
@@ -91,24 +92,27 @@ def make_inputs(
 
 @torch.no_grad()
 def measure_adapter(
-    images: int, rows: int, dtype: torch.dtype, guided: bool = False, seconds: float = 4.0
+    unet: torch.nn.Module, images: int, rows: int, core: bool = False, compiled: bool = False, **rounds: float
 ) -> dict[str, float]:
-    """Return the time of a step with an IP-Adapter for each unit of diffusers' with the same one."""
-    theirs, model = with_ip_adapter(make_unet(dtype))
-    model.use_core()
-    rows = 2 * rows if guided else rows
-    x, text, _ = make_inputs(77, rows, 1.0, dtype)
-    memory = mmattn.Memory(torch.randn(rows, images, WIDTH, dtype=dtype))
-    added = {"image_embeds": [memory.tokens]}
-    with mmattn.Guidance(1.0).run(model, text, memory=memory) as predict:
-        times = interleaved(
-            {
-                "diffusers": lambda: theirs(x, 10, text, added_cond_kwargs=added),
-                "cached": lambda: predict(x, 10),
-            },
-            seconds=seconds,
-        )
-    return {"cached": ratio(times, "cached", "diffusers")}
+    """Return the time of a step with an IP-Adapter, here and in diffusers, for each unit of the UNet alone.
+
+    With `core` the text goes through the core, too, and its keys and values are cached as those of the memory.
+    """
+    theirs, model = with_ip_adapter(unet)
+    dtype, side = next(unet.parameters()).dtype, unet.config.sample_size
+    x, text = torch.randn(rows, 4, side, side, dtype=dtype), torch.randn(rows, 77, WIDTH, dtype=dtype)
+    image, time = torch.randn(rows, images, WIDTH, dtype=dtype), torch.tensor(10)
+    alone, other, ours = (torch.compile(one) if compiled else one for one in (unet, theirs, model.host))
+    added, memory = {"image_embeds": [image]}, mmattn.Memory(image)
+    cached = mmattn.Guidance(1.0).run(model.use_core(), text, memory=memory) if core else model.condition(memory)
+    with cached as predict:
+        candidates = {
+            "UNet alone": lambda: alone(x, time, text),
+            "mmattn": lambda: predict(x, time) if core else ours(x, time, text),
+            "diffusers": lambda: other(x, time, text, added_cond_kwargs=added),
+        }
+        times = interleaved(candidates, **rounds)
+    return ratios(times, "UNet alone") | {"mmattn / diffusers": ratio(times, "mmattn", "diffusers")}
 
 
 def with_ip_adapter(unet: torch.nn.Module) -> tuple[torch.nn.Module, mmattn.hosts.AdaptedModel]:
@@ -151,10 +155,11 @@ def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
             rows[name] = measure(slots, count, fill, dtype, guided, seconds)
         title = "time of a step for each unit of diffusers as it ships"
         yield f"Denoising, {name_of(dtype)}: {title}", "text memory", rows
+        unet, sizes = make_unet(dtype), IMAGES[:1] if quick else IMAGES
         adapters = {
-            f"{TOKENS * images} slots, {plural(count, 'row')}{', guided' * guided}": measure_adapter(
-                images, count, dtype, guided, seconds
+            f"{TOKENS * images} slots, {plural(count, 'row')}": measure_adapter(
+                unet, images, count, core=True, seconds=seconds
             )
-            for images, count, guided in (IMAGES[:1] if quick else IMAGES)
+            for images, count in sizes
         }
         yield f"Denoising, {name_of(dtype)}: an IP-Adapter beside the text", "its memory", adapters

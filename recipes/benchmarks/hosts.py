@@ -1,37 +1,37 @@
-"""Random language models in the shape of GPT-2 small, alone and with adapters, for every benchmark that generates."""
+"""Language models of random weights in the shapes of models that people use, for every benchmark that needs one."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import mmattn
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
     from transformers.cache_utils import Cache
 
-#: Width of the hidden states of passages (as MiniLM has it), tokens of a passage, and tokens of a question.
-WIDTH, PASSAGE, PROMPT = 384, 64, 32
+_12 = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
+_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+_SMALL = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+#: Model type and config of transformers by the name of a shape.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2 small": ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "Llama": ("llama", {**_12, "intermediate_size": 2048, "vocab_size": 32_000}),
+    "Llama 1B": ("llama", {**_1B, "intermediate_size": 8192, "vocab_size": 128_256, "tie_word_embeddings": True}),
+    "small": ("llama", {**_SMALL, "intermediate_size": 256, "vocab_size": 997}),
+}
 
 
-def make_host(dtype: torch.dtype, positions: int = 1024) -> GPT2LMHeadModel:
-    """Return a random GPT-2 small for texts of `positions` tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def make_host(dtype: torch.dtype, positions: int = 1024, shape: str = "GPT-2 small") -> Any:
+    """Return a frozen language model of a shape, for texts of at most `positions` tokens."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    dropouts = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    config = GPT2Config(n_positions=positions, bos_token_id=None, eos_token_id=None, **dropouts)
-    return GPT2LMHeadModel(config).to(dtype).eval()
-
-
-def make_reader(dtype: torch.dtype, positions: int = 1024) -> mmattn.hosts.AdaptedCausalLM:
-    """Return the host, for texts of `positions` tokens, with three gated adapters with open gates."""
-    torch.manual_seed(0)
-    model = mmattn.attach(make_host(dtype, positions), mmattn.GatedAdapter(WIDTH, every=4, num_heads=8, head_dim=64))
-    open_gates(model, dtype)
-    return model
+    family, sizes = SHAPES[shape]
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = CONFIG_MAPPING[family](max_position_embeddings=positions, **special, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
 
 
 def from_cache(host: torch.nn.Module, cache: Cache) -> dict[str, Cache]:

@@ -22,8 +22,8 @@ import torch
 import mmattn
 from mmattn.retrieval import Hits
 from recipes.benchmarks.timing import Tables, interleaved, ratio
+from recipes.rag.data import load_facts
 from recipes.rag.documents import load_topics, paragraphs
-from recipes.rag.territories import load_facts
 
 TOP, QUERIES = 10, 500
 CANDIDATES = (10, 50, 200)

@@ -1,6 +1,6 @@
 """A decoding step beside transformers' own Mllama text model with the same weights.
 
-    python -m recipes.benchmarks decoding --beside mllama [--dtype float32 bfloat16]
+    python -m recipes.benchmarks mllama [--dtype float32 bfloat16]
 
 Twelve layers of self-attention and three of gated cross-attention, once as `MllamaForCausalLM` and once as the Llama of
 its other layers with the adapter that `load_published` reads. Both have computed the keys and values of the memory
@@ -9,10 +9,9 @@ before, and Mllama is given the mask that its own model gives it.
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def make_models(width: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pair:
-    """Return both models after a prompt and a memory; without slots both skip their cross-attention."""
+    """Return both models after a prompt and a memory."""
     from transformers import DynamicCache
 
     theirs, model = make_models(width, dtype)
@@ -79,35 +78,25 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
     prepared = model.prepare(mmattn.Memory(tokens))
     caches = {"mllama": DynamicCache(config=theirs.config), "mmattn": DynamicCache(config=model.host.config)}
 
-    def their_step(ids: torch.Tensor, **more: Any) -> Any:
-        masks = {}
-        if slots:
-            masks["cross_attention_mask"] = tokens.new_zeros(rows, 1, ids.shape[1], slots)
-            masks["full_text_row_masked_out_mask"] = tokens.new_ones(rows, 1, ids.shape[1], 1)
-        return theirs(input_ids=ids, **from_cache(theirs, caches["mllama"]), use_cache=True, **masks, **more)
+    def step(name: str, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        lm = theirs if name == "mllama" else model.host
+        if name == "mllama":
+            more["cross_attention_mask"] = tokens.new_zeros(rows, 1, ids.shape[1], slots)
+            more["full_text_row_masked_out_mask"] = tokens.new_ones(rows, 1, ids.shape[1], 1)
+        logits: torch.Tensor = lm(input_ids=ids, **from_cache(lm, caches[name]), use_cache=True, **more).logits
+        return logits
 
-    def our_step(ids: torch.Tensor) -> Any:
-        return model.host(input_ids=ids, **from_cache(model.host, caches["mmattn"]), use_cache=True)
-
-    def cut(name: str) -> None:
+    def step_again(name: str) -> torch.Tensor:
+        logits = step(name, ids[:, :1])
         for number, layer in enumerate(caches[name].layers):
             if name == "mmattn" or number not in CROSS:
                 layer.crop(-1)
-
-    def theirs_once() -> torch.Tensor:
-        logits: torch.Tensor = their_step(ids[:, :1]).logits
-        cut("mllama")
         return logits
 
-    def ours_once() -> torch.Tensor:
-        logits: torch.Tensor = our_step(ids[:, :1]).logits
-        cut("mmattn")
-        return logits
-
-    their_step(ids, **({"cross_attention_states": tokens} if slots else {}))
-    with model.condition(prepared) if slots else contextlib.nullcontext():
-        our_step(ids)
-    return Pair(model, prepared, {"mmattn": ours_once, "mllama": theirs_once})
+    step("mllama", ids, cross_attention_states=tokens)
+    with model.condition(prepared):
+        step("mmattn", ids)
+    return Pair(model, prepared, {name: partial(step_again, name) for name in ("mmattn", "mllama")})
 
 
 @torch.no_grad()
@@ -120,32 +109,11 @@ def measure(rows: int, slots: int, dtype: torch.dtype, seconds: float = 8.0) -> 
         return ratio(interleaved(pair.steps, seconds=seconds, least=15), "mmattn", "mllama")
 
 
-@torch.no_grad()
-def measure_layer(seconds: float = 12.0) -> dict[str, float]:
-    """Return the microseconds of a layer of width 64 on one thread: a step with a memory less one without."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        seeing, blind = make_pair(1, 17, torch.float32, 64), make_pair(1, 0, torch.float32, 64)
-        with seeing.model.condition(seeing.memory):
-            times = interleaved(
-                seeing.steps | {f"{name} without": step for name, step in blind.steps.items()},
-                seconds=seconds,
-                most=4000,
-            )
-    finally:
-        torch.set_num_threads(threads)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {name: 1e3 * (medians[name] - medians[f"{name} without"]) / len(CROSS) for name in seeing.steps}
-
-
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
-    """Yield our time of a step for each unit of Mllama's, and of a small layer, where only Python costs."""
+    """Yield our time of a step for each unit of Mllama's."""
     seconds = 1.0 if quick else 12.0
     rows = {
         name_of(dtype): {f"{b} × {m}": measure(b, m, dtype, seconds) for b, m in (QUICK if quick else SIZES)}
         for dtype in dtypes
     }
     yield "Decoding beside Mllama: our time of a step for each unit of its", "rows × slots", rows
-    layer = {name: {"µs": time} for name, time in measure_layer(seconds).items()}
-    yield "A cross-attention layer of width 64, one thread", "layer", layer

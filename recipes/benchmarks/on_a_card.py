@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,78 +19,39 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
 
 import mmattn
-from mmattn import training
+from recipes.benchmarks import core, denoising, first_token, training_memory
 from recipes.benchmarks.__main__ import table
-from recipes.benchmarks.denoising import with_ip_adapter
-from recipes.benchmarks.hosts import from_cache, open_gates
-from recipes.benchmarks.timing import Rows, interleaved, plural, ratios, synchronize
-from recipes.benchmarks.training_memory import make_host
+from recipes.benchmarks.core import Size
+from recipes.benchmarks.hosts import from_cache, make_host, open_gates
+from recipes.benchmarks.timing import Rows, interleaved, plural, ratios
+from recipes.benchmarks.training_memory import Setting
 
 DTYPE, HEADING = torch.bfloat16, "## On a GPU"
-Row = dict[str, float]
-#: Rows × queries × slots, widths of queries and memory, heads, share of real slots.
-ATTENTION = [(8, 2048, 1601, 2048, 1280, 16, 1.0), (8, 2048, 1601, 2048, 1280, 16, 0.6)]
-ATTENTION += [(1, 512, 1601, 4096, 4096, 32, 1.0), (16, 1, 4096, 2048, 1280, 16, 1.0)]
-ATTENTION += [(64, 256, 577, 1024, 1024, 16, 0.5)]
+ATTENTION = [Size(8, 2048, 1601, 2048, 1280, 16), Size(8, 2048, 1601, 2048, 1280, 16, 0.6)]
+ATTENTION += [
+    Size(1, 512, 1601, 4096, 4096, 32),
+    Size(16, 1, 4096, 2048, 1280, 16),
+    Size(64, 256, 577, 1024, 1024, 16, 0.5),
+]
 
 
-def compared(candidates: dict[str, Callable[[], object]], tiny: bool) -> Row:
-    """Return the time of each for each unit of the first."""
-    times = interleaved(candidates, seconds=0 if tiny else 4, least=2 if tiny else 5)
-    return ratios(times, next(iter(candidates)))
-
-
-@torch.no_grad()
-def first_token(host: Any, count: int, length: int, tiny: bool) -> Row:
-    """Return the time to the first token after passages that the host has read before, or not."""
-    model = mmattn.attach(host, mmattn.adapters.PassageAdapter())
-    cache = mmattn.hosts.PassageCache(model)
-    texts = torch.randint(5, host.config.vocab_size, (count, length), device="cpu")
-    cache.add(list(texts), progress=False)
-    question, chosen = torch.randint(5, host.config.vocab_size, (1, 32)), [list(range(count))]
-    prompt, kept = torch.cat([texts.reshape(1, -1).to(question.device), question], 1), cache.select(chosen)
-
-    def first(ids: Tensor, **kwargs: Any) -> object:
-        return model(ids, use_cache=True, logits_to_keep=1, **kwargs)
-
-    candidates = {"prompt": lambda: first(prompt), "selected": lambda: first(question, memory=cache.select(chosen))}
-    candidates |= {"the same again": lambda: first(question, memory=kept)}
-    row = compared(candidates | {"the question alone": lambda: first(question)}, tiny)
-    model.unload()
-    return row
-
-
-def attention(b: int, l: int, m: int, d: int, e: int, h: int, fill: float, tiny: bool) -> Row:
+def attention(size: Size, rounds: dict[str, float]) -> dict[str, float]:
     """Return the time of `CrossAttention` for each unit of bare operations with the same mask."""
-    layer = mmattn.CrossAttention(d, e, h).to(dtype=DTYPE)
-    x, memory = torch.randn(b, l, d, dtype=DTYPE), torch.randn(b, m, e, dtype=DTYPE)
-    mask = None if fill == 1 else torch.arange(m) < (torch.rand(b, 1) * 0.5 + 0.75) * fill * m
-    to_q, to_k, to_v, to_out = (nn.Linear(i, d, bias=False, dtype=DTYPE) for i in (d, e, e, d))
-
-    def bare() -> Tensor:
-        q, k, v = (part.unflatten(-1, (h, -1)).transpose(1, 2) for part in (to_q(x), to_k(memory), to_v(memory)))
-        real = None if mask is None else mask[:, None, None]
-        return to_out(F.scaled_dot_product_attention(q, k, v, real).transpose(1, 2).flatten(2))
-
-    candidates: dict[str, Callable[[], Tensor]] = {"bare": bare, "forward": lambda: layer(x, memory, mask=mask)}
-    with torch.no_grad():
-        row = compared(dict(candidates), tiny)
-    learned = {name: lambda one=one: one().float().sum().backward() for name, one in candidates.items()}
-    return {"forward": row["forward"], "with backward": compared(learned, tiny)["forward"]}
+    only = ("mmattn", "bare operations")
+    forward, backward = (core.measure(size, DTYPE, backward, only, **rounds) for backward in (False, True))
+    return {"forward": forward["mmattn"], "with backward": backward["mmattn"]}
 
 
 @torch.no_grad()
-def decoding(host: Any, count: int, way: str, tiny: bool) -> Row:
+def decoding(host: Any, count: int, way: str, rounds: dict[str, float], new: int = 64) -> dict[str, float]:
     """Return the time of prefill, of `generate`, or of a token as a CUDA graph, for each unit of the bare host."""
     bare, model = copy.deepcopy(host), mmattn.attach(host, mmattn.GatedAdapter(1280, every=4))
     open_gates(model, DTYPE)
     ids, memory = torch.randint(5, host.config.vocab_size, (count, 128)), torch.randn(count, 1601, 1280, dtype=DTYPE)
-    prepared, new = model.prepare(mmattn.Memory(memory)), 5 if tiny else 64
+    prepared = model.prepare(mmattn.Memory(memory))
 
     def candidate(module: Any, **kwargs: Any) -> Callable[[], object]:
         if way == "prefill":
@@ -109,106 +69,53 @@ def decoding(host: Any, count: int, way: str, tiny: bool) -> Row:
     candidates = {"bare host": candidate(bare), "prepared": candidate(model, memory=prepared)}
     if way != "graph":
         candidates |= {"memory": candidate(model, memory=memory), "no memory": candidate(model)}
-    row = compared(candidates, tiny)
+    row = ratios(interleaved(candidates, **rounds), "bare host")
     model.unload()
     return row
 
 
-def training_step(host: Any, tiny: bool) -> Rows:
-    """Return time and memory of a step, for each unit of a LoRA with as many parameters."""
-    count, length, slots, width = (2, 16, 7, 64) if tiny else (8, 512, 729, 1152)
-    ids, memory = torch.randint(5, host.config.vocab_size, (count, length)), torch.randn(count, slots, width)
-    shared, depth = {id(one): one for one in host.parameters()}, host.config.num_hidden_layers
-    layers, steps = list(range(depth // 2, depth, max(1, depth // 8))), {}
-    for name, chunk_size in {"LoRA": None, "adapters": None, "adapters, loss in chunks": "auto"}.items():
-        model: Any = mmattn.attach(
-            copy.deepcopy(host, dict(shared)), mmattn.GatedAdapter(width, layers=layers, num_heads=8, head_dim=64)
-        )
-        if name == "LoRA":
-            trained, _ = model.trainable_parameters()
-            model = training.matched_lora(model.unload(), trained)
-        parameters = [one for one in model.train().parameters() if one.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        batch = training.TextBatch(ids, None, ids, None if name == "LoRA" else mmattn.Memory(memory))
-
-        def step(model: Any = model, batch: Any = batch, optimizer: Any = optimizer, chunk: Any = chunk_size) -> None:
-            training.sum_nats(model, batch, chunk)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        steps[name] = step
-    times, peaks = compared(steps, tiny), {name: peak(step) for name, step in steps.items()}
-    return {name: {"time": times[name], "memory": peaks[name] / peaks["LoRA"]} for name in steps}
-
-
-def peak(step: Callable[[], object]) -> float:
-    """Return the bytes that a call takes at most above what is there; 1 without a card."""
-    if not torch.cuda.is_available():
-        return 1.0
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    synchronize()
-    return float(torch.cuda.max_memory_allocated() - before)
-
-
-@torch.no_grad()
-def denoising(count: int, blocks: int, compiled: bool, tiny: bool) -> Row:
-    """Return the time of a UNet's step with an IP-Adapter, here and in diffusers, for each unit of the UNet alone."""
-    from diffusers import UNet2DConditionModel
-
-    side, crossing = (16 if tiny else 64), blocks - 1
-    sizes: dict[str, Any] = {"sample_size": side, "cross_attention_dim": 768, "attention_head_dim": 8}
-    sizes["block_out_channels"] = (32, 64) if tiny else (320, 640, 1280, 1280)[:blocks]
-    sizes["down_block_types"] = (*["CrossAttnDownBlock2D"] * crossing, "DownBlock2D")
-    sizes["up_block_types"] = ("UpBlock2D", *["CrossAttnUpBlock2D"] * crossing)
-    plain = UNet2DConditionModel(**sizes).to(dtype=DTYPE).eval()
-    theirs, model = with_ip_adapter(plain)
-    x, text = torch.randn(count, 4, side, side, dtype=DTYPE), torch.randn(count, 77, 768, dtype=DTYPE)
-    image, time = torch.randn(count, 1, 768, dtype=DTYPE), torch.tensor(10)
-    alone, other, ours = (torch.compile(one) if compiled else one for one in (plain, theirs, model.host))
-    with model.condition(mmattn.Memory(image)):
-        candidates = {"UNet alone": lambda: alone(x, time, text), "mmattn": lambda: ours(x, time, text)}
-        added = {"image_embeds": [image]}
-        return compared(candidates | {"diffusers": lambda: other(x, time, text, added_cond_kwargs=added)}, tiny)
-
-
 def parts(tiny: bool) -> Iterator[tuple[str, Callable[[], Rows]]]:
     """Yield titles, and functions that measure."""
-    host = make_host("small" if tiny else "Llama 1B")
-    on_card, many = torch.cuda.is_available(), 3 if tiny else 16
-    lengths = [(2, 16)] if tiny else [(16, 256), (16, 512)]
+    rounds: dict[str, float] = {"seconds": 0, "least": 2} if tiny else {"seconds": 4}
+    shape, many = ("small", 3) if tiny else ("Llama 1B", 16)
+    host = make_host(DTYPE, 16_384, shape)
     yield (
         "First token after passages, for each unit of reading them in the prompt",
-        lambda: {f"{count} × {length} tokens": first_token(host, count, length, tiny) for count, length in lengths},
-    )
-    yield (
-        "`CrossAttention`, rows × queries × slots, for each unit of bare operations with the same mask",
         lambda: {
-            f"{b} × {l:,} × {m:,}, width {d}, {100 * fill:.0f} % full": attention(b, l, m, d, e, h, fill, tiny)
-            for b, l, m, d, e, h, fill in ([(2, 31, 37, 64, 48, 4, 0.5)] if tiny else ATTENTION)
+            f"{count} × {length} tokens": first_token.measure_passages(host, count, length, **rounds)
+            for count, length in ([(2, 16)] if tiny else [(16, 256), (16, 512)])
         },
     )
+    yield (
+        "`CrossAttention` for each unit of bare operations with the same mask",
+        lambda: {
+            str(size): attention(size, rounds) for size in ([Size(2, 31, 37, 64, 48, 4, 0.5)] if tiny else ATTENTION)
+        },
+    )
+    ways = [(way, count) for way in ("prefill", "generate") for count in (1, many)]
     yield (
         "Adapters at every fourth layer, 1,601 slots, for each unit of the bare host",
         lambda: {
-            f"{way}, {plural(count, 'row')}": decoding(host, count, way, tiny)
-            for way, count in [(way, n) for way in ("prefill", "generate") for n in (1, many)]
-            + [("graph", 1)] * on_card
+            f"{way}, {plural(count, 'row')}": decoding(host, count, way, rounds, 5 if tiny else 64)
+            for way, count in [*ways, *[("graph", 1)] * torch.cuda.is_available()]
         },
     )
+    sizes: dict[str, int] = {"rows": 2, "tokens": 16} if tiny else {"rows": 8, "tokens": 512}
+    setting = Setting(shape, (3, 5) if tiny else (8, 10, 12, 14), (7, 64) if tiny else (729, 1152), **sizes)
     yield (
         "A training step, adapters in the upper half, for each unit of a LoRA of equal size",
-        lambda: training_step(host, tiny),
+        lambda: training_memory.measure(setting, *((0, 2) if tiny else (4, 5))),
     )
+    channels, side, steps = (320, 640, 1280, 1280), 64, [(2, 4, False), (16, 4, False), (2, 2, True)]
+    if tiny:
+        channels, side, steps = (32, 64), 16, [(2, 2, False)]
     yield (
         "A step of a UNet with an IP-Adapter, for each unit of the UNet alone",
         lambda: {
-            f"{blocks} blocks, {plural(count, 'row')}{', compiled' * compiled}": denoising(
-                count, blocks, compiled, tiny
+            f"{blocks} blocks, {plural(count, 'row')}{', compiled' * compiled}": denoising.measure_adapter(
+                denoising.make_unet(DTYPE, side, channels[:blocks], 2), 1, count, compiled=compiled, **rounds
             )
-            for count, blocks, compiled in [(2, 2, False)] + [(2, 4, False), (16, 4, False), (2, 2, True)] * (not tiny)
+            for count, blocks, compiled in steps
         },
     )
 

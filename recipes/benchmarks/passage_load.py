@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -33,11 +33,9 @@ import numpy as np
 import torch
 
 import mmattn
-from mmattn import pipelines
-from recipes.benchmarks.timing import megabytes
+from recipes.rag.data import Fact, load_facts
 from recipes.rag.documents import load_topics
-from recipes.rag.territories import Fact, load_facts
-from recipes.rag.topics import is_right
+from recipes.rag.reading import is_right, write_replies
 
 #: LMCache issue 4663: speed of prefilling over no cache, by batches of novel requests, with 100 GB and with 20 GB.
 PUBLISHED = {"100 GB": (4.48, 2.33, 1.32, 1.07), "20 GB": (1.49, 1.08, 1.07, 1.07, 1.12, 1.06)}
@@ -48,16 +46,9 @@ AGAIN = 0.15
 FROM_PROMPT = 10
 
 
-class Passage(NamedTuple):
-    """A text, and the fact in it."""
-
-    text: str
-    fact: Fact
-
-
-def make_passages(tokenizer: Any, count: int, seed: int) -> list[Passage]:
+def make_passages(tokenizer: Any, count: int) -> list[tuple[str, Fact]]:
     """Return sentences of documentation around a fact each, of a length in tokens drawn from LENGTHS."""
-    random, facts = Random(seed), [fact for part in load_facts() for fact in part]
+    random, facts = Random(0), [fact for part in load_facts() for fact in part]
     texts = [" ".join(text.split()) for part in load_topics() for text in part.values()]
     sentences = [f"{one}." for text in texts for one in text.split(". ") if 20 < len(one) < 300]
     passages = []
@@ -68,7 +59,7 @@ def make_passages(tokenizer: Any, count: int, seed: int) -> list[Passage]:
                 break
             some.append(sentence)
         some.insert(random.randrange(len(some)), some.pop(0))
-        passages.append(Passage(" ".join(some) + "\n\n", fact))
+        passages.append((" ".join(some) + "\n\n", fact))
     return passages
 
 
@@ -78,8 +69,7 @@ class Load:
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
         self.pipe = mmattn.pipeline(host="smollm2", dtype=torch.bfloat16)
         self.model, tokenizer, prefix = self.pipe.model, self.pipe.tokenizer, self.pipe.passages.prefix
-        passages = make_passages(tokenizer, options.passages, options.seed)
-        texts, self.facts = [one.text for one in passages], [one.fact for one in passages]
+        texts, self.facts = map(list, zip(*make_passages(tokenizer, options.passages), strict=True))
         one = mmattn.hosts.PassageCache(self.model, tokenizer, prefix=prefix)
         one.add(texts[:1], progress=False)
         tokens = sum(map(len, tokenizer(texts)["input_ids"]))
@@ -88,13 +78,13 @@ class Load:
         self.cache = mmattn.hosts.PassageCache(
             self.model, tokenizer, prefix=prefix, max_bytes=int(size * options.memory), folder=folder
         )
-        start = time.perf_counter()
+        self.pipe.passages, start = self.cache, time.perf_counter()
         self.numbers = self.cache.add(texts, progress=False)
         seconds, held = time.perf_counter() - start, self.cache.nbytes() / 1e9
         about = f"{len(self.cache)} passages, {tokens:,} tokens, {size / 1e9:.2f} GB, of which {held:.2f} in memory"
         print(f"{about}; read in {seconds:.0f} s", flush=True)
-        self.random = np.random.default_rng(options.seed)
-        self.popularity = 1 / np.arange(1, options.passages + 1) ** options.exponent
+        self.random = np.random.default_rng(0)
+        self.popularity = 1 / np.arange(1, options.passages + 1)
         self.popularity /= self.popularity.sum()
         self.ranks = self.random.permutation(options.passages)
         self.top_k, self.swept = options.top_k, 0.0
@@ -142,40 +132,33 @@ def first_tokens(load: Load, options: argparse.Namespace) -> None:
     beside: dict[int, tuple[float, float]] = {}  # seconds from the prompt, and with tokens read again
     queue: list[Any] = []
     for number in range(options.queries):
-        while len(queue) <= options.ahead:
+        while len(queue) < 2:  # a request waits while another one is answered
             row, fact = load.draw()
-            queue.append((row, load.question(fact), load.cache.select([row]) if options.ahead else None))
+            queue.append((row, load.question(fact), load.cache.select([row])))
         row, question, memory = queue.pop(0)
         sizes = [end - begin for begin, end in windows if begin <= number < end]
         if sizes:
             start = time.perf_counter()
-            memory = memory or load.cache.select([row])
             ours[number] = time.perf_counter() - start + timed(load.model, question, memory=memory)
             if number % max(min(sizes) // FROM_PROMPT, 1) == 0:
                 more = load.cache.select([row], recomputed_tokens=again(load))
                 seconds = timed(load.model.host, load.in_prompt(row, question))
                 beside[number] = seconds, timed(load.model, question, memory=more)
         else:
-            load.cache.passages((memory or load.cache.select([row])).rows)
+            load.cache.passages(memory.rows)
         if number % 5 == 4:
             load.drop_files()
-        if number % 500 == 499:
-            print(f"{number + 1} requests, {megabytes('RssAnon'):,.0f} MB without files", flush=True)
     columns = ["requests", "ms", "of the prompt's", "15 % read again", "times as fast"]
     columns += [f"published, {size}" for size in PUBLISHED]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    figures: dict[tuple[int, int], tuple[float, float]] = {}
     for begin, end in windows:
         mean = statistics.mean(ours[number] for number in range(begin, end))
         inside = [(ours[number], *one) for number, one in beside.items() if begin <= number < end]
         share, more = (statistics.median(one[place] / one[1] for one in inside) for place in (0, 2))
-        figures[begin, end] = mean, share
         place, is_batch = begin // BATCH, end - begin == BATCH
         cells = [f"{mean * 1e3:.0f}", f"{share:.3f}", f"{more:.3f}", f"{1 / share:.1f}"]
         cells += [f"{curve[place]:.2f}" if is_batch and place < len(curve) else "" for curve in PUBLISHED.values()]
         print(f"| {begin}–{end} | {' | '.join(cells)} |")
-    (early, early_share), (late, late_share) = figures[50, 150], figures[windows[-1]]
-    print(f"\nlast window over 50–150: {late / early:.2f} in ms, {late_share / early_share:.2f} of the prompt's")
 
 
 def again(load: Load) -> int:
@@ -187,7 +170,7 @@ def answers(load: Load, count: int) -> None:
     """Print how many questions are answered right in each way."""
     asked = [load.draw() for _ in range(count)]
     rows, facts = [row for row, _ in asked], [fact for _, fact in asked]
-    shares: dict[str, list[bool]] = {}
+    prompts = [load.pipe.make_prompt(fact.question) for fact in facts]
     ways: dict[str, tuple[list[list[int]], int | None]] = {
         "passages in the prompt": (rows, None),
         "passages read beforehand": (rows, 0),
@@ -196,19 +179,9 @@ def answers(load: Load, count: int) -> None:
         "no passages": ([[] for _ in rows], 0),
     }
     for name, (chosen, recomputed) in ways.items():
-        shares[name] = []
-        for begin in range(0, count, 20):
-            part, some = chosen[begin : begin + 20], facts[begin : begin + 20]
-            questions, memory = [load.question(fact) for fact in some], None
-            if recomputed is None:
-                questions = [load.in_prompt(row, one) for row, one in zip(part, questions, strict=True)]
-            else:
-                memory = load.cache.select(part, recomputed_tokens=recomputed)
-            prompts, options = [one[0].tolist() for one in questions], {"max_new_tokens": 16}
-            replies = pipelines.generate_texts(load.model, load.pipe.tokenizer, prompts, memory, options=options)
-            shares[name] += [is_right(fact.value, reply) for fact, reply in zip(some, replies, strict=True)]
-        same = statistics.mean(a == b for a, b in zip(shares[name], shares["passages in the prompt"], strict=True))
-        print(f"| {name} | {statistics.mean(shares[name]):.1%} right | {same:.1%} as from the prompt |", flush=True)
+        replies = write_replies(load.pipe, prompts, chosen, recomputed, max_new_tokens=16)
+        right = statistics.mean(is_right(fact.value, reply) for fact, reply in zip(facts, replies, strict=True))
+        print(f"| {name} | {right:.1%} right |", flush=True)
 
 
 def main() -> None:
@@ -217,12 +190,9 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=10_000, help="requests, 180 or more")
     parser.add_argument("--passages", type=int, default=2000)
     parser.add_argument("--top-k", type=int, default=6, help="passages of a request")
-    parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law")
     parser.add_argument("--memory", type=float, default=0.25, help="share of keys and values that memory holds")
-    parser.add_argument("--ahead", type=int, default=1, help="requests that wait while one is answered")
     parser.add_argument("--folder", help="of the files, kept; a temporary one by default")
     parser.add_argument("--answers", type=int, help="questions to answer, instead of timing first tokens")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         load = Load(options, options.folder or temporary)

@@ -15,7 +15,6 @@ import asyncio
 import base64
 import contextlib
 import io
-import json
 import os
 import random
 import socket
@@ -31,6 +30,7 @@ from typing import Any
 
 import httpx
 import torch
+from openai import AsyncOpenAI, OpenAIError
 
 import mmattn
 from mmattn import pipelines
@@ -46,7 +46,7 @@ class Load:
 
     first: list[float] = field(default_factory=list)  # seconds
     tokens: int = 0
-    right: int = 0
+    answers: int = 0
     wrong: int = 0
     failed: int = 0
 
@@ -86,6 +86,12 @@ def make_pictures(count: int) -> list[bytes]:
     return pictures
 
 
+def content(question: str, picture: bytes) -> list[dict[str, Any]]:
+    """Return the content of a message with a picture."""
+    data = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    return [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": data}}]
+
+
 @contextlib.contextmanager
 def running(command: list[str], folder: Path) -> Iterator[str]:
     """Yield the address of a server while it runs; `command` ends with its options but the port."""
@@ -113,46 +119,39 @@ def running(command: list[str], folder: Path) -> Iterator[str]:
             process.kill()
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], wanted: str, load: Load) -> None:
+async def ask(client: AsyncOpenAI, model: str, content: Any, wanted: str, load: Load) -> None:
     """Stream one answer, and note what came."""
     begin, text, tokens = time.perf_counter(), "", 0
+    messages: Any = [{"role": "user", "content": content}]
     try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            if answer.status_code != 200:
-                load.failed += 1
-                return
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                piece = event["choices"][0]["delta"].get("content") if event.get("choices") else None
-                if piece:
-                    if not text:
-                        load.first.append(time.perf_counter() - begin)
-                    text, tokens = text + piece, tokens + 1
-                if event.get("usage"):
-                    tokens = event["usage"]["completion_tokens"]
-    except httpx.HTTPError:
+        stream = await client.chat.completions.create(
+            model=model, messages=messages, max_tokens=TOKENS, temperature=0, stream=True
+        )
+        async for event in stream:
+            if event.choices and event.choices[0].delta.content:
+                if not text:
+                    load.first.append(time.perf_counter() - begin)
+                text, tokens = text + event.choices[0].delta.content, tokens + 1
+            tokens = event.usage.completion_tokens if event.usage else tokens
+    except OpenAIError:
         load.failed += 1
         return
     load.tokens += tokens
-    if text.strip() == wanted.strip():
-        load.right += 1
-    else:
-        load.wrong += 1
+    load.answers += 1
+    load.wrong += text.strip() != wanted.strip()
 
 
-async def clients(url: str, bodies: list[tuple[dict[str, Any], str]], count: int, seconds: float) -> tuple[Load, float]:
+async def clients(url: str, model: str, requests: list[Any], count: int, seconds: float) -> tuple[Load, float]:
     """Let clients ask until a time; return what they saw, and the seconds until the last answer."""
     load, begin = Load(), time.perf_counter()
 
     async def one(number: int) -> None:
         chance = random.Random(number)
         while time.perf_counter() - begin < seconds:
-            await ask(client, *chance.choice(bodies), load)
+            await ask(client, model, *chance.choice(requests), load)
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
-        await asyncio.gather(*(ask(client, *bodies[number], Load()) for number in range(4)))  # warm
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
+        await asyncio.gather(*(ask(client, model, *requests[number], Load()) for number in range(4)))  # warm
         begin = time.perf_counter()
         await asyncio.gather(*(one(number) for number in range(count)))
     return load, time.perf_counter() - begin
@@ -164,58 +163,44 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--vllm", help="python of the environment in which vLLM is installed")
-    parser.add_argument("--only", nargs="*", help="begin of the names of the servers")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     pipe = make_folder(folder / "adapter")
     host = str(resolve("smollm2"))
     pictures = make_pictures(len(QUESTIONS))
     wanted = pipe(pictures, QUESTIONS)
-    python, bare = sys.executable, {"model": host, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    adapted = bare | {"model": "adapter"}
-
-    def bodies(common: dict[str, Any], with_pictures: bool) -> list[tuple[dict[str, Any], str]]:
-        rows = []
-        for question, picture, answer in zip(QUESTIONS, pictures, wanted, strict=True):
-            content: Any = [{"type": "text", "text": question}]
-            if with_pictures:
-                data = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-                content.append({"type": "image_url", "image_url": {"url": data}})
-            content = content if with_pictures else question
-            rows.append((common | {"messages": [{"role": "user", "content": content}]}, answer))
-        return rows
-
+    bare = list(zip(QUESTIONS, wanted, strict=True))
+    seen = [(content(*row), answer) for *row, answer in zip(QUESTIONS, pictures, wanted, strict=True)]
+    python = sys.executable
     transformers = [f"{Path(python).parent}/transformers", "serve", host, "--continuous-batching", "--device", "cpu",
                     "--dtype", "float32", "--cb-block-size", "16", "--cb-num-blocks", "4096",
                     "--cb-max-batch-tokens", "2048"]  # fmt: skip
     ours = [python, "-m", "mmattn", "serve", str(folder / "adapter"), "--max-requests", "256", "--timeout", "300"]
     servers = [
-        ("transformers serve, bare host", transformers, bodies(bare, False)),
-        ("mmattn serve, no pictures", ours, bodies(adapted, False)),
-        ("mmattn serve, a picture each", ours, bodies(adapted, True)),
+        ("transformers serve, bare host", transformers, host, bare),
+        ("mmattn serve, no pictures", ours, "adapter", bare),
+        ("mmattn serve, a picture each", ours, "adapter", seen),
     ]
     if options.vllm:
         engine = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32",
                   "--max-num-seqs", "64", "--max-model-len", "1024"]  # fmt: skip
         named = [*engine, "--model", str(folder / "adapter"), "--served-model-name", "adapter"]
         servers += [
-            ("vLLM, bare host", [*engine, "--model", host], bodies(bare, False)),
-            ("vLLM, no pictures", named, bodies(adapted, False)),
-            ("vLLM, a picture each", named, bodies(adapted, True)),
+            ("vLLM, bare host", [*engine, "--model", host], host, bare),
+            ("vLLM, no pictures", named, "adapter", bare),
+            ("vLLM, a picture each", named, "adapter", seen),
         ]
     print(f"{options.clients} clients, {options.seconds:g} s, {TOKENS} tokens each, torch {torch.__version__}\n")
     print("| server | tokens/s | first token, median | p95 | answers | other text | failed |\n" + 7 * "|---" + "|")
-    for name, command, rows in servers:
-        if options.only and not name.startswith(tuple(options.only)):
-            continue
+    for name, command, model, requests in servers:
         with running(command, folder) as url:
-            load, seconds = asyncio.run(clients(url, rows, options.clients, options.seconds))
+            load, seconds = asyncio.run(clients(url, model, requests, options.clients, options.seconds))
         if not load.first:
             raise RuntimeError(f"{name} gave no answer:\n{(folder / 'server.log').read_text()[-2000:]}")
         p95 = statistics.quantiles(load.first, n=20)[-1]
         print(
             f"| {name} | {load.tokens / seconds:.0f} | {statistics.median(load.first):.2f} s | {p95:.2f} s "
-            f"| {load.right + load.wrong} | {load.wrong} | {load.failed} |",
+            f"| {load.answers} | {load.wrong} | {load.failed} |",
             flush=True,
         )
 

@@ -98,7 +98,6 @@ def write_answers(
     prompts: Sequence[str],
     memory_of: MemoryOf | None = None,
     batch: int = 64,
-    **options: int,
 ) -> list[str]:
     """Generate an answer to each prompt, greedily."""
     answers: list[str] = []
@@ -106,7 +105,7 @@ def write_answers(
         part = prompts[start : start + batch]
         memory = None if memory_of is None else memory_on(model, memory_of(list(range(start, start + len(part)))))
         answers += pipelines.generate_texts(
-            model, tokenizer, part, memory, batch_size=batch, options={"max_new_tokens": LONGEST, **options}
+            model, tokenizer, part, memory, batch_size=batch, options={"max_new_tokens": LONGEST}
         )
     return answers
 

@@ -10,17 +10,13 @@ import torch
 
 import mmattn
 
-from .answering import LONGEST, MemoryOf, device_of, memory_on, most_attended, write_answers
-from .entries import Entries, EntrySet, entry_sets
+from .answering import LONGEST, MemoryOf, most_attended, write_answers
+from .data import UNKNOWN, Entries, EntrySet, Fact, entry_sets, prompt
 from .reading import Reader
 from .settings import Config
-from .territories import UNKNOWN, Fact, prompt
-from .topics import TIMED, time_tokens
 
 NOTHING = (None, "closed")  # ways that read no entry
-OTHERS = ("shuffled", "random", "other prefix")  # ways that read the wrong entries
 RECORDED = ("index", "all", "hits")  # ways whose attention is measured
-PREFIXES = ("prefix", "other prefix")  # ways of the smallest sets alone
 
 
 class Measure:
@@ -28,7 +24,7 @@ class Measure:
 
     A way of reading the entries is None; "index" (attention searches the index), "all" (attention to all entries),
     "hits" (to those of a search), "shuffled" (to the hits of another question), "random" (to any entries of the
-    index), "prompt"; "prefix" (that of the set) or "other prefix"; of a `Reader` its own ways.
+    index), "prompt"; of a `Reader` its own ways.
     """
 
     def __init__(self, config: Config, tokenizer: Any, entries: Entries, held_out: int) -> None:
@@ -40,11 +36,10 @@ class Measure:
         """Return one row of the table for each size; a single one without a memory, when the size does not matter."""
         rows = []
         for size, sets in self.sets.items():
-            if (way == "all" and size > self.config.data.small) or (way in PREFIXES and size > min(self.sets)):
+            if way == "all" and size > self.config.data.small:
                 continue
             answers = [line for one in sets for line in self.answers(model, one, way)]
-            cost = self.cost(model, sets[0], way) if self.config.data.timed and way not in OTHERS else {}
-            rows.append({"name": name, "entries": None if way in NOTHING else size, **shares(answers), **cost})
+            rows.append({"name": name, "entries": None if way in NOTHING else size, **shares(answers)})
             if way in NOTHING:
                 break
         return rows
@@ -79,31 +74,6 @@ class Measure:
             for fact, row, here, text, top in zip(facts, one.questions, one.present, texts, attended, strict=True)
         ]
 
-    @torch.no_grad()
-    def cost(self, model: Any, one: EntrySet, way: str | None) -> dict[str, float]:
-        """Return seconds of one core to the first token, tokens a second after it, and bytes of a question's memory.
-
-        The search that comes before is not in it, other than that of attention itself.
-        """
-        if isinstance(model, Reader):
-            return model.cost(self.entries, one, way)
-        if way == "prompt":
-            return {}
-        prompts = [prompt(self.entries.facts[row]) for row in one.questions[:TIMED]]
-        memory_of = None if way is None else self.memory_of(one, way)
-        first, speed = time_tokens(
-            lambda count: write_answers(
-                model, self.tokenizer, prompts, memory_of, 1, max_new_tokens=count, min_new_tokens=count
-            ),
-            len(prompts),
-        )
-        cost = {"first": first, "speed": speed}
-        if memory_of is not None and way != "index":
-            memory = model.prepare(memory_on(model, memory_of([0])))
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), memory=memory)
-            cost["bytes"] = memory.nbytes()
-        return cost
-
     def from_prompts(self, lm: Any, one: EntrySet) -> list[str]:
         """Answer without an adapter, with the best entries in the prompt."""
         entries = self.entries
@@ -126,10 +96,6 @@ class Measure:
     def memory_of(self, one: EntrySet, way: str, index: mmattn.Index | None = None) -> MemoryOf:
         """Return the function from numbers of questions to their memory; `index` is one of the slots of the set."""
         entries, questions = self.entries, one.questions
-        if way in PREFIXES:
-            sets = self.sets[len(one.rows)]
-            number = (sets.index(one) + (way == "other prefix")) % len(sets)
-            return lambda part: [number] * len(part)
         if way == "index":
             searched = entries.index_of_slots(one.rows) if index is None else index
             queries = entries.queries(questions)

@@ -19,7 +19,6 @@ class DataSettings(training.Settings):
     in_prompt: int = Field(6, ge=1)  # entries in a prompt, for the language model alone
     absent: float = Field(0.4, ge=0, lt=1)  # share of questions whose answer is left out, in training
     cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
-    timed: bool = False  # measure the seconds and bytes of a question, too
 
 
 class AdapterSettings(training.Settings):
@@ -69,14 +68,6 @@ class OptimSettings(training.OptimSettings):
     cache_hidden_states: bool = False  # of the frozen layers below the adapter, for each text, in data.cache
 
 
-class PrefixSettings(OptimSettings):
-    num_virtual_tokens: int = Field(128, ge=1)
-    max_steps: int = Field(300, ge=1)
-    per_device_train_batch_size: int = Field(16, ge=1)
-    learning_rate: float = Field(1e-2, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-
-
 class Config(training.RunSettings):
     out: str = "runs/rag-facts"
     part: Literal["facts", "docs"] = "facts"
@@ -84,6 +75,5 @@ class Config(training.RunSettings):
     controls: bool = True  # LoRA without memory, facts in the prompt or read beforehand
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()
-    prefix: PrefixSettings | None = None  # a trained prefix for each set of the smallest size
     optim: OptimSettings = OptimSettings()
     docs: DocsSettings = DocsSettings()

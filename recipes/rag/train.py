@@ -21,12 +21,10 @@ from mmattn import inspect, pipelines, training
 from mmattn.encoders import NameEncoder
 
 from .answering import Loss, answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
-from .entries import Entries
+from .data import UNKNOWN, Entries, Fact, load_facts, prompt, synthetic
 from .measure import Measure
-from .prefixes import train_prefixes
 from .reading import Reader
 from .settings import Config
-from .territories import UNKNOWN, Fact, load_facts, prompt, synthetic
 from .train_docs import train_documents
 
 FACTS = {
@@ -34,11 +32,6 @@ FACTS = {
     "attended": ("right entry attended to most", 100, ".1f", " %"),
     "precision": ("refusals right", 100, ".1f", " %"),
     "recall": ("unanswerable refused", 100, ".1f", " %"),
-}
-COSTS = {
-    "first": ("seconds to first token", 1, ".2f", ""),
-    "speed": ("tokens/s", 1, ".1f", ""),
-    "bytes": ("kB of memory", 1e-3, ".0f", ""),
 }
 DOCS = {
     "bits": ("bits per byte", 1, ".3f", ""),
@@ -80,8 +73,6 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
         rows += measure.rows("facts in the prompt, chat template", reader, "prompt")
         rows += measure.rows("facts read beforehand, chat template", reader, "passages")
         reader.pipe.model.unload()
-    if config.prefix is not None:
-        rows += train_prefixes(config, lm, tokenizer, measure, run)
 
     # Model: a frozen language model with gated cross-attention, to whose scores the cosine of the search is added.
     torch.manual_seed(config.seed)
@@ -127,7 +118,7 @@ def table(contents: list[dict[str, Any]]) -> str:
     """Return the table of one or several `table.json`, with what was trained."""
     first = contents[0]
     facts = first["part"] == "facts"
-    columns = (FACTS | (COSTS if "first" in first["rows"][0] else {})) if facts else DOCS
+    columns = FACTS if facts else DOCS
     runs = [[{**dict.fromkeys(columns), **row, "name": label(row)} for row in one["rows"]] for one in contents]
     for rows in [] if facts else runs:
         lora = next(row["bits"] for row in rows if row["name"] == "LoRA, text only")

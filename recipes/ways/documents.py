@@ -20,9 +20,9 @@ from torch import Tensor
 import mmattn
 from mmattn import training
 
+from .data import Reading
 from .reader import load_lm, train_batches
 from .settings import Config
-from .world import Reading
 
 COLUMNS = {
     "slots": ("slots", 1, ",.0f", ""),
@@ -105,15 +105,12 @@ class Documents:
 
         def batches() -> Iterator[list[tuple[list[int], int]]]:
             for step in range(optim.max_steps):
-                yield [(row(1 + step % 2), step) for _ in range(optim.batch_size)]
+                yield [(row(1 + step % 2), step) for _ in range(optim.per_device_train_batch_size)]
 
         def step_loss(rows: list[tuple[list[int], int]]) -> tuple[Tensor, int]:
             return loss(model, [documents for documents, _ in rows], rows[0][1])
 
-        settings = training.OptimSettings(
-            **optim.model_dump(include={"max_steps", "learning_rate", "warmup_steps", "max_grad_norm"})
-        )
-        return train_batches(model, step_loss, batches(), settings, self.config, self.run, name)
+        return train_batches(model, step_loss, batches(), self.config, self.run, name, weight_decay=0.01)
 
     def next_token(self, model: Any, rows: Sequence[Sequence[int]], step: int) -> tuple[Tensor, int]:
         """Return -log p of the documents, one after the other, after their prefixes."""

@@ -52,7 +52,7 @@ class Pictures:
         """Yield rows of a step, a picture (or its mirror image) and one of its descriptions."""
         optim = self.config.optim
         texts = [picture.species.texts for picture in self.data.train] * (2 if self.settings.data.flip else 1)
-        order = training.PairSampler(texts, optim.batch_size, self.config.seed)
+        order = training.PairSampler(texts, optim.per_device_train_batch_size, self.config.seed)
         for step in range(optim.max_steps):
             yield [(step, *pair) for pair in order.pairs(step)]
 
@@ -83,11 +83,6 @@ class Pictures:
             options = {"max_new_tokens": 64}
             captions += pipelines.generate_texts(way.model, self.tokenizer, [""] * len(rows), memory, options=options)
         return captions
-
-    def request(self) -> tuple[torch.Tensor, Memories]:
-        """Return the begin token and one picture."""
-        begin, _ = training.bos_and_eos(self.tokenizer)
-        return torch.full((1, 1), begin, device=self.device), self.held_out[[0]]
 
     def bound(self) -> float:
         """Return the bits of the name of a flower."""

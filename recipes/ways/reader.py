@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from mmattn import pipelines, training
 from mmattn.errors import AdapterFileError, ConfigError
 
+from .data import ASK, KINDS, MOST_NAMES, PROPERTIES, STOP, World
 from .settings import Config, ReaderSettings
-from .world import ASK, KINDS, MOST_NAMES, PROPERTIES, STOP, World
 
 ROUND = 64  # tokens of a text of repeated words
 PAD = "<pad>"
@@ -58,10 +58,9 @@ def train_reader(config: Config, run: training.RunFolder, device: torch.device) 
         nats = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
         return nats, int((labels != -100).sum())
 
-    optim = training.OptimSettings(
-        max_steps=settings.max_steps, learning_rate=settings.learning_rate, weight_decay=0.01, warmup_steps=100
-    )
-    seconds = train_batches(model, loss, _batches(config, world), optim, config, run, "reader")
+    fields = {"learning_rate": settings.learning_rate, "weight_decay": 0.01, "warmup_steps": 100}
+    batches = _batches(config, world)
+    seconds = train_batches(model, loss, batches, config, run, "reader", max_steps=settings.max_steps, **fields)
     model.save_pretrained(run.path / FOLDER)
     tokenizer.save_pretrained(run.path / FOLDER)
     rows = _rows(model.eval(), config, world)
@@ -72,12 +71,16 @@ def train_batches(
     model: Any,
     loss: Callable[[Any], tuple[Tensor, int]],
     batches: Iterator[Any],
-    optim: training.OptimSettings,
     config: Config,
     run: training.RunFolder,
     label: str,
+    gate_learning_rate: float | None = None,
+    **fields: Any,
 ) -> float:
-    """Train the weights that are not frozen, a batch in each step, on the nats of its targets; return the seconds."""
+    """Train what is not frozen, a batch in each step, on the nats of its targets; return the seconds.
+
+    `fields` are those of `TrainingArguments` that differ from the settings.
+    """
 
     @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
     def batch_of(step: int) -> Any:
@@ -88,12 +91,13 @@ def train_batches(
             nats, targets = loss(batch_of(inputs["step"]))
             return nats / targets
 
+    arguments = config.optim.arguments(config, per_device_train_batch_size=1, use_cache=True, **fields)
     trainer = BatchTrainer(
         model,
-        optim.arguments(config, per_device_train_batch_size=1, use_cache=True),
+        arguments,
         data_collator=lambda steps: {"step": steps[0]},
-        train_dataset=range(optim.max_steps),
-        gate_learning_rate=optim.gate_learning_rate,
+        train_dataset=range(arguments.max_steps),
+        gate_learning_rate=gate_learning_rate,
     )
     return run.train(trainer, label, config.progress)
 

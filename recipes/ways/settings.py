@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mmattn import training
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class TextSettings(Strict):
+class TextSettings(training.Settings):
     passages: int = Field(8, ge=1)  # of a request
     statements: int = Field(15, ge=1)  # of a passage
     entries: int = Field(64, ge=2)  # task facts: statements of a request, each an entry by itself
@@ -21,13 +19,13 @@ class TextSettings(Strict):
     lm: str = "runs/ways-reader/lm"  # a folder or a name on the hub: the language model that reads
 
 
-class DocumentSettings(Strict):
+class DocumentSettings(training.Settings):
     documents: int = Field(8, ge=2)
     statements: int = Field(60, ge=2)  # of each
     times_fewer: int = Field(20, ge=1)  # slots of a prefix than tokens of its document
 
 
-class ReaderSettings(Strict):
+class ReaderSettings(training.Settings):
     lm: str | None = None  # a pretrained language model that is measured; None trains one
     width: int = Field(128, ge=8)
     depth: int = Field(3, ge=2)
@@ -37,23 +35,18 @@ class ReaderSettings(Strict):
     learning_rate: float = Field(2e-3, gt=0)
 
 
-class OptimSettings(Strict):
+class OptimSettings(training.OptimSettings):
     max_steps: int = Field(800, ge=1)
-    batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
     lora_learning_rate: float = Field(2e-3, gt=0)  # where nothing else is trained
-    gate_learning_rate: float = Field(3e-2, gt=0)
+    gate_learning_rate: float | None = Field(3e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
     warmup_steps: int = Field(30, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/ways"
     task: Literal["pictures", "facts", "passages", "documents", "reader"] = "passages"
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu"] = "auto"
-    progress: bool = True
     ways: tuple[Literal["gated", "inserted", "joined", "prefix", "passages"], ...] = (
         "gated", "inserted", "joined", "prefix", "passages",
     )  # fmt: skip

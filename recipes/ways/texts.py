@@ -22,9 +22,9 @@ from torch import Tensor
 
 import mmattn
 
+from .data import Reading, World
 from .settings import Config
 from .ways import Batch, Memories, Way
-from .world import Reading, World
 
 PLACES = 16  # numbers of the place of a passage
 FEWEST, GROWING = 4, 0.8  # statements of the first requests, and the share of the training until all are there
@@ -81,7 +81,7 @@ class Texts:
         random, optim = Random(f"{self.config.seed} training"), self.config.optim
         for step in range(optim.max_steps):
             grown = min(1.0, step / (GROWING * optim.max_steps))
-            yield self.readings(random, optim.batch_size, held_out=False, share=grown**2)
+            yield self.readings(random, optim.per_device_train_batch_size, held_out=False, share=grown**2)
 
     def batch(self, readings: Sequence[Reading]) -> Batch:
         """Return a batch to train on."""
@@ -102,10 +102,6 @@ class Texts:
             right += (logits.argmax(-1) == labels)[answers].tolist()
             nats += F.cross_entropy(logits[answers], labels[answers], reduction="none").tolist()
         return {"accuracy": sum(right) / len(right), "nats": nats}
-
-    def request(self) -> tuple[Tensor, Memories]:
-        """Return a question and its memory."""
-        return self.asked.ids[:1, :3].to(self.device), self.held_out[[0]]
 
     def bound(self) -> float:
         """Return the bits of an answer."""

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from .pictures import Pictures
 from .reader import load_lm, train_batches, train_reader
 from .settings import Config
 from .texts import Texts
-from .ways import Alone, Memories, Passages, Prefix, Prompt, Way, cache_name, prefix
+from .ways import NoMemory, Passages, Prefix, Prompt, Way, prefix
 
 COLUMNS = {
     "accuracy": ("right", 100, ".1f", " %"),
@@ -32,9 +29,6 @@ COLUMNS = {
     "bits": ("bits saved", 1, "+.2f", ""),
     "parameters": ("trained parameters", 1, ",.0f", ""),
     "seconds": ("seconds", 1, ".0f", ""),
-    "first_ms": ("first token, ms", 1, ".1f", ""),
-    "token_ms": ("further token, ms", 1, ".1f", ""),
-    "kilobytes": ("kB of a memory", 1, ",.0f", ""),
 }
 NAMES = {
     "gated": "gated cross-attention",
@@ -53,7 +47,7 @@ def main(settings: dict[str, Any]) -> Path:
     run = training.RunFolder(config.out)
     if not run.begin(config.model_dump(mode="json")):
         return run.path
-    device = training.OptimSettings().arguments(config).device
+    device = config.optim.arguments(config).device
     if config.task == "documents":
         documents = Documents(config, run, device)
         content = {"rows": documents.rows(), "tokens": documents.ids.shape[1]}
@@ -83,14 +77,9 @@ class Study:
         makers, count = self.makers(), self.config.parameters
         for make in makers.values():  # fail now rather than after the first training
             make(self.task.lm, count).close()
-        spent = costs(
-            {name: lambda lm, make=make: make(lm, 0) for name, make in makers.items()},
-            self.task.lm,
-            *self.task.request(),
-        )
         rows = [
-            self.row("no memory", lambda lm, _: Alone(lm, None, 0)),
-            self.row("LoRA, no memory", lambda lm, n: Alone(lm, None, n), count),
+            self.row("no memory", lambda lm, _: NoMemory(lm, None, 0)),
+            self.row("LoRA, no memory", lambda lm, n: NoMemory(lm, None, n), count),
         ]
         untrained: dict[str, Make] = {}
         if self.config.task != "pictures":
@@ -99,13 +88,10 @@ class Study:
             untrained["passages read before"] = makers["passages"]
         if "again" in makers:
             untrained["passages, first tokens read again"] = makers["again"]
-        for name, make in untrained.items():
-            rows.append(self.row(name, make) | spent.get(name, {}))
+        rows += [self.row(name, make) for name, make in untrained.items()]
         if untrained:
             rows.append(self.row("in the prompt, tuned as long", untrained["in the prompt"], count))
-        for way, make in makers.items():
-            if way in NAMES:
-                rows.append(self.row(NAMES[way], make, count) | spent[way])
+        rows += [self.row(NAMES[way], make, count) for way, make in makers.items()]
         control = rows[1]["nats"]
         for row in rows:
             nats = row.pop("nats")
@@ -129,7 +115,6 @@ class Study:
             again = config.texts.recomputed_tokens
             if "passages" in chosen and again:
                 chosen["again"] = lambda lm, n: Passages(lm, n, recomputed_tokens=again)
-            chosen["in the prompt"] = lambda lm, n: Prompt(lm, None, n)
         return chosen
 
     def row(self, name: str, make: Make, parameters: int = 0) -> dict[str, Any]:
@@ -149,59 +134,23 @@ class Study:
 
     def train(self, way: Way, label: str) -> float:
         """Train the adapter of a way and the LoRA beside it, and return the seconds."""
-        optim, lora_alone = self.config.optim, isinstance(way, (Alone, Prompt, Passages))
+        optim, lora_alone = self.config.optim, isinstance(way, (NoMemory, Prompt, Passages))
 
         def loss(rows: Sequence[Any]) -> tuple[Tensor, int]:
             batch = self.task.batch(rows)
             return way.nats(batch, batch.memories).sum(), int((batch.labels[:, 1:] != -100).sum())
 
-        settings = training.OptimSettings(
-            max_steps=optim.max_steps,
+        return train_batches(
+            way.model,
+            loss,
+            iter(self.task.batches()),
+            self.config,
+            self.run,
+            label,
+            optim.gate_learning_rate,
             learning_rate=optim.lora_learning_rate if lora_alone else optim.learning_rate,
-            gate_learning_rate=optim.gate_learning_rate,
-            weight_decay=optim.weight_decay,
             warmup_steps=min(optim.warmup_steps, optim.max_steps // 2),
-            max_grad_norm=optim.max_grad_norm,
         )
-        return train_batches(way.model, loss, iter(self.task.batches()), settings, self.config, self.run, label)
-
-
-@torch.no_grad()
-def costs(
-    makers: dict[str, Callable[[Any], Way]], lm: Any, ids: Tensor, memories: Memories, rounds: int = 30
-) -> dict[str, dict[str, float]]:
-    """Return milliseconds and kilobytes of one request with a prepared memory, each way on a copy of the model."""
-    ways = {name: make(copy.deepcopy(lm)) for name, make in makers.items()}
-    prepared = {name: way.prepared(memories) for name, way in ways.items()}
-    first: dict[str, list[float]] = {name: [] for name in ways}
-    further: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            options = {} if prepared[name] is None else {"memory": prepared[name]}
-            text = way.text(ids, memories)
-            out, spent = _timed(lambda way=way, options=options, text=text: way.model(text, use_cache=True, **options))
-            first[name].append(spent)
-            cache = cache_name(out)
-            options |= {"input_ids": out.logits[:, -1:].argmax(-1), cache: out[cache]}
-            _, spent = _timed(lambda way=way, options=options: way.model(use_cache=True, **options))
-            further[name].append(spent)
-    return {
-        name: {
-            "first_ms": statistics.median(first[name][1:]),
-            "token_ms": statistics.median(further[name][1:]),
-            "kilobytes": way.nbytes(prepared[name], memories) / 1e3,
-        }
-        for name, way in ways.items()
-    }
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the output of a call, and its milliseconds."""
-    begin = time.perf_counter()
-    output = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return output, (time.perf_counter() - begin) * 1e3
 
 
 def table(contents: list[dict[str, Any]]) -> str:
@@ -218,5 +167,5 @@ def table(contents: list[dict[str, Any]]) -> str:
     unit = "descriptions" if first["task"] == "pictures" else "answers"
     return (
         f"{text}\n\n{first['slots']} slots in a memory; bits saved of {first['bound']:.2f} against the LoRA without a "
-        f"memory, mean over {unit}; milliseconds and bytes of one request whose memory is prepared."
+        f"memory, mean over {unit}."
     )

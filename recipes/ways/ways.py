@@ -73,19 +73,6 @@ class Way:
         """Return `memory=` of a call, or None."""
         return memories.slots
 
-    def prepared(self, memories: Memories) -> Any:
-        """Return the memory with its keys and values prepared."""
-        return self.model.prepare(self.memory(memories))
-
-    def nbytes(self, prepared: Any, memories: Memories) -> int:
-        """Return the bytes of a prepared memory after its first call."""
-        size: int = prepared.nbytes()
-        return size
-
-    def text(self, ids: Tensor, memories: Memories) -> Tensor:
-        """Return the prompt of a question (1, l)."""
-        return ids
-
     def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
         """Return the logits of texts (b, l)."""
         memory = None if memories is None else self.memory(memories)
@@ -99,18 +86,11 @@ class Way:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
-class Alone(Way):
+class NoMemory(Way):
     """No memory."""
 
     def memory(self, memories: Memories) -> None:
         """Return no memory."""
-
-    def prepared(self, memories: Memories) -> None:
-        """Return no memory."""
-
-    def nbytes(self, prepared: None, memories: Memories) -> int:
-        """Return 0."""
-        return 0
 
 
 class Prefix(Way):
@@ -121,7 +101,7 @@ class Prefix(Way):
         return [0] * len(memories)
 
 
-class Prompt(Alone):
+class Prompt(NoMemory):
     """Passages in the prompt."""
 
     def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
@@ -131,15 +111,6 @@ class Prompt(Alone):
         before = _joined(memories).to(ids.device)
         whole, visible = torch.cat([before, ids], 1), torch.cat([torch.ones_like(before), mask], 1)
         return self.model(input_ids=whole, attention_mask=visible).logits[:, before.shape[1] :]
-
-    def text(self, ids: Tensor, memories: Memories) -> Tensor:
-        """Return the passages and the question."""
-        return torch.cat([_joined(memories).to(ids.device), ids], 1)
-
-    def nbytes(self, prepared: None, memories: Memories) -> int:
-        """Return the bytes of the passages' keys and values."""
-        out = self.lm(_joined(memories).to(self.lm.device), use_cache=True)
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in out[cache_name(out)].layers)
 
 
 class Passages(Way):
@@ -155,10 +126,6 @@ class Passages(Way):
         cache = mmattn.hosts.PassageCache(self.model)
         rows = [cache.add(row, progress=False) for row in memories.passages]
         return cache.select(rows, recomputed_tokens=self.recomputed_tokens)
-
-    def prepared(self, memories: Memories) -> Any:
-        """Return the same."""
-        return self.memory(memories)
 
     def logits(self, ids: Tensor, mask: Tensor, memories: Memories | None) -> Tensor:
         """Return the logits of texts (b, l) that see their passages, which do not see each other."""
@@ -183,11 +150,6 @@ class Passages(Way):
             position_ids=positions.expand(len(tokens), -1),
         )
         return out.logits[:, -length:]
-
-
-def cache_name(out: Any) -> str:
-    """Return the name of the cache: "cache" since transformers 5.24."""
-    return "cache" if "cache" in out else "past_key_values"
 
 
 def prefix(lm: Any, parameters: int) -> Any:

@@ -28,7 +28,7 @@ ADAPTER = "assets/rag/adapter"
 def facts() -> list[Any]:
     """Facts under keys that were never trained on; those after the first ENTRIES are not in the index."""
     rag = find_recipe("rag").folder
-    _, held_out = load_recipe(rag, "territories").load_facts()
+    _, held_out = load_recipe(rag, "data").load_facts()
     found: list[Any] = load_recipe(rag, "train").sample_facts(held_out, ENTRIES + 20, 0)
     return found
 

@@ -21,7 +21,7 @@ from mmattn.serving import Engine, Limits, make_app
 from tests import tiny
 
 #: Facts that the shipped adapter was not trained on.
-_HELD_OUT = load_recipe(find_recipe("rag").folder, "territories").load_facts()[1][:24]
+_HELD_OUT = load_recipe(find_recipe("rag").folder, "data").load_facts()[1][:24]
 FACTS = [{"title": fact.title, "value": fact.value} for fact in _HELD_OUT]
 QUESTIONS = [fact.question for fact in _HELD_OUT]
 

@@ -163,7 +163,7 @@ def test_a_pipeline() -> None:
 def test_a_chain_over_facts() -> None:
     """MiniLM finds the fact, the shipped adapter answers from it; then the chain has the first passage only."""
     from mmattn.pipelines import build_index
-    from recipes.rag.territories import PROPERTIES, load_facts
+    from recipes.rag.data import PROPERTIES, load_facts
 
     ask = mmattn.pipeline("assets/rag/adapter")
     rows = []

@@ -18,19 +18,7 @@ from tests.recipes.rag.small import TOPICS
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = (
-        "settings",
-        "territories",
-        "documents",
-        "continuing",
-        "entries",
-        "answering",
-        "measure",
-        "train",
-        "train_docs",
-        "reading",
-        "prefixes",
-    )
+    names = ("settings", "data", "documents", "continuing", "answering", "measure", "train", "train_docs", "reading")
     return load_files("rag", *names, "large")
 
 
@@ -43,7 +31,7 @@ def make_lm() -> ModuleType:
 @pytest.fixture(scope="module")
 def facts(recipe: SimpleNamespace) -> Any:
     """Facts to train on and held-out facts."""
-    return recipe.territories.load_facts()
+    return recipe.data.load_facts()
 
 
 @pytest.fixture(scope="module")

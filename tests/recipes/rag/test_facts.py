@@ -24,8 +24,7 @@ from tests.recipes.rag.small import small
 @pytest.fixture(scope="module")
 def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over facts."""
-    prefix = {"num_virtual_tokens": 5, "max_steps": 2, "per_device_train_batch_size": 3}
-    return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run", prefix=prefix))
+    return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run"))
 
 
 def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
@@ -42,18 +41,18 @@ def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
 def test_the_language_model_is_taught_no_fact(recipe: SimpleNamespace, make_lm: ModuleType, facts: Any) -> None:
     true = {(fact.question, fact.value) for part in facts for fact in part}
     said = [text.rsplit("Question: ", 1)[1].split("\nAnswer: ") for text in make_lm.questions(facts[0], 300, Random(0))]
-    answered = [(question, answer) for question, answer in said if answer != recipe.territories.UNKNOWN]
+    answered = [(question, answer) for question, answer in said if answer != recipe.data.UNKNOWN]
     assert len(answered) > 200 and sum(pair in true for pair in answered) < 0.1 * len(answered)
     assert not {question for question, _ in said} & {fact.question for fact in facts[1]}
 
 
 def test_half_of_the_answers_are_in_an_entry_set(recipe: SimpleNamespace, facts: Any) -> None:
     vectors = torch.zeros(400, 3)
-    entries = recipe.entries.Entries(
+    entries = recipe.data.Entries(
         recipe.train.sample_facts(facts[1], 150, 0) + facts[0][:250], vectors, vectors, vectors
     )
     for size in (10, 50, 300):
-        sets = recipe.entries.entry_sets(entries, 150, size, 30, 0)
+        sets = recipe.data.entry_sets(entries, 150, size, 30, 0)
         assert sum(len(one.questions) for one in sets) == 30
         for one in sets:
             assert len(one.rows) == size == len(set(one.rows))
@@ -62,35 +61,16 @@ def test_half_of_the_answers_are_in_an_entry_set(recipe: SimpleNamespace, facts:
         assert abs(sum(sum(one.present) for one in sets) - 15) <= len(sets)
 
 
-def test_a_prefix_learns_its_own_facts_and_none_that_is_asked_without_an_answer(
-    recipe: SimpleNamespace, facts: Any
-) -> None:
-    entries = recipe.entries.Entries(facts[1], *[torch.zeros(len(facts[1]), 3)] * 3)
-    sets = recipe.entries.entry_sets(entries, len(facts[1]), 37, 14, 0)
-    measure = SimpleNamespace(entries=entries)
-    config = recipe.settings.Config(optim={"per_device_train_batch_size": 211}, data={"absent": 0.4})
-    rows = next(recipe.prefixes.questions(config, measure, sets))
-    numbers = {recipe.territories.prompt(fact): number for number, fact in enumerate(entries.facts)}
-    unknown = 0
-    for number, prompt, answer in rows:
-        row, one = numbers[prompt], sets[number]
-        there = row in one.rows
-        assert answer == (entries.facts[row].value if there else recipe.territories.UNKNOWN)
-        assert there or row not in one.questions
-        unknown += not there
-    assert {number for number, _, _ in rows} == set(range(len(sets))) and 0.2 < unknown / len(rows) < 0.6
-
-
 def test_names_that_nobody_has_are_near_misses_of_real_ones(recipe: SimpleNamespace, facts: Any) -> None:
     known = facts[0][:3000]
-    made = recipe.territories.synthetic(known, 2000)
+    made = recipe.data.synthetic(known, 2000)
     names = {fact.key for fact in known}
     assert len(made) == 2000 and not names & {fact.key for fact in made}
     assert len({(fact.key, fact.property) for fact in made}) == 2000, "no key means two things"
     assert {fact.value for fact in made} <= {fact.value for fact in known}
     near = sum(max(SequenceMatcher(None, fact.key, name).ratio() for name in names) > 0.85 for fact in made[:40])
     assert near > 15 and len({fact.property for fact in made}) == 3
-    assert recipe.territories.synthetic(known, 700) == made[:700] != recipe.territories.synthetic(known, 700, 1)
+    assert recipe.data.synthetic(known, 700) == made[:700] != recipe.data.synthetic(known, 700, 1)
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +78,23 @@ def known(recipe: SimpleNamespace, facts: Any) -> Any:
     """300 entries, 200 of which are asked for, with vectors that say which entry it is."""
     torch.manual_seed(0)
     titles = torch.nn.functional.normalize(torch.randn(300, 17), dim=1)
-    return recipe.entries.Entries(facts[0][:300], titles, torch.randn(300, 19), titles[:200])
+    return recipe.data.Entries(facts[0][:300], titles, torch.randn(300, 19), titles[:200])
 
 
 def test_training_has_the_most_alike_entries_of_indexes_of_every_size(recipe: SimpleNamespace, known: Any) -> None:
     data = {"per_query": 13, "absent": 0.4}
     config = recipe.settings.Config(data=data, optim={"per_device_train_batch_size": 400})
     rows = next(recipe.train.questions(config, known))
-    asked = {recipe.territories.prompt(fact): row for row, fact in enumerate(known.facts[:200])}
+    asked = {recipe.data.prompt(fact): row for row, fact in enumerate(known.facts[:200])}
     absent, smaller = 0, 0
     for text, answer, memory in rows:
         row = asked[text]
         assert 1 <= memory.length <= 13 and memory.dim == 36
         torch.testing.assert_close(memory.scores[0], memory.tokens[0, :, :17] @ known.questions[row])
         there = (memory.tokens[0, :, :17] == known.titles[row]).all(1).any()
-        assert there == (answer != recipe.territories.UNKNOWN) and answer in (
+        assert there == (answer != recipe.data.UNKNOWN) and answer in (
             known.facts[row].value,
-            recipe.territories.UNKNOWN,
+            recipe.data.UNKNOWN,
         )
         absent += not there
         smaller += memory.length < 13
@@ -193,8 +173,6 @@ def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -
     name = "adapter, attention to all entries"
     assert {f"{name}, {size} entries" for size in (10, 20)} <= set(rows) and f"{name}, 40 entries" not in rows
     assert {"closed book, frozen LM", "adapter, no memory", "LoRA, closed book"} <= set(rows)
-    for name in ("prefix trained on the entries", "prefix of other entries"):
-        assert [row for row in rows if row.startswith(name)] == [f"{name}, 10 entries"]
     assert {**lines["adapter, no memory"], "name": ""} == {**lines["closed book, frozen LM"], "name": ""}
 
 
@@ -219,25 +197,11 @@ def test_ask_shows_the_entries_attended_to(
     assert (run / "table.md").read_text(encoding="utf-8").strip() in card and "mmattn.pipeline(" in card
 
 
-def test_queries_of_nothing_leave_the_scores_of_the_search(recipe: SimpleNamespace) -> None:
-    """Scaled by 0, all entries with one score weigh alike; scaled by 1 or unscaled, they do not."""
-    settings = mmattn.GatedAdapter(memory_dim=13, layers=(1,), num_heads=2, head_dim=6, score_bias=True)
-    model = tiny.open_gates(mmattn.attach(tiny.make("llama"), settings))
-    memory = mmattn.Memory(torch.randn(2, 5, 13), scores=torch.zeros(2, 5))
-    spread = []
-    for factor in (1.0, 0.5, 0.0):
-        recipe.large.scale_queries(model, factor)
-        with inspect.record(model) as weights:
-            model(tiny.text(2), memory=memory)
-        spread.append(float(weights.mean()[0].std(-1).max()))
-    assert spread[0] > spread[1] > 1e-3 and spread[2] < 1e-6
-
-
 def test_the_nearest_are_those_of_an_index(recipe: SimpleNamespace) -> None:
     """Where some facts are left out, too."""
-    facts = [recipe.territories.Fact(f"key {number}", "name", f"value {number}", "en") for number in range(23)]
+    facts = [recipe.data.Fact(f"key {number}", "name", f"value {number}", "en") for number in range(23)]
     vectors = torch.nn.functional.normalize(torch.randn(3, 23, 7), dim=2)
-    entries = recipe.entries.Entries(facts, vectors[0], vectors[1], vectors[2][:11])
+    entries = recipe.data.Entries(facts, vectors[0], vectors[1], vectors[2][:11])
     rows = [row for row in range(23) if row % 4]
     nearest = entries.nearest(rows, [3, 0, 10], 6)
     hits = entries.index(rows).search(entries.questions[[3, 0, 10]], 6)

@@ -16,7 +16,7 @@ from tests.models.test_pretrained import need
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the questions are about the documentation of Python 3.11")
 def test_questions_about_topics_have_their_answers_in_the_folder(load_files: Callable[..., SimpleNamespace]) -> None:
     """A hundred questions, none of which has its own answer, and each answer stands in the topic that is named."""
-    topics = load_files("rag", "topics").topics
+    topics = load_files("rag", "reading").reading
     questions, texts = topics.load_questions(), topics.load_topics()
     assert len(questions) == len({one.text for one in questions}) == 100
     for one in questions:
@@ -26,27 +26,13 @@ def test_questions_about_topics_have_their_answers_in_the_folder(load_files: Cal
     assert topics.is_right("(Pdb)", "It is (pdb).") and not topics.is_right("ss", "class")
 
 
-def test_an_answer_needs_both_of_two_passages(load_files: Callable[..., SimpleNamespace]) -> None:
-    topics = load_files("rag", "topics").topics
-    questions = topics.two_passage_questions(17)
-    assert len(questions) == 17 and questions == topics.two_passage_questions(17)
-    for one in questions:
-        names, money = one.passages
-        assert topics.is_right(one.answer, money), one
-        assert not topics.is_right(one.answer, names) and not topics.is_right(one.answer, one.text), one
-
-
 def test_smollm2_reads_facts_itself(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """One fact in the prompt is the same fact read beforehand, and answers; without it nothing does."""
     need("smollm2")
-    facts = [recipe.territories.Fact("Zubrowka", "currency", "Krone", "fr")]
-    entries = recipe.entries.Entries.of(facts, 1, NameEncoder(), tmp_path)
-    one = recipe.entries.EntrySet([0], [0], [True])
+    facts = [recipe.data.Fact("Zubrowka", "currency", "Krone", "fr")]
+    entries = recipe.data.Entries.of(facts, 1, NameEncoder(), tmp_path)
+    one = recipe.data.EntrySet([0], [0], [True])
     lm, tokenizer = recipe.answering.load_lm("smollm2")
     reader = recipe.reading.Reader(recipe.settings.Config(lm="smollm2", data={"in_prompt": 1}), lm, tokenizer)
     answers = [reader.answers(entries, one, way)[0] for way in ("prompt", "passages", "closed")]
     assert answers[:2] == ["Krone", "Krone"] != answers[1:]
-    cost = reader.cost(entries, one, "passages")
-    tokens = len(tokenizer(f"{facts[0].sentence}\n\n").input_ids)
-    assert cost["bytes"] == 4 * tokens * 2 * 30 * 3 * 64, "keys and values of 30 layers with 3 heads of 64"
-    assert cost["first"] > 0 and cost["speed"] > 0

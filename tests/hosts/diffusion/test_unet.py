@@ -1,4 +1,4 @@
-"""A UNet with an adapter: every kind of block, sizes, blocks and guidance, processors, LoRA, training."""
+"""A UNet with an adapter: sizes, blocks, processors, LoRA, training, and films."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import gc
 
 import pytest
 import torch
+from diffusers import UNet3DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, ConditionError
-from mmattn.testing.case import no_trace, traces
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ShapeError
+from mmattn.testing.case import no_trace, stir, traces
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, run
@@ -232,3 +233,113 @@ def test_autocast(core):
     for name, value in want[1].items():
         assert got[1][name].dtype is torch.float32
         assert_close(got[1][name], value, 0.3)
+
+
+# UNets of films, whose layers have a row for each frame: memory, scales and guidance stay with their own film
+
+
+FRAMES, FILMS = 3, 2
+_SIZES = {
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "cross_attention_dim": 12,
+    "in_channels": 5,
+    "out_channels": 5,
+}
+
+
+def blocks(kind: str) -> dict:
+    down, up = (f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"), (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}")
+    return {"down_block_types": down, "up_block_types": up}
+
+
+def three_d():
+    return UNet3DConditionModel(**_SIZES, **blocks("3D"), attention_head_dim=4)
+
+
+def motion():
+    return UNetMotionModel(**_SIZES, **blocks("Motion"), num_attention_heads=2, motion_num_attention_heads=2)
+
+
+def spatio_temporal():
+    sizes = {name: value for name, value in _SIZES.items() if name != "norm_num_groups"} | {
+        "block_out_channels": (32, 64)
+    }
+    times = {"addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 12}
+    return UNetSpatioTemporalConditionModel(**sizes, **blocks("SpatioTemporal"), **times, num_attention_heads=2)
+
+
+KINDS = {"3d": three_d, "motion": motion, "spatio-temporal": spatio_temporal}
+
+
+def batch(kind: str) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    sample = torch.randn(FILMS, 5, FRAMES, 8, 12, generator=drawn)
+    text = torch.randn(FILMS, 1 if kind == "spatio-temporal" else 7, 12, generator=drawn)
+    if kind == "motion":
+        text = text.repeat_interleave(FRAMES, 0)  # as AnimateDiff's pipeline gives it
+    given = {"sample": sample, "timestep": torch.tensor(11), "encoder_hidden_states": text}
+    if kind == "spatio-temporal":
+        given |= {"sample": sample.transpose(1, 2), "added_time_ids": torch.ones(FILMS, 3)}
+    return given
+
+
+@pytest.fixture(params=KINDS)
+def film(request):
+    torch.manual_seed(0)
+    host = KINDS[request.param]().eval()
+    model = mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
+    stir(model.adapter("default"))
+    return model, batch(request.param)
+
+
+@torch.no_grad()
+def predict(model, given, **more):
+    return model(**given, **more)[0]
+
+
+def film_of(given, row):
+    """One film of a batch."""
+    return {
+        name: value.unflatten(0, (FILMS, -1))[row] if name != "timestep" else value for name, value in given.items()
+    }
+
+
+@torch.no_grad()
+def test_each_film_sees_its_own_memory(film):
+    model, given = film
+    memory, own = tiny.memory(FILMS, lengths=[5, 3]), predict(model, given)
+    out = predict(model, given, memory=memory)
+    assert all(differs(out[row], own[row]) for row in range(FILMS))
+    for row in range(FILMS):
+        assert_close(predict(model, film_of(given, row), memory=memory[row])[0], out[row], 1e-4)
+    half = predict(model, given, memory=tiny.memory(FILMS, lengths=[5, 0]))
+    assert torch.equal(half[1], own[1]) and differs(half[0], own[0])
+
+
+@torch.no_grad()
+def test_the_unconditional_half_of_guidance_sees_none(film):
+    model, given = film
+    memory = tiny.memory(FILMS)
+    twice = {name: value if name == "timestep" else torch.cat([value, value]) for name, value in given.items()}
+    with model.condition(memory, guided=True):
+        both = predict(model.host, twice)
+    assert_close(both[:FILMS], predict(model, given), 1e-5)
+    assert_close(both[FILMS:], predict(model, given, memory=memory), 1e-5)
+
+
+@torch.no_grad()
+def test_a_scale_for_each_film(film):
+    model, given = film
+    memory, own = tiny.memory(FILMS), predict(model, given)
+    out = predict(model, given, memory=memory, adapter_scale=torch.tensor([0.0, 1.0]))
+    assert_close(out[0], own[0], 1e-6)
+    assert_close(out[1], predict(model, given, memory=memory)[1], 1e-5)
+    ones, zeros = torch.ones(FILMS, 8, 12), torch.zeros(FILMS, 8, 12)
+    if any("temporal" in name for name in model.layer_names):
+        with pytest.raises(ShapeError, match="blocks="):
+            predict(model, given, memory=memory, adapter_scale=ones)
+        return
+    assert torch.equal(predict(model, given, memory=memory, adapter_scale=zeros), own)
+    assert_close(predict(model, given, memory=memory, adapter_scale=ones), predict(model, given, memory=memory), 1e-5)

@@ -62,10 +62,10 @@ class Row(NamedTuple):
 class DatabaseStore(ABC):
     """A store whose entries outlive the process: `Index.open` finds it again by an address.
 
-    A subclass reads and writes rows. Its constructor sets `place` and `_lock`, and ends with this one, which makes a
-    table, or opens it where `dim` is None; no message contains a password. Searches compare in float32 where the
-    entries are, and so return some more candidates than `top_k`. Filters compare digests of metadata, since a
-    database's own comparison rounds ints or tells 1 from 1.0. The methods are those of `VectorStore`.
+    A subclass reads and writes rows. Its constructor sets `place` and `_lock`, and ends with the constructor of this
+    class, which makes a table, or opens it where `dim` is None; no message contains a password. Searches compare in
+    float32 where the entries are, and so return more candidates than `top_k`. Filters compare digests of metadata,
+    since a database's own comparison rounds ints or tells 1 from 1.0. The methods are those of `VectorStore`.
 
     Attributes:
         schemes: what addresses begin with before ":", such as ("postgresql",).
@@ -92,7 +92,7 @@ class DatabaseStore(ABC):
             with self.writing():
                 if self._exists():
                     raise ConfigError(
-                        f"there is a {self.place} already: open it with Index.open, or build one under another name"
+                        f"there is a {self.place} already: open it with Index.open, or build under another name"
                     )
                 self._create()
                 state = {"format_version": 1, "dim": dim, "metric": metric, "next_place": 0, "indexed": indexed}
@@ -111,7 +111,7 @@ class DatabaseStore(ABC):
         except AdapterFileError as error:
             raise IndexFileError(
                 f"{self.place} is not of this version of mmattn, which reads format 1: it is described by "
-                f"{state!r:.200}. Build one under another name"
+                f"{state!r:.200}. Build an index under another name"
             ) from error
         return sound.dim, sound.metric
 
@@ -280,7 +280,7 @@ def _normal(value: object) -> object:
     if isinstance(value, dict):
         return {key: _normal(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
-        return [_normal(one) for one in value]
+        return [_normal(part) for part in value]
     return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
 
 

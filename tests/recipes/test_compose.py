@@ -23,12 +23,12 @@ SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("compose", "settings", "expressions", "readers", "train")
+    return load_files("compose", "settings", "data", "readers", "train")
 
 
 def make_world(recipe: SimpleNamespace, key_models: int = 1) -> Any:
     """Thirty keys, a fifth of them to train a composition on."""
-    return recipe.expressions.World(recipe.settings.DataSettings(keys=30, values=11, key_models=key_models), seed=0)
+    return recipe.data.World(recipe.settings.DataSettings(keys=30, values=11, key_models=key_models), seed=0)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def small_run(recipe: SimpleNamespace, folder: Path, key_models: int, **more: An
             "arithmetic_model": SMALL | {"width": 24},
             "adapter": {"num_heads": 2, "head_dim": 6},
             "fused": {"hidden_dim": 5},
-            "optim": {"max_steps": 2, "batch_size": 6},
+            "optim": {"max_steps": 2, "per_device_train_batch_size": 6},
             **more,
         }
     )
@@ -60,14 +60,14 @@ def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_prompts_and_answers(recipe: SimpleNamespace) -> None:
-    made = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-")
-    pairs = {task: made.pair(task) for task in recipe.expressions.TASKS}
+    made = recipe.data.Expression(("kqz", "abt"), (7, 12), "-")
+    pairs = {task: made.pair(task) for task in recipe.data.TASKS}
     assert {task: ("".join(asked), right) for task, (asked, right) in pairs.items()} == {
         "substitution": ("<kqz>-<abt>:", ["7", "-", "12"]),
         "arithmetic": ("<7>-<12>=", ["7", "-", "12", "=", "-", "5"]),
         "KV-arithmetic": ("<kqz>-<abt>=", ["7", "-", "12", "=", "-", "5"]),
     }
-    in_the_head = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-", working=False)
+    in_the_head = recipe.data.Expression(("kqz", "abt"), (7, 12), "-", working=False)
     for task in ("arithmetic", "KV-arithmetic"):
         assert in_the_head.pair(task) == (pairs[task][0], ["-", "5"])
     assert "".join(made.pair("arithmetic", ("ab", ""))[0]) == "<ab7>-<12>="
@@ -83,7 +83,7 @@ def test_no_held_out_key_is_trained_on(world: Any) -> None:
     assert measured <= set(held_out) and len(measured) > 20
 
 
-def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
+def test_each_of_two_key_models_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
     world = make_world(recipe, key_models=2)
     first, second = map(set, world.known)
     assert len(first) == len(second) == 15 and not first & second and first | second == set(world.values)
@@ -93,10 +93,10 @@ def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleName
         assert text == f"<{one.keys[0]}>{one.operator}[{one.keys[1]}]="
     random = Random(0)
     for number, (begin, known) in enumerate((("<", first), ("[", second))):
-        texts = [world.knowing(random, key_model=number)[0] for _ in range(100)]
+        texts = [world.draw_key_text(random, key_model=number)[0] for _ in range(100)]
         assert {text[0] for text in texts} == {begin}
         assert {"".join(text[1:4]) for text in texts} == known
-    asked = {"".join(token for token in world.reckoning(random)[0] if token in "<>[]") for _ in range(50)}
+    asked = {"".join(token for token in world.draw_sum(random)[0] if token in "<>[]") for _ in range(50)}
     assert asked == {"<>[]"}
     batch = world.batch([[one.pair("KV-arithmetic")] for one in world.expressions("KV-arithmetic", 3, 0)])
     assert int(batch["input_ids"].max()) < len(world.ids)
@@ -105,14 +105,14 @@ def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleName
 def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any) -> None:
     random = Random(0)
     for _ in range(200):
-        asked, right = world.knowing(random)
+        asked, right = world.draw_key_text(random)
         assert "=" not in (*asked[:-1], *right) and len(right) == (1 if asked[-1] == ">" else 3)
         if asked[-1] == ">":
             assert right == [str(world.values["".join(asked[-4:-1])])]
         else:
             keys = "".join(asked)[1:4], "".join(asked)[7:10]
             assert [right[0], right[2]] == [str(world.values[key]) for key in keys]
-        asked, right = world.reckoning(random)
+        asked, right = world.draw_sum(random)
         assert ":" not in asked and not any(f"<{key}>" in "".join(asked) for key in world.values)
         numbers = [int(token) for token in asked if token.isdigit()]
         operator = next(token for token in asked if token in "+-*")
@@ -121,13 +121,13 @@ def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any)
             assert right[:4] == [str(numbers[0]), operator, str(numbers[1]), "="]
             right = right[4:]
         assert int("".join(right)) == {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator](*numbers)
-    assert len({tuple(world.knowing(Random(seed), known=False)[1]) for seed in range(60)}) > 20
+    assert len({tuple(world.draw_key_text(Random(seed), known=False)[1]) for seed in range(60)}) > 20
 
 
 def test_keys_come_a_few_at_a_time(world: Any) -> None:
     random = Random(0)
     for done, count in ((0, 3), (0.1, 11), (0.34, 30), (1, 30)):
-        asked = [world.knowing(random, done)[0] for _ in range(500)]
+        asked = [world.draw_key_text(random, done)[0] for _ in range(500)]
         assert {"".join(text[1:4]) for text in asked} == {*[*world.values][:count]}
 
 
@@ -213,7 +213,7 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
         recipe.settings.DataSettings(keys=30, values=10),
         load_language_model(str(anchor), "cpu"),
     )
-    small, world = recipe.expressions.World(settings, 0), recipe.expressions.World(settings, 0, "cpu", tokenizer, 3)
+    small, world = recipe.data.World(settings, 0), recipe.data.World(settings, 0, "cpu", tokenizer, 3)
     assert small.values == world.values and world.spell(["12"]) == [world.ids["1"], world.ids["2"]]
     pair = (["<", "7", ">", "+", "<", "5", ">", "="], ["7", "+", "5", "=", "12"])
     examples, asked = tokenizer.decode(world.prompts([pair])["input_ids"][0]).rsplit("\n", 1)
@@ -227,7 +227,7 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
         ]
     assert torch.equal(*states)
     with pytest.raises(mmattn.errors.ConfigError, match=r"data\.values=10"):
-        recipe.expressions.World(settings.model_copy(update={"values": 11}), 0, "cpu", tokenizer)
+        recipe.data.World(settings.model_copy(update={"values": 11}), 0, "cpu", tokenizer)
 
 
 def test_controls_need_the_composition_whose_size_they_have(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed
 
 @pytest.mark.slow
 def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    """Two that know keys and one that reckons: with one of them missing, and each in the place of the other."""
+    """Two that know keys and one that does arithmetic: with one of them missing, and each in the place of the other."""
     run = small_run(recipe, tmp_path, 2)
     names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
     ways = [

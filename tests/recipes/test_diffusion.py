@@ -30,7 +30,7 @@ MODELS = {
 }
 SMALL = {
     "sample": {"steps": 2, "each": 1, "examples": 7},
-    "optim": {"max_steps": 3, "batch_size": 5, "warmup_steps": 0},
+    "optim": {"max_steps": 3, "per_device_train_batch_size": 5, "warmup_steps": 0},
     "style": {"encoder_steps": 2},
     "progress": False,
 }

@@ -35,7 +35,7 @@ SPOKEN = [
 ]
 SMALL = {"num_heads": 2, "head_dim": 6}
 FILES = (
-    "settings", "voices", "speech", "recogniser", "whisper", "series", "train_speech", "train_series", "train",
+    "settings", "voices", "data", "recogniser", "whisper", "series", "train_speech", "train_series", "train",
 )  # fmt: skip
 
 
@@ -72,10 +72,10 @@ def speech(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> Any:
     settings = recipe.settings.VoiceSettings(speakers=3, held_out=1, chatter=2, cache=str(tmp_path))
     spoken = recipe.voices.speak(settings, False)
     bands = LogMelEncoder(16, frames_per_token=1, sampling_rate=8000, window=0.032, hop=0.02)
-    ear = partial(recipe.speech.log_energies, bands)
+    ear = partial(recipe.data.log_energies, bands)
     sensor = LogMelEncoder(3, frames_per_token=1, sampling_rate=8000, window=0.04, hop=0.04)
     noise = recipe.settings.NoiseSettings()
-    return recipe.speech.Speech(spoken["train"], spoken["chatter"], settings, noise, ear, sensor)
+    return recipe.data.Speech(spoken["train"], spoken["chatter"], settings, noise, ear, sensor)
 
 
 def test_no_held_out_voice_is_trained_on(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_was_spoken_is_read_from_the_cache(
 
 @pytest.mark.parametrize("snr", [-7.0, 0.0, 5.0])
 def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: float) -> None:
-    one = recipe.speech.Utterance(1, (3, 17, 3))
+    one = recipe.data.Utterance(1, (3, 17, 3))
     mixed, alone, places = speech.mix(one, snr, np.random.default_rng(7))
     assert len(places) == 3 and np.isfinite(mixed).all() and np.abs(mixed).max() <= 0.5
     # The mix is a share of the voice alone, and uncorrelated noise.
@@ -117,18 +117,18 @@ def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: 
 
 
 def test_places_say_which_word_is_spoken(recipe: SimpleNamespace, speech: Any) -> None:
-    one = recipe.speech.Utterance(0, (5, 11))
+    one = recipe.data.Utterance(0, (5, 11))
     clips = speech.batch([one], [30.0], [3])
     assert clips.energies.shape == (1, 16, 125) and clips.spoken.shape == (1, 63) and clips.sensed.shape == (1, 63, 3)
-    words = [word for word in clips.spoken[0].tolist() if word != recipe.speech.START]
+    words = [word for word in clips.spoken[0].tolist() if word != recipe.data.START]
     assert words == sorted(words) and set(words) == {5, 11} and len(words) == pytest.approx(10, abs=2)
     # Where a word is spoken it is louder than around it.
-    speaking = clips.spoken[0] != recipe.speech.START
+    speaking = clips.spoken[0] != recipe.data.START
     assert clips.sensed[0].mean(1)[speaking].mean() > clips.sensed[0].mean(1)[~speaking].mean() + 0.3
 
 
 def test_the_sensor_feels_the_voice_and_not_the_noise(recipe: SimpleNamespace, speech: Any) -> None:
-    one = recipe.speech.Utterance(2, (1, 2, 3))
+    one = recipe.data.Utterance(2, (1, 2, 3))
     loud, faint = (speech.batch([one], [snr], [5]) for snr in (-20.0, 20.0))
     assert torch.equal(loud.sensed, faint.sensed) and loud.sensed.isfinite().all()
     assert not torch.allclose(loud.energies, faint.energies, atol=0.1)
@@ -140,7 +140,7 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
     random = Random(3)
     clips = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
     # An ear and a sensor that know what is said.
-    sure = torch.nn.functional.one_hot(clips.spoken, recipe.speech.VOCABULARY) * 9.0
+    sure = torch.nn.functional.one_hot(clips.spoken, recipe.data.VOCABULARY) * 9.0
     recogniser.ear.forward = lambda energies: (None, sure)
     _, own = recogniser.agree(sure, clips.energies)
     _, others = recogniser.agree(sure.roll(1, 0), clips.energies)
@@ -205,8 +205,8 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     model = mmattn.load(model, spoken_run / "adapter", "sensor")
     memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 2))}
     with torch.no_grad():
-        logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
-    assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
+        logits = model(torch.full((3, 1), recipe.data.START), memory=memory).logits
+    assert logits.shape == (3, 1, recipe.data.VOCABULARY) and logits.isfinite().all()
 
 
 def save_tiny_whisper(recipe: SimpleNamespace, folder: Path) -> Path:
@@ -268,11 +268,11 @@ def test_whisper_writes_words_of_the_list(recipe: SimpleNamespace, tmp_path: Pat
     assert all(len(row) <= 5 and set(row) <= set(range(len(recipe.voices.WORDS))) for row in rows)
     # Teacher forcing gives the words that were generated.
     row = rows[0]
-    logits = whisper.logits(torch.tensor([[recipe.speech.START, *row]]), states[:1])
-    assert logits.shape == (1, 1 + len(row), recipe.speech.END + 1) and logits.argmax(-1)[0, : len(row)].tolist() == row
+    logits = whisper.logits(torch.tensor([[recipe.data.START, *row]]), states[:1])
+    assert logits.shape == (1, 1 + len(row), recipe.data.END + 1) and logits.argmax(-1)[0, : len(row)].tolist() == row
     # Words in turn, and nothing else of a slot, tell the words that are felt.
     felt = torch.tensor([[30, 4, 4, 30, 4, 7, 7, 30]])
-    memory = whisper.sense(torch.nn.functional.one_hot(felt, recipe.speech.VOCABULARY) * 99.0, states[:1])
+    memory = whisper.sense(torch.nn.functional.one_hot(felt, recipe.data.VOCABULARY) * 99.0, states[:1])
     most = recipe.settings.VoiceSettings().most
     assert memory.tokens.shape == (1, 8, whisper.dim)
     assert memory.tokens[0, :, :31].argmax(-1).tolist() == felt[0].tolist()

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("vision", "settings", "data", "measure", "report", "train")
+    return load_files("vision", "settings", "data", "measure", "train")
 
 
 @pytest.fixture(scope="module")
@@ -198,17 +198,11 @@ def run(recipe: SimpleNamespace, drawings: str, tmp_path_factory: pytest.TempPat
 class TestRun:
     def test_its_files(self, run: Path) -> None:
         assert {path.name for path in run.iterdir()} == {
-            "adapter", "attention.safetensors", "captions.json", "captions.png", "config.resolved.yaml", "loss.png",
-            "metrics.jsonl", "samples_after.txt", "samples_before.txt", "table.json", "table.md",
+            "adapter", "attention.safetensors", "captions.json", "config.resolved.yaml", "loss.png", "metrics.jsonl",
+            "table.json", "table.md",
         }  # fmt: skip
-        with Image.open(run / "captions.png") as grid:
-            colours = {colour: count for count, colour in grid.convert("RGB").getcolors(1 << 24)}
-            assert grid.width > 800 and len(colours) > 500 and colours[179, 38, 30], "wrong captions are red"
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [(line["model"], line["step"]) for line in lines if "loss" in line] == [("adapter", 5), ("lora", 5)]
-        before, after = ((run / f"samples_{when}.txt").read_text().splitlines() for when in ("before", "after"))
-        assert len(before) == len(after) == 8
-        assert len({line.split(": ")[1] for line in before}) == 1, "a fresh adapter adds nothing"
 
     def test_its_traces_are_of_its_captions(self, run: Path) -> None:
         traces, captions = inspect.load_traces(run), json.loads((run / "captions.json").read_text())

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn.pipelines import load_language_model
+from tests.recipes.runs import LM, settings_of
 from tests.tiny_texts import tiny_tokenizer
-
-SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +35,10 @@ def world(recipe: SimpleNamespace) -> Any:
     return make_world(recipe)
 
 
-def small_run(recipe: SimpleNamespace, folder: Path, key_models: int, **more: Any) -> Path:
-    """The folder of a run that takes seconds."""
-    return recipe.train.main(
-        {
-            "out": str(folder / "run"),
-            "progress": False,
-            "data": {"keys": 30, "values": 11, "ask": 7, "key_models": key_models},
-            "key_model": SMALL,
-            "arithmetic_model": SMALL | {"width": 24},
-            "adapter": {"num_heads": 2, "head_dim": 6},
-            "fused": {"hidden_dim": 5},
-            "optim": {"max_steps": 2, "per_device_train_batch_size": 6},
-            **more,
-        }
-    )
-
-
 @pytest.fixture(scope="module")
-def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with one model that knows keys."""
-    return small_run(recipe, tmp_path_factory.mktemp("compose"), 1)
+def run(finished: Callable[[str], Path]) -> Path:
+    """A finished run of a few steps."""
+    return finished("compose")
 
 
 def test_prompts_and_answers(recipe: SimpleNamespace) -> None:
@@ -124,13 +106,6 @@ def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any)
     assert len({tuple(world.draw_key_text(Random(seed), known=False)[1]) for seed in range(60)}) > 20
 
 
-def test_keys_come_a_few_at_a_time(world: Any) -> None:
-    random = Random(0)
-    for done, count in ((0, 3), (0.1, 11), (0.34, 30), (1, 30)):
-        asked = [world.draw_key_text(random, done)[0] for _ in range(500)]
-        assert {"".join(text[1:4]) for text in asked} == {*[*world.values][:count]}
-
-
 def test_rows_learn_answers_alone(world: Any) -> None:
     pairs = [(["<", "a", ">"], ["7"]), (["<", "7", ">", "+", "<", "3", ">", "="], ["1", "0"])]
     batch = world.batch([pairs, pairs[:1]])
@@ -145,33 +120,7 @@ def test_rows_learn_answers_alone(world: Any) -> None:
     assert world.answer([world.ids["1"], world.ids["0"], world.ids["[end]"], world.ids["5"]]) == ["1", "0"]
 
 
-def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
-    content = json.loads((run / "table.json").read_text())
-    names = [row["name"] for row in content["rows"]]
-    assert names == [
-        "m_A, knows the keys",
-        "m_B, does arithmetic",
-        "ceiling: m_B with the values filled in",
-        "composed, trained on substitution",
-        "composed, trained on KV-arithmetic",
-        "composed, trained on all three",
-        "fused caches, trained on all three",
-        "LoRA on m_B",
-        "random m_A",
-        "fused caches of a random m_A",
-        "vanilla m_A, never taught the keys",
-    ]
-    spent = {row["name"]: row["token_ms"] for row in content["rows"] if row["token_ms"] is not None}
-    assert list(spent) == ["m_B, does arithmetic", names[5], names[6]] and all(one > 0 for one in spent.values())
-    shares = [row[task] for row in content["rows"] for task in ("arithmetic", "KV-arithmetic", "forced")]
-    assert all(share is None or 0 <= share <= 1 for share in shares) and content["held"] == 24
-    text = (run / "table.md").read_text()
-    for line in ("| paper: m_A ", "98.1 %", "73.7 %", "| paper: composed", "84.3 %"):
-        assert line in text
-    logged = {json.loads(line)["model"] for line in (run / "metrics.jsonl").read_text().splitlines()}
-    assert {"m_A", "m_B", "LoRA", "vanilla m_A", "composed, trained on all three"} <= logged
-
-
+@pytest.mark.slow
 def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, run: Path) -> None:
     key_model, arithmetic_model = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("m_A", "m_B"))
     model = mmattn.load(arithmetic_model, run / "adapter")
@@ -192,13 +141,15 @@ def anchor(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
     recipe: SimpleNamespace, anchor: Path, tmp_path: Path
 ) -> None:
-    run = small_run(
-        recipe, tmp_path, 1, anchor=str(anchor), fused=None, controls=["LoRA"], ways=["all three"],
-        hidden_states=str(tmp_path / "states"), data={"keys": 30, "values": 10, "ask": 7, "pool": 8},
-    )  # fmt: skip
+    settings = settings_of("compose", tmp_path) | {
+        "anchor": str(anchor), "fused": None, "controls": ["LoRA"], "ways": ["all three"],
+        "hidden_states": str(tmp_path / "states"), "data": {"keys": 30, "values": 10, "ask": 7, "pool": 8},
+    }  # fmt: skip
+    run = recipe.train.main(settings)
     names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
     assert names == [
         "m_B as it is, after 6 sums",
@@ -238,7 +189,7 @@ def test_controls_need_the_composition_whose_size_they_have(recipe: SimpleNamesp
 
 def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> None:
     readers, settings = recipe.readers, recipe.settings
-    small = settings.ModelSettings(**SMALL)
+    small = settings.ModelSettings(**LM)
     key_model, arithmetic_model = (recipe.train.build(world, small, seed) for seed in (3, 5))
     adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
     pair = world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
@@ -260,7 +211,7 @@ def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> Non
 def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed(
     recipe: SimpleNamespace, world: Any
 ) -> None:
-    lm = recipe.train.build(world, recipe.settings.ModelSettings(**SMALL), 3)
+    lm = recipe.train.build(world, recipe.settings.ModelSettings(**LM), 3)
     made, ids = recipe.readers.expand(lm), torch.tensor([[5, 9, 3, 7]])
     with torch.no_grad():
         assert torch.equal(made(ids).logits, lm(ids).logits)
@@ -270,22 +221,3 @@ def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed
         last = lm.model.layers[2](states[2], position_embeddings=lm.model.rotary_emb(states[2], torch.arange(4)[None]))
         wanted = layer.self_attn.v_proj(layer.input_layernorm(last))
     assert torch.allclose(value.transpose(1, 2).flatten(2), wanted, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    """Two that know keys and one that does arithmetic: with one of them missing, and each in the place of the other."""
-    run = small_run(recipe, tmp_path, 2)
-    names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
-    ways = [
-        [f"{way}{word}" for word in (
-            ", trained on all three", ", only the first given", ", only the second given",
-            ", each in the place of the other",
-        )] for way in ("composed", "fused caches")
-    ]  # fmt: skip
-    known = ["m_A, knows the keys", "m_C, knows the keys", "m_B, does arithmetic"]
-    controls = ["LoRA on m_B", "random m_A", "fused caches of a random m_A"]
-    assert names == [*known, "ceiling: m_B with the values filled in", *ways[0], *ways[1], *controls]
-    assert "paper" not in (run / "table.md").read_text()
-    for folder in ("adapter", "fused"):
-        assert len(list((run / folder).glob("*/adapter_config.json"))) == 2

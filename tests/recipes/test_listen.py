@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -23,17 +22,8 @@ import transformers
 import mmattn
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
+from tests.recipes.runs import SENSOR, SMALL, STEPS, standing_in
 
-STEPS = {"max_steps": 2, "per_device_train_batch_size": 5, "warmup_steps": 1}
-SPOKEN = [
-    "audio only",
-    "audio and sensor",
-    "audio and another utterance's sensor",
-    "audio, the adapter without a sensor",
-    "sensor alone, read off its encoder",
-    "audio, LoRA without a sensor",
-]
-SMALL = {"num_heads": 2, "head_dim": 6}
 FILES = (
     "settings", "voices", "data", "recogniser", "whisper", "series", "train_speech", "train_series", "train",
 )  # fmt: skip
@@ -45,24 +35,10 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     return load_files("listen", *FILES)
 
 
-@contextlib.contextmanager
-def standing_in(recipe: SimpleNamespace) -> Iterator[None]:
-    """Instead of espeak-ng a tone for each text, higher or lower with the speaker."""
-
-    def say(text: str, speaker: Any, sampling_rate: int) -> Any:
-        time = np.arange(round(0.2 * sampling_rate)) / sampling_rate
-        return np.float32(np.sin(2 * math.pi * (200 + 37 * len(text) + speaker.pitch) * time))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe.voices, "say", say)
-        patch.setattr(recipe.voices, "check_voices", lambda voices: None)
-        yield
-
-
 @pytest.fixture
 def toneful(recipe: SimpleNamespace) -> Iterator[None]:
     """No espeak-ng for this test."""
-    with standing_in(recipe):
+    with standing_in():
         yield
 
 
@@ -86,19 +62,6 @@ def test_no_held_out_voice_is_trained_on(recipe: SimpleNamespace, toneful: None,
     assert {speaker.voice for speaker in spoken["held_out"].speakers} == set(voices.HELD_OUT)
     others = [speaker.voice for name in ("train", "chatter") for speaker in spoken[name].speakers]
     assert len(others) == 8 and not set(others) & set(voices.HELD_OUT)
-
-
-def test_what_was_spoken_is_read_from_the_cache(
-    recipe: SimpleNamespace, toneful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = recipe.settings.VoiceSettings(speakers=2, held_out=1, chatter=1, cache=str(tmp_path))
-    first = recipe.voices.speak(settings, False)["train"]
-    monkeypatch.setattr(recipe.voices, "say", None)
-    again = recipe.voices.speak(settings, False)["train"]
-    assert again.speakers == first.speakers
-    for own, other in zip(first.clips, again.clips, strict=True):
-        assert len(own) == len(recipe.voices.WORDS)
-        assert all(np.array_equal(a, b) for a, b in zip(own, other, strict=True))
 
 
 @pytest.mark.parametrize("snr", [-7.0, 0.0, 5.0])
@@ -155,45 +118,12 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
 
 
 @pytest.fixture(scope="module")
-def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spoken_run(finished: Callable[[str], Path]) -> Path:
     """The folder of a run over speech that takes seconds."""
-    folder = tmp_path_factory.mktemp("listen")
-    with standing_in(recipe):
-        return recipe.train.main(
-            {
-                "out": str(folder / "run"),
-                "progress": False,
-                "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
-                "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
-                "sensor": {
-                    "held_out": 16,
-                    "calibration": 5,
-                    "optim": STEPS,
-                    "adapter": SMALL,
-                    "encoder": {**STEPS, "width": 8},
-                },
-            }
-        )
+    return finished("listen")
 
 
-def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
-    content = json.loads((spoken_run / "table.json").read_text())
-    rows = {row["name"]: row for row in content["rows"]}
-    assert list(rows) == SPOKEN
-    assert all(math.isfinite(row["noisy"]) and row["noisy"] >= 0 for row in rows.values())
-    # Without its sensor the adapter does nothing at all.
-    assert rows["audio, the adapter without a sensor"]["noisy"] == rows["audio only"]["noisy"]
-    assert rows["audio, LoRA without a sensor"]["parameters"] == pytest.approx(
-        rows["audio and sensor"]["parameters"], rel=0.05
-    )
-    assert content["held_out"] == 16
-    assert "16 utterances of 8 voices" in (spoken_run / "table.md").read_text()
-    assert (spoken_run / "loss.png").is_file()
-    assert (spoken_run / "samples.txt").read_text().count("said") == 16
-    logged = {json.loads(line)["model"] for line in (spoken_run / "metrics.jsonl").read_text().splitlines()}
-    assert logged == {"recogniser", "encoder of the sensor", "adapter", "LoRA"}
-
-
+@pytest.mark.slow
 def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, spoken_run: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -233,6 +163,7 @@ def save_tiny_whisper(recipe: SimpleNamespace, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_with_whisper_has_its_controls(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> None:
     run = recipe.train.main(
         {
@@ -249,7 +180,7 @@ def test_a_run_with_whisper_has_its_controls(recipe: SimpleNamespace, toneful: N
         }
     )
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-    assert list(rows) == SPOKEN and "parameters" not in rows["audio only"]
+    assert tuple(rows) == SENSOR and "parameters" not in rows["audio only"]
     assert all(math.isfinite(row["noisy"]) for row in rows.values())
     blind = rows["audio, the adapter without a sensor"]
     assert blind == {**rows["audio only"], "name": blind["name"]}
@@ -337,35 +268,3 @@ def test_sentences_are_read_as_they_are_written(recipe: SimpleNamespace) -> None
         assert ids[0] == series.START and ids[-1] == series.END and series.parse(ids[1:]) == told
         assert series.parse([*ids[1:], 0, 1]) == told and len(ids) - 2 < recipe.train_series.LONGEST
     assert series.parse([series.IDS["samples"]]) == series.Description("?", "?", "?", "?")
-
-
-@pytest.fixture(scope="module")
-def series_settings() -> dict[str, Any]:
-    """Settings of a run over series that takes seconds."""
-    return {
-        "progress": False,
-        "part": "series",
-        "series": {"samples": 1100, "patch": 50, "train": 7, "held_out": 11},
-        "lm": {**STEPS, "width": 16, "heads": 2, "layers": 2},
-        "describing": {"optim": STEPS, "adapter": SMALL},
-    }
-
-
-def test_a_run_over_series_has_its_controls(
-    recipe: SimpleNamespace, series_settings: dict[str, Any], tmp_path: Path
-) -> None:
-    run = recipe.train.main(series_settings | {"out": str(tmp_path / "run")})
-    content = json.loads((run / "table.json").read_text())
-    assert [row["name"] for row in content["rows"]] == [
-        "frozen LM, no series",
-        "adapter, its series",
-        "adapter, another's series",
-        "adapter, no series",
-        "LoRA, no series",
-    ]
-    shares = [row[name] for row in content["rows"] for name in (*recipe.series.ATTRIBUTES, "all")]
-    assert all(0 <= share <= 1 for share in shares) and content["patches"] == 22
-    rows = {row["name"]: row for row in content["rows"]}
-    for name in recipe.series.ATTRIBUTES:
-        assert rows["adapter, no series"][name] == rows["frozen LM, no series"][name]
-    assert "22 patches" in (run / "table.md").read_text() and (run / "samples.txt").read_text().count("true:") == 11

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mmattn.memory import Memory, MemoryStream, SharedMemory
     from mmattn.pipelines.base import pipeline
     from mmattn.retrieval.index import Index
-    from mmattn.retrieval.stores.base import register_store
+    from mmattn.retrieval.stores import register_store
 
 __all__ = [
     # The layer

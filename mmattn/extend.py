@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from mmattn.adapters.text_state import TextState
     from mmattn.core.cross_attention import CrossAttention
     from mmattn.core.key_values import KeyValue
-    from mmattn.encoders.base import ImageEncoder, TextEncoderBase, register_encoder
-    from mmattn.encoders.images import ImageProcessor
+    from mmattn.encoders.base import TextEncoderBase, register_encoder
+    from mmattn.encoders.images import ImageEncoder, ImageProcessor
     from mmattn.hosts.attach import register_host
     from mmattn.hosts.model import AdaptedModel
     from mmattn.retrieval.entries import Entries
     from mmattn.retrieval.scoring import best_rows
-    from mmattn.retrieval.stores.base import Candidates, VectorStore, register_store
+    from mmattn.retrieval.stores import Candidates, VectorStore, register_store
 
 __all__ = [
     # An adapter

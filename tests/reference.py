@@ -94,6 +94,7 @@ def attend_reference(
     bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     null_key: Tensor | None = None,
     null_value: Tensor | None = None,
     length_norm: float | None = None,
@@ -103,6 +104,7 @@ def attend_reference(
     Args:
         q: (b, h, l, k).
         k: (b, g, m, k); query head i reads key head i // (h / g); fewer rows by a whole multiple are of beams.
+        softcap: bounds the scores, before the bias, as Gemma 2 does.
         null_key: (g, k), one slot more that every query sees, never biased; a row without real slots stays 0.
         length_norm: C; the scores of the real slots gain log C − log M, M = slots the query sees.
 
@@ -130,6 +132,8 @@ def attend_reference(
                     weights.append(torch.zeros(m, dtype=torch.float64))
                     continue
                 scores = scale * (k[source, group, slots] @ q[row, head, i])
+                if softcap is not None:
+                    scores = softcap * (scores / softcap).tanh()
                 values = v[source, group, slots]
                 if biases is not None:
                     scores = scores + biases[row, head, i, slots]

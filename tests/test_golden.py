@@ -10,7 +10,7 @@ import torch
 import mmattn
 from mmattn.adapters.base import adapter_kinds
 from mmattn.adapters.files import FORMAT_VERSION
-from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.safetensors import fingerprint
 from tests.adapters.adapter_folders import contents
 from tests.golden import make as golden
 from tests.tiny import assert_close, differs

@@ -15,7 +15,7 @@ from mmattn.adapters.composed.augmenting_model import retokenize
 from mmattn.errors import TextError
 from mmattn.inspect.doctor.questions import make_answer
 from mmattn.pipelines.generation import chat_ids, template_ids
-from mmattn.retrieval.chunking import chunk
+from mmattn.retrieval.corpus import chunk
 from mmattn.tokenization import ClipTokenizer, check_text, tokenize
 from tests import tiny
 

@@ -95,11 +95,7 @@ class AdapterLayers(Reader):
 
     def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:
         """Validate and bind a memory of the kind that this adapter reads; by default vectors."""
-        return self.bind_vectors(self.prepare(memory))
-
-    def bind_vectors(self, prepared: PreparedMemory) -> BoundMemory:
-        """Bind a memory of vectors that was checked."""
-        return ProjectedMemory(prepared, self)
+        return ProjectedMemory(self.prepare(memory), self)
 
     def prepare(self, memory: object) -> PreparedMemory:
         """Check vectors given as `memory=`, and return them as an object that caches keys and values for many calls.

@@ -1,7 +1,7 @@
-"""Memories besides vectors that adapters may be given: streams, memories in parts, searched memories.
+"""Memories besides vectors that adapters may be given: streams and memories in parts.
 
 Of a stream each forward attends to the slots that have arrived; the parts of a memory are bound each by itself, and
-attention merges them; of a searched memory attention itself finds the slots.
+attention merges them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmattn.adapters.base import AdapterLayers, register_memory_type
 from mmattn.adapters.projection import (
@@ -26,14 +26,11 @@ from mmattn.adapters.projection import (
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.key_values import KeyValue
-from mmattn.core.projection import KeyValueProjection
 from mmattn.core.split_attention import KeyValueParts, summed
-from mmattn.core.top_k_attention import SearchedSlots
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError
 from mmattn.memory import (
     Memory,
     MemoryStream,
-    SearchedMemory,
     ShardedMemory,
     SharedMemory,
     SlidingBuffer,
@@ -214,78 +211,3 @@ class PartedMemory(BoundMemory):
             raise ConditionError("the slots of this memory lie in several processes: examine it in one")
         memories = [part.as_memory(text) for part in self.parts]
         return Memory.cat([one.expand(self.rows or 1) if one.batch == 1 else one for one in memories])
-
-
-class BoundSearch(BoundMemory):
-    """A searched memory bound to the adapter that reads it; the whole call attends to the entries of one moment."""
-
-    def __init__(self, memory: SearchedMemory, adapter: AdapterLayers) -> None:
-        norm = adapter.slot_norm()
-        self.adapter, self.per_query, self.rows = adapter, memory.per_query, memory.rows
-        self.name, self.shared = adapter.name, memory
-        self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
-
-    def step(self, text: TextState) -> ProjectedView:
-        """Return what the tokens of one forward find, `per_query` entries for each token, layer and head."""
-        self.check_rows(text)
-        if torch.compiler.is_compiling():
-            raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
-        has_memory, count = None, len(self.entries)
-        if not count:
-            has_memory = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
-        scores = self._scores if self.adapter.score_bias else None
-        layers = self.adapter.layers if text.layer is None else (text.layer,)
-        searches = {layer: partial(self._search, _searching(self.adapter, layer)) for layer in layers}
-        slots = {layer: SearchedSlots(search, self._read, scores, count) for layer, search in searches.items()}
-        return ProjectedView(slots, has_memory=has_memory)
-
-    def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
-        norm, weight = self.adapter.slot_norm(), None
-        scaled = queries.float() * projection.scale
-        if norm is not None:
-            scaled = scaled * norm.weight.float()
-        if projection.score_scale is not None:
-            weight = float(projection.score_scale) / projection.score_std
-        return self.entries.search(scaled, self.per_query, weight).to(queries.device)
-
-    def _read(self, rows: Tensor) -> Tensor:
-        return self.adapter.read(Memory(self.entries.slots(rows)[None], check_finite=False)).tokens[0]
-
-    def _scores(self, rows: Tensor) -> Tensor:
-        return self.entries.scores(rows).to(rows.device)
-
-    def as_memory(self, text: TextState) -> Memory:
-        memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)
-        if not self.adapter.score_bias:
-            return memory
-        scores = self.entries.scores(torch.arange(memory.length))
-        return Memory(memory.tokens, scores=scores, sources=memory.sources, check_finite=False)
-
-
-def _searching(adapter: AdapterLayers, layer: int) -> KeyValueProjection:
-    """Return the projection of the block at a host layer, by whose scores entries are searched."""
-    projection = adapter.kv_projection(layer)
-    assert isinstance(projection, KeyValueProjection)
-    return projection
-
-
-def bind_searched(memory: SearchedMemory, adapter: AdapterLayers, host: nn.Module) -> BoundSearch:
-    """Bind a searched memory to an adapter."""
-    adapter.check_parts("memory that is searched", "a Memory, such as hits.memory() of a search")
-    adapter.slot_norm()
-    if memory.dim != adapter.config.memory_dim:
-        adapter.check_memory(Memory(torch.zeros(1, 1, memory.dim), check_finite=False))
-    if not all(_searching(adapter, layer).is_linear for layer in adapter.layers):
-        raise ConditionError(
-            f"the keys of adapter {adapter.name!r} are normalised or rotated (qk_norm), so no search finds the largest "
-            "scores: give hits.memory() of a search, or train without qk_norm"
-        )
-    if adapter.score_bias and memory.rows is None:
-        raise ShapeError(
-            f"adapter {adapter.name!r} was made with score_bias=True and weighs entries by how well they fit a query: "
-            "give one for each row of text, index.as_memory(queries=...)"
-        )
-    return BoundSearch(memory, adapter)
-
-
-register_memory_type(SearchedMemory, bind_searched)

@@ -32,7 +32,6 @@ from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows, zero_hidden
 from mmattn.core.device_checks import refuse_unless_finite
 from mmattn.core.key_values import KeyValue
-from mmattn.core.tracing import readable
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import KeyValueCache, TensorVersion, Values, autocast_dtype, cached
@@ -483,15 +482,12 @@ def check_read(
 
     Returns whether it may be taken for finite.
     """
-    if not memory.finite_checked or not all(map(readable, read)):
-        return False
 
     def explain() -> None:
         forget()
         _explain_overflow(adapter, memory, read_row)
 
-    refuse_unless_finite(read, explain)
-    return True
+    return memory.finite_checked and refuse_unless_finite(read, explain)
 
 
 def _explain_overflow(adapter: Reader, memory: Memory, read_row: Callable[[Memory], Sequence[Tensor]]) -> None:

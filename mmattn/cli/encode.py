@@ -56,7 +56,8 @@ def encode(
     import shutil
 
     from mmattn.data.encoded import first_few
-    from mmattn.encoders.base import load_image_encoder, load_text_encoder
+    from mmattn.encoders.images import load_image_encoder
+    from mmattn.encoders.text import load_text_encoder
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines.build import default_device
@@ -159,7 +160,7 @@ def build_index(
     import torch
 
     from mmattn.data.encoded import first_few
-    from mmattn.encoders.base import load_text_encoder
+    from mmattn.encoders.text import load_text_encoder
     from mmattn.models.loading import without_progress_bars
     from mmattn.retrieval.corpus import embed_corpus
     from mmattn.retrieval.index import Index
@@ -211,7 +212,7 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
     """Cut the texts in a folder into chunks, and write them as JSON lines."""
     import json
 
-    from mmattn.retrieval.chunking import chunk
+    from mmattn.retrieval.corpus import chunk
     from mmattn.storage.files import files_below, write_text
 
     paths = [path for path in map(Path, files_below(folder)) if path.suffix.lower() in _TEXTS]
@@ -283,7 +284,7 @@ def search_index(
     rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
-    from mmattn.encoders.base import load_text_encoder
+    from mmattn.encoders.text import load_text_encoder
     from mmattn.models.loading import without_progress_bars
     from mmattn.retrieval.index import Index
 
@@ -307,7 +308,7 @@ def search_index(
             typer.echo(f"nothing fits: {why}", err=True)
             return
         if rerank is not None:
-            from mmattn.retrieval.rerank import load_cross_encoder
+            from mmattn.retrieval.hits import load_cross_encoder
 
             hits = hits.rerank(query, load_cross_encoder(rerank)).first(top_k)
     texts = hits.texts[0] if hits.texts is not None else [None] * top_k

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmattn.data.rows import ACCEPTED, COLUMNS, Values, unknown_column
-from mmattn.encoders.media_files import undecoded
+from mmattn.encoders.base import undecoded
 from mmattn.errors import ConfigError, check_choice, import_extra
 from mmattn.storage.files import files_below
 

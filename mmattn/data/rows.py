@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.media_files import undecoded
+from mmattn.encoders.base import undecoded
 from mmattn.errors import ConfigError, ShapeError, TextError, check_choice
 from mmattn.memory import Memory
 from mmattn.tokenization import check_text

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import ShapeError, TextError
-from mmattn.memory import Memory, SearchedMemory
+from mmattn.memory import Memory
 from mmattn.tokenization import tokenize
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class TextBatch:
     input_ids: Tensor
     attention_mask: Tensor | None
     labels: Tensor
-    memory: Memory | SearchedMemory | None = None
+    memory: Any = None
     position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TextBatch:
@@ -140,7 +140,7 @@ def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens
         )
 
 
-def collate(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None = None, pad: int = 0) -> TextBatch:
+def collate(rows: Sequence[Sequence[int]], memory: Any = None, pad: int = 0) -> TextBatch:
     """Pad rows of ids on the right to one batch.
 
     Args:
@@ -166,7 +166,7 @@ def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
     longest = max(lengths)
     rows: list[list[int]] = []
     left: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for number in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
         row = next((row for row, room in enumerate(left) if room >= lengths[number]), None)
         if row is None:
             rows.append([])
@@ -204,20 +204,20 @@ def pack(
     longest = max(map(len, documents))
     packed: list[tuple[list[int], list[int], list[int]]] = []
     order: list[int] = []
-    for row in fill_rows([len(one) for one in documents]):
+    for row in fill_rows([len(document) for document in documents]):
         rest = longest - sum(len(documents[number]) for number in row)
-        ids = [one for number in row for one in documents[number]] + [pad] * rest
+        ids = [token for number in row for token in documents[number]] + [pad] * rest
         positions = [place for number in row for place in range(len(documents[number]))] + list(range(rest))
-        packed.append((ids, positions, [one for number in row for one in labels[number]] + [IGNORED] * rest))
+        packed.append((ids, positions, [label for number in row for label in labels[number]] + [IGNORED] * rest))
         order += row + [-1] * bool(rest)
     all_ids, all_positions, targets = (torch.tensor(part) for part in zip(*packed, strict=True))
     return TextBatch(all_ids, None, targets, None if memory is None else _ordered(memory, order), all_positions)
 
 
-def _check_rows(rows: Sequence[Sequence[int]], memory: Memory | SearchedMemory | None) -> None:
+def _check_rows(rows: Sequence[Sequence[int]], memory: Any) -> None:
     if not rows or not all(len(row) for row in rows):
         raise ShapeError(f"a batch needs rows of at least one id, got {len(rows)} rows; leave empty texts out")
-    count = memory.rows if isinstance(memory, SearchedMemory) else None if memory is None else memory.batch
+    count = None if memory is None else memory.batch  # of an index without queries None, too
     if count is not None and count != len(rows):
         raise ShapeError(f"{len(rows)} texts need {len(rows)} rows of memory, got {count}")
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.encoders.audio import AudioEncoder, LogMelEncoder
-    from mmattn.encoders.audio_input import load_audio, stream_audio
-    from mmattn.encoders.base import ImageEncoder, load_image_encoder, load_text_encoder, register_encoder
-    from mmattn.encoders.images import ImageProcessor, load_image
+    from mmattn.encoders.audio import AudioEncoder, LogMelEncoder, load_audio, stream_audio
+    from mmattn.encoders.base import register_encoder
+    from mmattn.encoders.images import ImageEncoder, ImageProcessor, load_image, load_image_encoder
     from mmattn.encoders.names import NameEncoder
     from mmattn.encoders.openclip import OpenCLIPEncoder, OpenCLIPTextEncoder
     from mmattn.encoders.series import SeriesEncoder
     from mmattn.encoders.style import StyleEncoder, StyleNetwork
-    from mmattn.encoders.text import TextEncoder
+    from mmattn.encoders.text import TextEncoder, load_text_encoder
     from mmattn.encoders.timm import TimmEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
     from mmattn.encoders.video import Frame, VideoEncoder, stream_frames

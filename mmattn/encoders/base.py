@@ -1,31 +1,47 @@
-"""Base classes of the encoders, and encoders of images and texts by name."""
+"""Base classes of the encoders, their registry, and the files, bytes and lists that they read."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.images import MAX_PIXELS, PixelProcessor, image_list
-from mmattn.errors import ConfigError, check_int
+from mmattn.errors import ConfigError, MmattnError, check_int
 from mmattn.lazy import Registry
 from mmattn.memory import Memory
-from mmattn.models.catalogue import find_asset
-from mmattn.progress import batches
 from mmattn.storage.tensor_cache import TensorVersion
 from mmattn.tokenization import check_text
+
+if TYPE_CHECKING:
+    from numpy import ndarray
 
 EncoderClass = TypeVar("EncoderClass", bound=type)
 #: Origin of a slot, as JSON values.
 Source = dict[str, object]
+_ENCODERS = Registry(
+    "the encoder",
+    {
+        "names": "mmattn.encoders.names",
+        "openclip": "mmattn.encoders.openclip",
+        "openclip-text": "mmattn.encoders.openclip",
+        "style": "mmattn.encoders.style",
+        "text": "mmattn.encoders.text",
+        "timm": "mmattn.encoders.timm",
+        "torchvision": "mmattn.encoders.torchvision",
+    },
+)
+#: Methods of the decoders of torchcodec, as which `datasets` hands out sounds and videos.
+_DECODERS = ("get_all_samples", "get_frame_at")
+_ADDRESSES = ("http://", "https://", "data:", "s3://", "gs://", "rtsp://", "rtmp://")
 
 
 class FrozenEncoder(nn.Module, ABC):
@@ -119,138 +135,45 @@ class TextEncoderBase(FrozenEncoder):
             TextError: an entry is no text, or is empty and has nothing to pool; the message says which one.
             ConfigError: `batch_size` is no positive int.
         """
-        check_int("batch_size", batch_size)
-        return self._encode_texts(check_text(texts), batch_size, progress)
+        return self._encode_as("", texts, batch_size, progress)
 
     encode = forward
 
+    def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """Return the memory of b queries. Arguments and errors as for `encode`."""
+        return self._encode_as("query", texts, batch_size, progress)
+
+    def encode_document(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
+        """Return the memory of b documents. Arguments and errors as for `encode`."""
+        return self._encode_as("document", texts, batch_size, progress)
+
+    @classmethod
+    def _refuse_pooling(cls, name: str, pooling: str | None) -> None:
+        if pooling not in (None, "none"):
+            raise ConfigError(f"{name} gives one slot for each text: leave pooling={pooling!r} out")
+
     @abstractmethod
-    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
-        """Encode checked texts."""
+    def _encode_texts(self, texts: list[str], kind: str, batch_size: int, progress: bool) -> Tensor | list[Tensor]:
+        """Return vectors (b, e), or the states (m, e) of the tokens of each; `kind`: "query", "document" or ""."""
 
-
-class ImageEncoder(FrozenEncoder):
-    """Features of images by a frozen network as a memory (b, m, e): one row per image, one token per patch.
-
-    A network of your own becomes an encoder through a subclass that overrides `features`. `encoder(images).save(path)`
-    writes the memory to a file, and `Memory.load(path)` reads it without the network.
-
-    Args:
-        model: the network.
-        image_processor: from images to the pixels that the network was trained on.
-        pooled: one token per image, the mean over its patches (m = 1).
-        settings: further content of the fingerprint, besides the image processor and `pooled`.
-        device: where the network runs, by default the CPU.
-
-    Attributes:
-        dim: width e of the memory.
-        length: tokens m of each image.
-        grid: (height, width) of the patches, or None if they are not laid out in rows and columns.
-    """
-
-    grid: tuple[int, int] | None
-    _shown = ("dim", "grid", "pooled")
-
-    def __init__(
-        self,
-        model: nn.Module,
-        image_processor: PixelProcessor,
-        *,
-        pooled: bool = False,
-        settings: Mapping[str, object] | None = None,
-        device: str | torch.device | None = None,
-    ) -> None:
-        super().__init__(model, settings, device)
-        self.image_processor = image_processor
-        self.pooled = pooled
-        with torch.no_grad():
-            tokens, self.grid = self._tokens(self._example_pixels())
-        self.length, self.dim = tokens.shape[1:]
-
-    def features(self, pixels: Tensor) -> Tensor:
-        """Return the features of pixels, by default the output of the network; subclasses override this method.
-
-        Args:
-            pixels: (b, 3, height, width), on the device and in the dtype of the network.
-
-        Returns:
-            (b, e, height, width) or (b, m, e), or (b, e) of a pooled network.
-        """
-        return self.model(pixels)
-
-    def forward(
-        self, images: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
-    ) -> Memory:
-        """Return the memory (b, m, e) of b images, computed without gradients.
-
-        `sources` of the memory names the image and the patch of each token: {"image": 0, "patch": [row, column]}.
-
-        Args:
-            images: one image or a list of them, of any kind that `load_image` reads.
-            batch_size: images that pass the network at once.
-            progress: show the progress on stderr.
-            max_pixels: larger images are refused before they are decoded.
-
-        Raises:
-            ImageError: an image cannot be read; the message says which one.
-            ConfigError: `batch_size` is no positive int.
-        """
+    def _encode_as(self, kind: str, texts: str | Iterable[str], batch_size: int, progress: bool) -> Memory:
         check_int("batch_size", batch_size)
-        pictures, process = image_list(images), self.image_processor
+        texts = check_text(texts)
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
-            parts = [
-                self._tokens(process(pictures[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
-                for start in batches(len(pictures), batch_size, "encoding", progress)
-            ]
-        tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
-        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(pictures))])
-
-    def _example_pixels(self) -> Tensor:
-        """Return pixels of one image, from which the shape of the features is read."""
-        return self.image_processor([torch.zeros(3, 1, 1)])
-
-    def _described(self) -> dict[str, object]:
-        return {**self.settings, "preparation": self.image_processor.as_dict(), "pooled": self.pooled}
-
-    def _tokens(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
-        features = self.features(pixels.to(self.device, self.dtype))
-        grid: tuple[int, int] | None
-        if features.dim() == 4:
-            grid = (features.shape[2], features.shape[3])
-            tokens = features.flatten(2).transpose(1, 2)
-        else:
-            tokens = features[:, None] if features.dim() == 2 else features
-            side = round(tokens.shape[1] ** 0.5)
-            grid = (side, side) if side * side == tokens.shape[1] else None
-        if self.pooled:
-            return tokens.mean(1, keepdim=True), (1, 1)
-        return tokens.contiguous(), grid
-
-    def _origin(self, image: int) -> list[Source]:
-        if self.pooled:
-            return [{"image": image}]
-        if self.grid is None:
-            return [{"image": image, "slot": slot} for slot in range(self.length)]
-        return [{"image": image, "patch": list(divmod(slot, self.grid[1]))} for slot in range(self.length)]
+            rows = (
+                self._encode_texts(texts, kind, batch_size, progress)
+                if texts
+                else torch.zeros(0, self.dim, dtype=self.dtype, device=self.device)
+            )
+        if isinstance(rows, list):
+            return self._padded(rows, token_sources(list(map(len, rows))))
+        return Memory(rows[:, None], sources=[[{"text": number}] for number in range(len(rows))])
 
 
-_ENCODERS = Registry(
-    "the encoder",
-    {
-        "names": "mmattn.encoders.names",
-        "openclip": "mmattn.encoders.openclip",
-        "openclip-text": "mmattn.encoders.openclip",
-        "style": "mmattn.encoders.style",
-        "text": "mmattn.encoders.text",
-        "timm": "mmattn.encoders.timm",
-        "torchvision": "mmattn.encoders.torchvision",
-    },
-)
-#: The names of image encoders, for messages.
-IMAGE_NAMES = "efficientnet-lite0, timm:NAME, torchvision:NAME, NAME:TAG of open_clip, or a folder of open_clip or timm"
-#: Of the short names, that of an image encoder: the stage and the size at which it is small and quick.
-_SHORT_NAMES = {"efficientnet-lite0": "timm:efficientnet-lite0:stage=4:size=112"}
+def token_sources(lengths: list[int]) -> list[list[Source]]:
+    """Return the sources of texts with one slot for each token."""
+    return [[{"text": text, "token": token} for token in range(length)] for text, length in enumerate(lengths)]
 
 
 def register_encoder(kind: str) -> Callable[[EncoderClass], EncoderClass]:
@@ -275,68 +198,81 @@ def register_encoder(kind: str) -> Callable[[EncoderClass], EncoderClass]:
     return register
 
 
-def load_image_encoder(name: str, device: str | torch.device | None = None, *, pooled: bool = False) -> ImageEncoder:
-    """Load an encoder of images by its name.
-
-    Args:
-        name: "efficientnet-lite0", "timm:NAME[:stage=4][:size=112]", "torchvision:NAME[:WEIGHTS FILE]", "NAME:TAG" of
-            open_clip, a folder of open_clip or timm, the .safetensors file of a `StyleEncoder`, or "KIND:NAME" of a
-            registered encoder.
-        device: where it runs.
-        pooled: one slot for each image.
-
-    Raises:
-        ConfigError: `pooled` for a `StyleEncoder`, or the name of an encoder of other data.
-        MissingExtraError: its library is not installed.
-        AdapterFileError: there is none of this name.
-    """
-    name = find_asset(name if os.path.exists(name) else _SHORT_NAMES.get(name, name))
-    default = "style" if name.endswith(".safetensors") else "timm" if _is_timm_folder(name) else "openclip"
-    kind, rest = _split(name, default)
-    return _load(kind, rest, ImageEncoder, device, pooled=pooled)
-
-
-def load_text_encoder(
-    name: str, pooling: str | None = None, device: str | torch.device | None = None
-) -> TextEncoderBase:
-    """Load an encoder of texts by its name.
-
-    Args:
-        name: "minilm", any other name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
-            `NameEncoder`, or "KIND:NAME" of a registered encoder.
-        pooling: of a `TextEncoder`; None for that of its folder, otherwise the mean. The others give one slot, and take
-            None or "none".
-        device: where it runs.
-
-    Raises:
-        ConfigError: a pooling for one of the others, or the name of an encoder of other data.
-        MissingExtraError: its library is not installed.
-        AdapterFileError: there is none of this name.
-    """
-    name = find_asset(name)
-    is_clip = (Path(name) / "open_clip_config.json").is_file()
-    default = "openclip-text" if is_clip else "names" if name.endswith(".safetensors") else "text"
-    kind, rest = _split(name, default)
-    if default != "text" and kind == default and pooling not in (None, "none"):
-        raise ConfigError(f"{name} gives one slot for each text: leave pooling={pooling!r} out")
-    return _load(kind, rest, TextEncoderBase, device, pooling=pooling)
-
-
-def _is_timm_folder(name: str) -> bool:
-    """Return True for a folder that timm wrote."""
-    try:
-        return "architecture" in json.loads((Path(name) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
-def _split(name: str, default: str) -> tuple[str, str]:
+def load_encoder(name: str, default: str, base: type, device: str | torch.device | None, **options: object) -> Any:
+    """Load the encoder "KIND:NAME", or NAME of the default kind, as a subclass of `base`."""
     kind, colon, rest = name.partition(":")
-    return (kind, rest) if colon and kind in _ENCODERS else (default, name)
-
-
-def _load(kind: str, name: str, base: type, device: str | torch.device | None, **options: object) -> Any:
+    if not colon or kind not in _ENCODERS:
+        kind, rest = default, name
     cls = _ENCODERS[kind]
     if not issubclass(cls, base):
-        raise ConfigError(f"{kind}:{name} names a {cls.__name__}, which is not a subclass of {base.__name__}")
-    return cls.from_name(name, device, **options)
+        raise ConfigError(f"{kind}:{rest} names a {cls.__name__}, which is not a subclass of {base.__name__}")
+    return cls.from_name(rest, device, **options)
+
+
+@contextmanager
+def open_binary(source: object, kind: str, error: type[MmattnError]) -> Iterator[tuple[BinaryIO, str]]:
+    """Yield the open file of a path, bytes or binary file, at its beginning, and its name in messages."""
+    source = undecoded(source)
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fsdecode(source)
+        if path.lower().startswith(_ADDRESSES):
+            raise error(f"{path[:80]!r} is an address, and nothing is downloaded here; give the path of a file")
+        name = repr(path if len(path) <= 200 else path[:200] + "…")
+        try:
+            file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed below)
+        except FileNotFoundError:
+            raise error(f"there is no file {name}") from None
+        except IsADirectoryError:
+            raise error(f"{name} is a folder; give the paths of the files in it") from None
+        except (OSError, ValueError) as cause:
+            raise error(f"{name} cannot be read: {cause}") from cause
+        with file:
+            yield _not_empty(file, name, kind, error), name
+    elif isinstance(source, (bytes, bytearray, memoryview)):
+        yield _not_empty(io.BytesIO(source), "the bytes", kind, error), "the bytes"
+    elif isinstance(source, io.TextIOBase):
+        raise error(f"{type(source).__name__} reads as text; open it with mode 'rb'")
+    elif hasattr(source, "read"):
+        try:
+            file = source if source.seekable() else io.BytesIO(source.read())  # type: ignore[assignment, attr-defined]
+        except (OSError, ValueError, AttributeError) as cause:
+            raise error(f"the file cannot be read: {cause}") from cause
+        yield _not_empty(file, "the file", kind, error), "the file"
+    else:
+        raise error(f"a {kind} was expected, got {type(source).__name__}; give a path, bytes or an open binary file")
+
+
+def _not_empty(file: BinaryIO, name: str, kind: str, error: type[MmattnError]) -> BinaryIO:
+    file.seek(0)
+    if not file.read(1):
+        raise error(f"{name} is empty (0 bytes), no {kind}")
+    file.seek(0)
+    return file
+
+
+def undecoded(source: object) -> object:
+    """Return the bytes or path of {"bytes": …, "path": …}, as `datasets` has undecoded files; others as they are."""
+    if not (isinstance(source, Mapping) and set(source) == {"bytes", "path"}):
+        return source
+    return source["path"] if source["bytes"] is None else source["bytes"]
+
+
+def is_array(source: object) -> TypeGuard[Tensor | ndarray]:
+    """Tell tensors and numpy arrays from other objects."""
+    return isinstance(source, Tensor) or hasattr(source, "__array_interface__")
+
+
+def as_list(
+    values: object, kind: str, error: type[MmattnError], *, batch_dims: int, single: tuple[type, ...] = ()
+) -> list[object]:
+    """Return one medium, an iterable of several, or an array of `batch_dims` dimensions of them, as a list."""
+    values = undecoded(values)
+    if isinstance(values, (str, bytes, bytearray, memoryview, os.PathLike, *single)):
+        return [values]
+    if any(hasattr(values, name) for name in ("read", *_DECODERS)):
+        return [values]
+    if is_array(values):
+        return list(values) if len(values.shape) == batch_dims else [values]
+    if isinstance(values, Iterable) and not isinstance(values, (Mapping, set, frozenset)):
+        return list(values)
+    raise error(f"one {kind} or several were expected, got {type(values).__name__}; give one, or a list")

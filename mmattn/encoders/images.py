@@ -1,4 +1,4 @@
-"""Images of any kind (paths, bytes, PIL, numpy, torch) read as upright 8-bit RGB, and their pixels for a network.
+"""Images of any kind (paths, bytes, PIL, numpy, torch) read as upright 8-bit RGB, and the base class of their encoders.
 
 Every image is converted before it is resized (a palette or 16-bit image resized first gives other colours), turned
 as its EXIF says, laid on white where it is transparent, and its header is checked before anything is decoded.
@@ -6,16 +6,21 @@ as its EXIF says, laid on white where it is transparent, and its header is check
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmattn.encoders.media_files import as_list, is_array, open_binary
+from mmattn.encoders.base import FrozenEncoder, Source, as_list, is_array, load_encoder, open_binary
 from mmattn.errors import ConfigError, ImageError, check_choice, check_float, check_int, import_extra
+from mmattn.memory import Memory
+from mmattn.models.catalogue import find_asset
+from mmattn.progress import batches
 from mmattn.storage.files import files_below
 
 if TYPE_CHECKING:
@@ -26,6 +31,10 @@ MAX_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded by default: where Pillow begins to warn, 256 MB as RGB."""
 MAX_SIDE = 1 << 18
 """Pixels of the longest side that is decoded: Pillow takes seconds for the rows of 1 x 80,000,000."""
+#: The names of image encoders, for messages.
+IMAGE_NAMES = "efficientnet-lite0, timm:NAME, torchvision:NAME, NAME:TAG of open_clip, or a folder of open_clip or timm"
+#: Of the short names, that of an image encoder: the stage and the size at which it is small and quick.
+_SHORT_NAMES = {"efficientnet-lite0": "timm:efficientnet-lite0:stage=4:size=112"}
 
 
 def load_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image:
@@ -321,3 +330,138 @@ def _channels_last(array: ndarray, name: str, is_tensor: bool) -> ndarray:
     elif array.ndim != 2:
         raise ImageError(f"{name} is not one picture; give (h, w, 3) or (3, h, w), several as a list")
     return array
+
+
+class ImageEncoder(FrozenEncoder):
+    """Features of images by a frozen network as a memory (b, m, e): one row per image, one token per patch.
+
+    A network of your own becomes an encoder through a subclass that overrides `features`. `encoder(images).save(path)`
+    writes the memory to a file, and `Memory.load(path)` reads it without the network.
+
+    Args:
+        model: the network.
+        image_processor: from images to the pixels that the network was trained on.
+        pooled: one token per image, the mean over its patches (m = 1).
+        settings: further content of the fingerprint, besides the image processor and `pooled`.
+        device: where the network runs, by default the CPU.
+
+    Attributes:
+        dim: width e of the memory.
+        length: tokens m of each image.
+        grid: (height, width) of the patches, or None if they are not laid out in rows and columns.
+    """
+
+    grid: tuple[int, int] | None
+    _shown = ("dim", "grid", "pooled")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        image_processor: PixelProcessor,
+        *,
+        pooled: bool = False,
+        settings: Mapping[str, object] | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__(model, settings, device)
+        self.image_processor = image_processor
+        self.pooled = pooled
+        with torch.no_grad():
+            tokens, self.grid = self._tokens(self._example_pixels())
+        self.length, self.dim = tokens.shape[1:]
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Return the features of pixels, by default the output of the network; subclasses override this method.
+
+        Args:
+            pixels: (b, 3, height, width), on the device and in the dtype of the network.
+
+        Returns:
+            (b, e, height, width) or (b, m, e), or (b, e) of a pooled network.
+        """
+        return self.model(pixels)
+
+    def forward(
+        self, images: object, *, batch_size: int = 32, progress: bool = False, max_pixels: int = MAX_PIXELS
+    ) -> Memory:
+        """Return the memory (b, m, e) of b images, computed without gradients.
+
+        `sources` of the memory names the image and the patch of each token: {"image": 0, "patch": [row, column]}.
+
+        Args:
+            images: one image or a list of them, of any kind that `load_image` reads.
+            batch_size: images that pass the network at once.
+            progress: show the progress on stderr.
+            max_pixels: larger images are refused before they are decoded.
+
+        Raises:
+            ImageError: an image cannot be read; the message says which one.
+            ConfigError: `batch_size` is no positive int.
+        """
+        check_int("batch_size", batch_size)
+        pictures, process = image_list(images), self.image_processor
+        # no_grad and not inference_mode: an adapter's backward may keep these tensors.
+        with torch.no_grad():
+            parts = [
+                self._tokens(process(pictures[start : start + batch_size], first=start, max_pixels=max_pixels))[0]
+                for start in batches(len(pictures), batch_size, "encoding", progress)
+            ]
+        tokens = torch.cat(parts) if parts else torch.zeros(0, self.length, self.dim, dtype=self.dtype)
+        return Memory(tokens.to(self.device), sources=[self._origin(image) for image in range(len(pictures))])
+
+    def _example_pixels(self) -> Tensor:
+        """Return pixels of one image, from which the shape of the features is read."""
+        return self.image_processor([torch.zeros(3, 1, 1)])
+
+    def _described(self) -> dict[str, object]:
+        return {**self.settings, "preparation": self.image_processor.as_dict(), "pooled": self.pooled}
+
+    def _tokens(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        features = self.features(pixels.to(self.device, self.dtype))
+        grid: tuple[int, int] | None
+        if features.dim() == 4:
+            grid = (features.shape[2], features.shape[3])
+            tokens = features.flatten(2).transpose(1, 2)
+        else:
+            tokens = features[:, None] if features.dim() == 2 else features
+            side = round(tokens.shape[1] ** 0.5)
+            grid = (side, side) if side * side == tokens.shape[1] else None
+        if self.pooled:
+            return tokens.mean(1, keepdim=True), (1, 1)
+        return tokens.contiguous(), grid
+
+    def _origin(self, image: int) -> list[Source]:
+        if self.pooled:
+            return [{"image": image}]
+        if self.grid is None:
+            return [{"image": image, "slot": slot} for slot in range(self.length)]
+        return [{"image": image, "patch": list(divmod(slot, self.grid[1]))} for slot in range(self.length)]
+
+
+def load_image_encoder(name: str, device: str | torch.device | None = None, *, pooled: bool = False) -> ImageEncoder:
+    """Load an encoder of images by its name.
+
+    Args:
+        name: "efficientnet-lite0", "timm:NAME[:stage=4][:size=112]", "torchvision:NAME[:WEIGHTS FILE]", "NAME:TAG" of
+            open_clip, a folder of open_clip or timm, the .safetensors file of a `StyleEncoder`, or "KIND:NAME" of a
+            registered encoder.
+        device: where it runs.
+        pooled: one slot for each image.
+
+    Raises:
+        ConfigError: `pooled` for a `StyleEncoder`, or the name of an encoder of other data.
+        MissingExtraError: its library is not installed.
+        AdapterFileError: there is none of this name.
+    """
+    name = find_asset(name if os.path.exists(name) else _SHORT_NAMES.get(name, name))
+    default = "style" if name.endswith(".safetensors") else "timm" if _is_timm_folder(name) else "openclip"
+    encoder: ImageEncoder = load_encoder(name, default, ImageEncoder, device, pooled=pooled)
+    return encoder
+
+
+def _is_timm_folder(name: str) -> bool:
+    """Return True for a folder that timm wrote."""
+    try:
+        return "architecture" in json.loads((Path(name) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False

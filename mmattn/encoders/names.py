@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from mmattn.encoders.base import TextEncoderBase, register_encoder
 from mmattn.encoders.text import TextEncoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, check_float, check_int, import_extra
-from mmattn.memory import Memory
 from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from mmattn.tokenization import check_text, refuse_empty
@@ -74,6 +73,7 @@ class NameEncoder(TextEncoderBase):
     """
 
     model: TextEncoder
+    _shown = ("dim", "width", "common")
     query_projection: tuple[Tensor, Tensor] | None
 
     def __init__(
@@ -95,6 +95,7 @@ class NameEncoder(TextEncoderBase):
     @classmethod
     def from_name(cls, name: str, device: str | torch.device | None = None, pooling: str | None = None) -> NameEncoder:
         """Load the file for `load_text_encoder`."""
+        cls._refuse_pooling(name, pooling)
         return cls.load(name, device)
 
     def fit(self, queries: Sequence[str], entries: Sequence[str]) -> None:
@@ -119,11 +120,6 @@ class NameEncoder(TextEncoderBase):
         self.weights = torch.log((1 + len(texts)) / (1 + texts_with)).float()
         self.query_projection = _linear_map(self.encode(queries).tokens[:, 0], self.encode(entries).tokens[:, 0])
 
-    def encode_query(self, texts: str | Iterable[str], *, batch_size: int = 32, progress: bool = False) -> Memory:
-        """Return the memory (b, 1, e) of b queries. Arguments and errors as for `encode`."""
-        memory = self.encode(texts, batch_size=batch_size, progress=progress)
-        return Memory(self.project_queries(memory.tokens), sources=memory.sources)
-
     def project_queries(self, vectors: Tensor) -> Tensor:
         """Map vectors of queries, as `encode` gives them; the identity before `fit`.
 
@@ -135,9 +131,7 @@ class NameEncoder(TextEncoderBase):
         down, up = (part.to(vectors) for part in self.query_projection)
         return nn.functional.normalize(vectors + vectors @ down @ up, dim=-1)
 
-    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
-        if not texts:
-            return Memory(torch.zeros(0, 1, self.dim, device=self.device))
+    def _encode_texts(self, texts: list[str], kind: str, batch_size: int, progress: bool) -> Tensor:
         _refuse_wordless(texts)
         parts = [self._meaning(texts, batch_size, progress)]
         for number, part in enumerate(_PARTS):
@@ -146,7 +140,7 @@ class NameEncoder(TextEncoderBase):
             projected = torch.from_numpy(counts @ self._matrices[1 + number]).to(parts[0])
             parts.append(nn.functional.normalize(projected, dim=1))
         vectors = nn.functional.normalize(torch.cat(parts, 1), dim=1)
-        return Memory(vectors[:, None], sources=[[{"text": number}] for number in range(len(texts))])
+        return self.project_queries(vectors) if kind == "query" else vectors
 
     def _meaning(self, texts: Sequence[str], batch_size: int, progress: bool) -> Tensor:
         """Return the projected embeddings (b, w) of the common words; zeros where a text has none."""
@@ -226,9 +220,6 @@ class NameEncoder(TextEncoderBase):
         if self.query_projection is not None:
             weights |= dict(zip(("down", "up"), self.query_projection, strict=True))
         return weights
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, query_projection={self.query_projection is not None}"
 
 
 def _linear_map(queries: Tensor, entries: Tensor, ridge: float = 1e-3, rank: int = 64) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.base import IMAGE_NAMES, ImageEncoder, TextEncoderBase, register_encoder
-from mmattn.encoders.images import ImageProcessor
+from mmattn.encoders.base import TextEncoderBase, register_encoder
+from mmattn.encoders.images import IMAGE_NAMES, ImageEncoder, ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
-from mmattn.memory import Memory
 from mmattn.progress import batches
 from mmattn.storage.safetensors import check_values
 from mmattn.tokenization import ClipTokenizer, refuse_empty
@@ -163,17 +162,14 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         cls, name: str, device: str | torch.device | None = None, pooling: str | None = None
     ) -> OpenCLIPTextEncoder:
         """Build the encoder of a folder for `load_text_encoder`."""
+        cls._refuse_pooling(name, pooling)
         return cls(_local_name(name), device=device)
 
-    def _encode_texts(self, texts: list[str], batch_size: int, progress: bool) -> Memory:
+    def _encode_texts(self, texts: list[str], kind: str, batch_size: int, progress: bool) -> Tensor:
         refuse_empty([len(text.strip()) for text in texts])
-        ids = self.tokenizer(texts)
-        rows = [torch.zeros(0, self.dim, dtype=self.dtype, device=self.device)]
-        with torch.no_grad():
-            for start in batches(len(texts), batch_size, "encoding", progress):
-                batch = ids[start : start + batch_size].to(self.device)
-                rows.append(self.model.encode_text(batch, normalize=self.normalize))
-        return Memory(torch.cat(rows)[:, None], sources=[[{"text": number}] for number in range(len(texts))])
+        ids, starts = self.tokenizer(texts).to(self.device), batches(len(texts), batch_size, "encoding", progress)
+        rows = [self.model.encode_text(ids[n : n + batch_size], normalize=self.normalize) for n in starts]
+        return torch.cat(rows)
 
     def _weights(self) -> dict[str, Tensor]:
         # The scale of the logits and the captioner of CoCa take no part in an embedding.

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import FrozenEncoder, Source
-from mmattn.encoders.media_files import as_list
+from mmattn.encoders.base import FrozenEncoder, Source, as_list
 from mmattn.errors import ConfigError, NonFiniteError, ShapeError, check_choice, check_int
 from mmattn.memory import Memory
 from mmattn.progress import tracked

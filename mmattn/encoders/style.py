@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmattn.encoders.base import ImageEncoder, register_encoder
-from mmattn.encoders.images import MAX_PIXELS, each_image
+from mmattn.encoders.base import register_encoder
+from mmattn.encoders.images import MAX_PIXELS, ImageEncoder, each_image
 from mmattn.errors import ConfigError, ImageError, check_int
 from mmattn.models.loading import read_weights
 from mmattn.storage.files import replacing

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.encoders.base import ImageEncoder, register_encoder
-from mmattn.encoders.images import ImageProcessor
+from mmattn.encoders.base import register_encoder
+from mmattn.encoders.images import ImageEncoder, ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, check_int, import_extra
 from mmattn.models.cache import resolve
 from mmattn.storage.safetensors import check_values

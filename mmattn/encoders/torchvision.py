@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmattn.encoders.base import ImageEncoder, register_encoder
-from mmattn.encoders.images import ImageProcessor
+from mmattn.encoders.base import register_encoder
+from mmattn.encoders.images import ImageEncoder, ImageProcessor
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.loading import is_weights_path, read_weights, refuse_keys
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from torch import Tensor
 
-from mmattn.encoders.base import FrozenEncoder, ImageEncoder
-from mmattn.encoders.images import MAX_PIXELS
-from mmattn.encoders.media_files import as_list, is_array, open_binary, undecoded
+from mmattn.encoders.base import FrozenEncoder, as_list, is_array, open_binary, undecoded
+from mmattn.encoders.images import MAX_PIXELS, ImageEncoder
 from mmattn.errors import ConfigError, ImageError, VideoError, check_float, check_int, import_extra
 from mmattn.memory import Memory
 from mmattn.progress import batches

@@ -144,7 +144,7 @@ class AdaptedLM(HFLM):
         if self.control == "none" or (value := self._value(documents[number])) is None:
             return None
         if self.control == "shuffled":
-            following = (self._value(one) for one in (*documents[number + 1 :], *documents[:number]))
+            following = (self._value(document) for document in (*documents[number + 1 :], *documents[:number]))
             value = next((value for value in following if value is not None), None)
             if value is None:
                 raise ConfigError("only one document has a memory, and shuffled memories need two")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmattn.adapters.host_models import device_of
-from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.safetensors import fingerprint
 from mmattn.storage.tensor_cache import ModuleVersion, TensorVersion, autocast_dtype
 
 #: Attributes of modules and entries of configs on which no hidden state depends.

@@ -30,8 +30,8 @@ from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.peft import inner_host
 from mmattn.hosts.stored import shards
-from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import parse_json
+from mmattn.storage.safetensors import fingerprint
 
 DEFAULT = "default"
 SETTINGS = "adapter_config"

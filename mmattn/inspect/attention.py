@@ -162,7 +162,7 @@ class AdapterMetrics:
         for (owner, layer), calls in weights.items():
             if owner not in self.model.adapters:
                 continue
-            null = sum(_null_share(one) for one in calls) / len(calls)
+            null = sum(_null_share(recorded) for recorded in calls) / len(calls)
             shares[f"memory_attention/{_place(owner, layer)}"] = round(1 - null, 6)
             if getattr(self.model.adapter(owner).config, "null_slot", False):
                 shares[f"null_attention/{_place(owner, layer)}"] = round(null, 6)
@@ -248,7 +248,7 @@ def attribute(
     with evaluating(model):
         with record(model) as recorded:
             probability = _probability(model, row, memory, name, start)[0]
-        weights = {layer: calls[0] for (other, layer), calls in recorded.items() if other == name}
+        weights = {layer: calls[0] for (adapter_name, layer), calls in recorded.items() if adapter_name == name}
         _check_slots(weights, name, row.shape[1], memory.length)
         with model.disable_adapter():
             without = _probability(model, row, None, name, start)[0]
@@ -256,11 +256,11 @@ def attribute(
         dropped = [_probability(model, row, _without(memory, owner, part), name, start) for part in parts]
     # From slots to sources: (m, s).
     belongs = (owner[:, None] == torch.arange(len(names))).float()
-    by_layer = {layer: one[0].float() @ belongs for layer, one in sorted(weights.items())}
+    by_layer = {layer: recorded[0].float() @ belongs for layer, recorded in sorted(weights.items())}
     return Trace(
         texts[start:],
         names,
-        torch.stack([one[:, start - 1 : -1] for one in by_layer.values()]),
+        torch.stack([shares[:, start - 1 : -1] for shares in by_layer.values()]),
         [f"layer {layer}" for layer in by_layer],
         title,
         probability=probability,
@@ -279,7 +279,7 @@ def _text(ids: Tensor, words: Sequence[str] | None, memory: Memory, start: int) 
     length = row.shape[1]
     if check_int("start", start) >= length:
         raise ConfigError(f"start={start} leaves nothing to explain of {length} tokens")
-    texts = [str(one) for one in row[0].tolist()] if words is None else list(words)
+    texts = [str(token) for token in row[0].tolist()] if words is None else list(words)
     if len(texts) != length:
         raise ShapeError(f"words must name each of {length} tokens, got {len(texts)}")
     return row, texts
@@ -289,10 +289,11 @@ def _check_slots(weights: dict[int, Tensor], name: str, length: int, slots: int)
     """Refuse weights that are not those of each token over each slot."""
     if not weights:
         raise ConditionError(f"the adapter {name!r} does not attend to its memory: it has no weights to explain by")
-    for layer, one in weights.items():
-        if tuple(one.shape[::2]) != (1, length) or one.shape[3] != slots:
+    for layer, recorded in weights.items():
+        vectors, tokens = recorded.shape[3], recorded.shape[2]
+        if tuple(recorded.shape[::2]) != (1, length) or vectors != slots:
             raise ConditionError(
-                f"the adapter {name!r} attends to {one.shape[3]} vectors in rows of {one.shape[2]} at layer {layer}, "
+                f"the adapter {name!r} attends to {vectors} vectors in rows of {tokens} at layer {layer}, "
                 f"not to the {slots} slots it is given (a resampler, chunks): these vectors have no names"
             )
 

@@ -52,8 +52,8 @@ def write_page(
     []
     """
     by_group = traces if isinstance(traces, Mapping) else {"": traces}
-    groups = [name for name, some in by_group.items() for _ in some]
-    samples = [_described(trace, heads) for some in by_group.values() for trace in some]
+    groups = [name for name, group in by_group.items() for _ in group]
+    samples = [_described(trace, heads) for group in by_group.values() for trace in group]
     if not samples:
         raise ConfigError("there are no traces to show: give one or more")
     room = LIMIT - len(_page([], groups, [], title).encode()) - 1000

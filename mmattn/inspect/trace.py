@@ -200,7 +200,7 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
         )
     tensors, about = read_tensors(file, FORMAT)
     with parse_errors(file, "traces"):
-        return [_restored(number, one, tensors) for number, one in enumerate(about["traces"])]
+        return [_restored(number, labels, tensors) for number, labels in enumerate(about["traces"])]
 
 
 def _restored(number: int, labels: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trace:

@@ -19,15 +19,14 @@ from torch import Tensor
 from mmattn import __version__
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.files import Shapes, check_tensors
+from mmattn.core.device_checks import may_read
 from mmattn.core.key_values import KeyValue, pack
 from mmattn.core.projection import KeyValueProjection
-from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
 from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory
-from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import parse_errors, validated
-from mmattn.storage.safetensors import DTYPES, NAMES, read_tensors, write_tensors
+from mmattn.storage.safetensors import DTYPES, NAMES, fingerprint, read_tensors, write_tensors
 from mmattn.storage.tensor_cache import TensorVersion, autocast_dtype
 
 

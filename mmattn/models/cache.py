@@ -18,8 +18,7 @@ from typing import Any
 
 from mmattn.errors import AdapterFileError, ConfigError, import_extra
 from mmattn.models.catalogue import CATALOGUE, Pretrained, find_asset
-from mmattn.storage.files import files_below, lock_folder, sync_folder, write_text
-from mmattn.storage.fingerprints import file_fingerprint
+from mmattn.storage.files import file_fingerprint, files_below, lock_folder, sync_folder, write_text
 from mmattn.storage.json_files import read_json, validated
 
 #: Written beside a model: what it was made of.

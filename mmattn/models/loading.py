@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.models.cache import resolve
-from mmattn.storage.fingerprints import plain_parts
-from mmattn.storage.safetensors import check_values
+from mmattn.storage.safetensors import check_values, plain_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.encoders.base import load_image_encoder
+    from mmattn.encoders.images import load_image_encoder
     from mmattn.pipelines.base import pipeline
     from mmattn.pipelines.build import default_device, load_host, load_language_model, quantization_config
     from mmattn.pipelines.config import (

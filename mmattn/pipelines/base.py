@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmattn.adapters.files import CONFIG
-from mmattn.encoders.base import ImageEncoder, load_image_encoder
+from mmattn.encoders.images import ImageEncoder, load_image_encoder
 from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.hosts.loading import load
 from mmattn.hosts.model import AdaptedModel

@@ -15,11 +15,13 @@ from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import ConfigError, TextError
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.model import AdaptedModel
-from mmattn.memory import Memory, SearchedMemory
+from mmattn.memory import Memory
 from mmattn.tokenization import check_text, ids_with_plain, special_ids, special_pattern, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mmattn.retrieval import IndexMemory
 
 
 #: A text, or ids.
@@ -71,7 +73,7 @@ def generate_texts(
     model: AdaptedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    memory: Memory | SearchedMemory | None = None,
+    memory: Memory | IndexMemory | None = None,
     *,
     batch_size: int = 64,
     options: Keywords,
@@ -106,7 +108,7 @@ def generate_rows(
     model: AdaptedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Sequence[int]],
-    memory: Memory | SearchedMemory | None,
+    memory: Memory | IndexMemory | None,
     *,
     options: Keywords,
 ) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmattn.data.text_batches import bos_and_eos
-from mmattn.encoders import base as encoders
+from mmattn.encoders import text as encoders
 from mmattn.encoders.base import TextEncoderBase
 from mmattn.errors import AdapterFileError, ConfigError, TextError
 from mmattn.inspect.attention import attribute, record

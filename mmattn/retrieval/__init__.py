@@ -8,25 +8,18 @@ from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mmattn.retrieval.attention_search import IndexMemory
-    from mmattn.retrieval.chunking import Chunk, chunk
-    from mmattn.retrieval.corpus import embed_corpus
+    from mmattn.retrieval.corpus import Chunk, chunk, embed_corpus
     from mmattn.retrieval.entries import Entries, Entry, Filter, Id
     from mmattn.retrieval.hits import Hits
     from mmattn.retrieval.index import Index
     from mmattn.retrieval.scoring import best_rows, score
-    from mmattn.retrieval.stores import (
-        Candidates,
-        DatabaseStore,
-        HNSWStore,
-        InMemoryStore,
-        IVFPQStore,
-        IVFStore,
-        LanceStore,
-        PgvectorStore,
-        QdrantStore,
-        VectorStore,
-        register_store,
-    )
+    from mmattn.retrieval.stores import Candidates, VectorStore, register_store
+    from mmattn.retrieval.stores.database import DatabaseStore
+    from mmattn.retrieval.stores.exact import InMemoryStore
+    from mmattn.retrieval.stores.faiss import HNSWStore, IVFPQStore, IVFStore
+    from mmattn.retrieval.stores.lancedb import LanceStore
+    from mmattn.retrieval.stores.pgvector import PgvectorStore
+    from mmattn.retrieval.stores.qdrant import QdrantStore
 
 __all__ = [
     "Candidates",

@@ -1,25 +1,32 @@
-"""`IndexMemory`: all entries of an index as a memory that attention searches in each layer."""
+"""`IndexMemory`: all entries of an index as a memory that attention searches in each layer, bound to an adapter."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmattn.errors import check_int
-from mmattn.memory import Memory, SearchedMemory
+from mmattn.adapters.base import AdapterLayers, register_memory_type
+from mmattn.adapters.projection import ProjectedView
+from mmattn.adapters.protocols import BoundMemory
+from mmattn.adapters.text_state import TextState
+from mmattn.core.projection import KeyValueProjection
+from mmattn.errors import ConditionError, ShapeError, check_int
+from mmattn.memory import Memory
 from mmattn.retrieval.entries import Entries
 from mmattn.retrieval.scoring import directions, score
 from mmattn.retrieval.stores.exact import InMemoryStore, Version
+from mmattn.retrieval.top_k_attention import SearchedSlots
 
 _ROWS = 1 << 16
 #: Numbers of candidates that are compared at once.
 _NUMBERS = 1 << 24
 
 
-class IndexMemory(SearchedMemory):
+class IndexMemory:
     """All entries of an index as a memory of one slot each, made by `Index.as_memory`.
 
     In each layer and head the query of every token, mapped into the space of the entries, searches them, and the
@@ -46,7 +53,8 @@ class IndexMemory(SearchedMemory):
     ) -> None:
         self.store, self.structures, self.dim = store, structures, store.dim
         self.per_query, self.queries = check_int("per_query", per_query), queries
-        self.rows = None if queries is None else len(queries)
+        #: Rows of text that it has scores for; None without queries, where it fits any text.
+        self.batch = None if queries is None else len(queries)
         self._best: tuple[Entries, Tensor] | None = None
 
     def entries(self, eps: float | None, scored: bool = False) -> IndexEntries:
@@ -96,10 +104,6 @@ class SearchStructures:
                 version = Version.over(normed, "ip", build)
             self._structures[eps, scored] = entries, version
             return entries, version
-
-    def versions(self) -> list[Version]:
-        """Return the structures that were built."""
-        return [version for _, version in self._structures.values()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,3 +182,78 @@ def _moves(old: Entries, new: Entries) -> Tensor:
         for part, vectors in zip(rows.split(_ROWS), old.vectors.split(_ROWS), strict=True):
             part.masked_fill_((new.vectors[part.clamp(min=0)] != vectors).any(1), -1)
     return rows
+
+
+class BoundSearch(BoundMemory):
+    """An index bound to the adapter that searches it; the whole call attends to the entries of one moment."""
+
+    def __init__(self, memory: IndexMemory, adapter: AdapterLayers) -> None:
+        norm = adapter.slot_norm()
+        self.adapter, self.per_query, self.rows = adapter, memory.per_query, memory.batch
+        self.name, self.shared = adapter.name, memory
+        self.entries = memory.entries(None if norm is None else norm.eps, adapter.score_bias)
+
+    def step(self, text: TextState) -> ProjectedView:
+        """Return what the tokens of one forward find, `per_query` entries for each token, layer and head."""
+        self.check_rows(text)
+        if torch.compiler.is_compiling():
+            raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
+        has_memory, count = None, len(self.entries)
+        if not count:
+            has_memory = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
+        scores = self._scores if self.adapter.score_bias else None
+        layers = self.adapter.layers if text.layer is None else (text.layer,)
+        searches = {layer: partial(self._search, _searching(self.adapter, layer)) for layer in layers}
+        slots = {layer: SearchedSlots(search, self._read, scores, count) for layer, search in searches.items()}
+        return ProjectedView(slots, has_memory=has_memory)
+
+    def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
+        norm, weight = self.adapter.slot_norm(), None
+        scaled = queries.float() * projection.scale
+        if norm is not None:
+            scaled = scaled * norm.weight.float()
+        if projection.score_scale is not None:
+            weight = float(projection.score_scale) / projection.score_std
+        return self.entries.search(scaled, self.per_query, weight).to(queries.device)
+
+    def _read(self, rows: Tensor) -> Tensor:
+        return self.adapter.read(Memory(self.entries.slots(rows)[None], check_finite=False)).tokens[0]
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        return self.entries.scores(rows).to(rows.device)
+
+    def as_memory(self, text: TextState) -> Memory:
+        memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)
+        if not self.adapter.score_bias:
+            return memory
+        scores = self.entries.scores(torch.arange(memory.length))
+        return Memory(memory.tokens, scores=scores, sources=memory.sources, check_finite=False)
+
+
+def _searching(adapter: AdapterLayers, layer: int) -> KeyValueProjection:
+    """Return the projection of the block at a host layer, by whose scores entries are searched."""
+    projection = adapter.kv_projection(layer)
+    assert isinstance(projection, KeyValueProjection)
+    return projection
+
+
+def bind_index(memory: IndexMemory, adapter: AdapterLayers, host: nn.Module) -> BoundSearch:
+    """Bind an index to an adapter."""
+    adapter.check_parts("memory that is searched", "a Memory, such as hits.memory() of a search")
+    adapter.slot_norm()
+    if memory.dim != adapter.config.memory_dim:
+        adapter.check_memory(Memory(torch.zeros(1, 1, memory.dim), check_finite=False))
+    if not all(_searching(adapter, layer).is_linear for layer in adapter.layers):
+        raise ConditionError(
+            f"the keys of adapter {adapter.name!r} are normalised or rotated (qk_norm), so no search finds the largest "
+            "scores: give hits.memory() of a search, or train without qk_norm"
+        )
+    if adapter.score_bias and memory.batch is None:
+        raise ShapeError(
+            f"adapter {adapter.name!r} was made with score_bias=True and weighs entries by how well they fit a query: "
+            "give one for each row of text, index.as_memory(queries=...)"
+        )
+    return BoundSearch(memory, adapter)
+
+
+register_memory_type(IndexMemory, bind_index)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MmattnError, ShapeError, TextError
+from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MmattnError, ShapeError
 from mmattn.memory import Memory
 from mmattn.retrieval.scoring import check_vectors
 from mmattn.storage.files import replacing
@@ -94,24 +94,17 @@ class Entries:
         """Return these entries followed by others with other ids."""
         if not len(self) or not len(other):
             return self if len(self) else other
-        return Entries(
-            self.ids + other.ids,
-            self.texts + other.texts,
-            self.metadata + other.metadata,
-            torch.cat([self.vectors, other.vectors]),
-            None if self.tokens is None or other.tokens is None else self.tokens + other.tokens,
-        )
+        tokens = None if self.tokens is None or other.tokens is None else self.tokens + other.tokens
+        vectors = torch.cat([self.vectors, other.vectors])
+        return Entries(self.ids + other.ids, self.texts + other.texts, self.metadata + other.metadata, vectors, tokens)
 
     def select(self, rows: Sequence[int]) -> Entries:
         """Return the entries of some rows, in their order."""
         rows = list(rows)
-        return Entries(
-            tuple(self.ids[row] for row in rows),
-            tuple(self.texts[row] for row in rows),
-            tuple(self.metadata[row] for row in rows),
-            self.vectors[rows],
-            None if self.tokens is None else tuple(self.tokens[row] for row in rows),
+        ids, texts, metadata, tokens = (
+            _selected(column, rows) for column in (self.ids, self.texts, self.metadata, self.tokens)
         )
+        return Entries(ids, texts, metadata, self.vectors[rows], tokens)
 
     def replaced(self, rows: Sequence[int], columns: Columns) -> Entries:
         """Return these entries with new values in some rows of some columns."""
@@ -163,6 +156,10 @@ def copied(value: object) -> object:
     return [copied(one) for one in value] if isinstance(value, list) else value
 
 
+def _selected(column: Any, rows: list[int]) -> Any:
+    return column and tuple(column[row] for row in rows)
+
+
 def _replaced(column: tuple[Value, ...], rows: Sequence[int], values: Sequence[Value] | None) -> tuple[Value, ...]:
     if values is None:
         return column
@@ -183,16 +180,13 @@ def is_id(name: object) -> TypeGuard[Id]:
 
 def check_ids(ids: object, count: int) -> tuple[Id, ...]:
     """Return the ids of new entries as a tuple of unique texts and ints."""
-    names = tuple(as_list("ids", ids))
-    ids = tuple(name for name in names if is_id(name))
-    if len(ids) < len(names):
-        row, name = next((row, name) for row, name in enumerate(names) if not is_id(name))
-        raise IndexMismatchError(f"ids are text or ints, got {name!r:.80} ({type(name).__name__}) at row {row}")
-    if len(ids) != count:
-        raise IndexMismatchError(f"each entry needs one id: got {len(ids)} ids for {count} entries")
-    check_text([str(name) for name in ids])
-    _refuse_duplicates(ids)
-    return ids
+    names = as_list("ids", ids, count)
+    for row, name in enumerate(names):
+        if not is_id(name):
+            raise IndexMismatchError(f"ids are text or ints, got {name!r:.80} ({type(name).__name__}) at row {row}")
+    check_text([str(name) for name in names])
+    _refuse_duplicates(names)
+    return tuple(names)
 
 
 def check_known(names: Sequence[Id], known: Collection[Id]) -> None:
@@ -218,19 +212,15 @@ def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
 
 def check_texts(texts: object, count: int) -> tuple[str | None, ...]:
     """Return texts as a tuple; None is an entry without a text."""
-    values = tuple(as_list("texts", texts))
+    values = as_list("texts", texts, count)
     check_text(["" if text is None else text for text in values])
-    if len(values) != count:
-        raise TextError(f"each entry needs one text: got {len(values)} texts for {count} entries")
-    return values
+    return tuple(values)
 
 
 def check_metadata(metadata: object, count: int) -> tuple[object, ...]:
     """Return metadata as a tuple of plain JSON values, copied."""
-    values = list(as_list("metadata", metadata))
-    if len(values) != count:
-        raise ConfigError(f"each entry needs one value of metadata: got {len(values)} for {count} entries")
-    return tuple(json.loads(dump_json(f"metadata {row}", value, MAX_METADATA)) for row, value in enumerate(values))
+    values = enumerate(as_list("metadata", metadata, count))
+    return tuple(json.loads(dump_json(f"metadata {row}", value, MAX_METADATA)) for row, value in values)
 
 
 def check_filter(filter: Filter | None) -> Filter | None:
@@ -251,10 +241,13 @@ def check_tokens(tokens: object, count: int) -> tuple[Tensor, ...]:
     return tuple(row.detach().to("cpu", copy=True) for row in rows)
 
 
-def as_list(what: str, values: object) -> Iterable[Any]:
-    """Return values that are a list of some kind."""
+def as_list(what: str, values: object, count: int | None = None) -> list[Any]:
+    """Return values that are a list of some kind, of this length."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ConfigError(f"{what} must be a list with one value per entry, got {type(values).__name__}")
+    values = list(values)
+    if count not in (None, len(values)):
+        raise IndexMismatchError(f"{what} need one value per entry: got {len(values)} for {count} entries")
     return values
 
 
@@ -325,8 +318,6 @@ def _read_lines(path: str, vectors: Tensor, tokens: tuple[Tensor, ...] | None) -
                     raise IndexFileError(f"line {number} is not an object of {', '.join(columns)}")
                 for name, value in entry.items():
                     columns[name].append(value)
-        if len(columns["id"]) != len(vectors):
-            raise IndexFileError(f"it holds {len(columns['id'])} entries, and {len(vectors)} were saved")
         ids = check_ids(columns["id"], len(vectors))
         texts = check_texts(columns["text"], len(vectors))
     except (MmattnError, OSError) as error:

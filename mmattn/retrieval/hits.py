@@ -1,17 +1,29 @@
-"""The hits of a search, and the memory they become."""
+"""The hits of a search, the memory they become, and their reranking by models of sentence-transformers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from mmattn.errors import ConfigError, ShapeError, check_bool_mask, check_float, check_int
+from mmattn.errors import (
+    ConfigError,
+    IndexMismatchError,
+    NonFiniteError,
+    ShapeError,
+    check_bool_mask,
+    check_float,
+    check_int,
+    import_extra,
+)
 from mmattn.memory import Memory
+from mmattn.models.cache import resolve
+from mmattn.models.loading import load_model, without_progress_bars
 from mmattn.retrieval.entries import Entries, copied
-from mmattn.retrieval.rerank import text_scores
 from mmattn.tokenization import check_text, refuse_empty
 
 
@@ -55,10 +67,8 @@ class Hits:
             scores = scores.masked_fill(~mask, -torch.inf)
             vectors = None if vectors is None else vectors.masked_fill(~mask[..., None], 0)
         self.scores, self.vectors = scores, vectors
-        self.ids = _masked("ids", ids, mask)
-        self.texts = _masked("texts", texts, mask)
-        self.metadata = _masked("metadata", metadata, mask)
-        self.tokens = _masked("tokens", tokens, mask)
+        columns = {"ids": ids, "texts": texts, "metadata": metadata, "tokens": tokens}
+        self.ids, self.texts, self.metadata, self.tokens = (_masked(*column, mask) for column in columns.items())
         widths = (part.shape[1] for row in self.tokens or () for part in row if part is not None)
         self.token_dim = next(widths, None) if token_dim is None else token_dim
 
@@ -136,20 +146,13 @@ class Hits:
     def _reordered(self, scores: Tensor, places: Tensor) -> Hits:
         """Return the hits at places (b, c), with new scores (b, k) of the old places."""
         lines = places.tolist()
-
-        def column(values: list[list[Any]] | None) -> list[list[Any]] | None:
-            return values and [[row[place] for place in line] for row, line in zip(values, lines, strict=True)]
-
-        return Hits(
-            scores.gather(1, places),
-            self.mask.gather(1, places),
-            None if self.vectors is None else self.vectors.take_along_dim(places[..., None], 1),
-            column(self.ids),
-            column(self.texts),
-            column(self.metadata),
-            column(self.tokens),
-            self.token_dim,
+        ids, texts, metadata, tokens = (
+            values and [[row[place] for place in line] for row, line in zip(values, lines, strict=True)]
+            for values in (self.ids, self.texts, self.metadata, self.tokens)
         )
+        vectors = None if self.vectors is None else self.vectors.take_along_dim(places[..., None], 1)
+        scores, mask = scores.gather(1, places), self.mask.gather(1, places)
+        return Hits(scores, mask, vectors, ids, texts, metadata, tokens, self.token_dim)
 
     def memory(self, *, tokens: bool = False) -> Memory:
         """Return a memory of the hits: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
@@ -200,20 +203,13 @@ class Hits:
 
 def hits_of_rows(entries: Entries, rows: Tensor, vectors: Tensor, scores: Tensor) -> Hits:
     """Return the hits of rows (b, k) of entries, -1 being none, with vectors (b, k, e) and scores (b, k)."""
-    numbers = rows.tolist()
-
-    def column(values: Sequence[Any]) -> list[list[Any]]:
-        return [[copied(values[row]) if row >= 0 else None for row in line] for line in numbers]
-
-    return Hits(
-        scores,
-        rows >= 0,
-        vectors,
-        column(entries.ids),
-        column(entries.texts),
-        column(entries.metadata),
-        None if entries.tokens is None else column(entries.tokens),
-    )
+    columns: list[Any] = [
+        None
+        if values is None
+        else [[copied(values[row]) if row >= 0 else None for row in line] for line in rows.tolist()]
+        for values in (entries.ids, entries.texts, entries.metadata, entries.tokens)
+    ]
+    return Hits(scores, rows >= 0, vectors, *columns)
 
 
 def _checked_mask(scores: Tensor, mask: Tensor | None, vectors: Tensor | None) -> Tensor:
@@ -247,3 +243,56 @@ def _masked(name: str, values: Sequence[Sequence[Any]] | None, mask: Tensor) -> 
 
 def _kind(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def text_scores(model: Any, query: str, texts: list[str], tokens: Sequence[Tensor] | None, batch_size: int) -> Tensor:
+    """Return the scores (n,) float32 of n texts: those of a cross-encoder, or MaxSim of token vectors.
+
+    MaxSim (ColBERT, arXiv 2004.12832, equation 3) is the sum over the vectors of the query of the largest cosine with a
+    vector of the text. `tokens`, n tensors (m, e), are the vectors of the texts, which are otherwise encoded.
+    """
+    library = import_extra("sentence_transformers", "multivector")
+    if hasattr(model, "predict"):
+        pairs = [(query, text) for text in texts]
+        options = {"activation_fn": torch.nn.Identity(), "convert_to_tensor": True, "show_progress_bar": False}
+        scores = model.predict(pairs, batch_size=batch_size, **options)
+    else:
+        (wanted,) = _token_vectors(model.encode_query([query]))
+        if tokens is None:
+            tokens = _token_vectors(model.encode_document(texts, batch_size=batch_size))
+        if tokens[0].shape[1] != len(wanted[0]):
+            raise IndexMismatchError(
+                f"the query has vectors of width {len(wanted[0])} and the hits have tokens of width "
+                f"{tokens[0].shape[1]}: use the encoder of the tokens"
+            )
+        scores = library.util.maxsim([normalize(wanted, dim=1)], [normalize(part, dim=1) for part in tokens])[0]
+    if scores.shape != (len(texts),):
+        raise ConfigError(f"a reranker gives each text one score; {len(texts)} texts got scores {tuple(scores.shape)}")
+    scores = scores.float().cpu()
+    if not scores.isfinite().all():
+        place = int((~scores.isfinite()).nonzero()[0])
+        raise NonFiniteError(f"the score of {texts[place]!r:.60} is {scores[place]}; load the model in float32")
+    return scores
+
+
+def load_cross_encoder(name: str | os.PathLike[str]) -> Any:
+    """Load a `CrossEncoder` of sentence-transformers with one label, whose weights are complete and finite.
+
+    Raises:
+        AdapterFileError: nothing to load, or weights that are no safetensors or incomplete.
+        NonFiniteError: NaN or infinity in the weights.
+        MissingExtraError: sentence-transformers is not installed.
+    """
+    library, place = import_extra("sentence_transformers", "multivector"), os.fspath(resolve(name))
+    # sentence-transformers itself starts missing weights at random.
+    load_model("AutoModelForSequenceClassification", place, "cross-encoder")
+    with without_progress_bars():
+        return library.CrossEncoder(place, model_kwargs={"use_safetensors": True})
+
+
+def _token_vectors(encoded: Memory | Sequence[Tensor]) -> list[Tensor]:
+    """Return the vectors (m, e) of each text, of an encoder of mmattn or of sentence-transformers."""
+    if not isinstance(encoded, Memory):
+        return [vectors.float().cpu() for vectors in encoded]
+    rows = zip(encoded.tokens.float().cpu(), encoded.real_slots().cpu(), strict=True)
+    return [tokens[real] for tokens, real in rows]

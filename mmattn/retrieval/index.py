@@ -31,8 +31,9 @@ from mmattn.retrieval.entries import (
 from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index_files import load_index, save_index
 from mmattn.retrieval.scoring import best_rows, gather, score
-from mmattn.retrieval.stores import InMemoryStore, VectorStore
+from mmattn.retrieval.stores import VectorStore
 from mmattn.retrieval.stores.database import find_address, make_store
+from mmattn.retrieval.stores.exact import InMemoryStore
 from mmattn.storage.files import Path
 
 
@@ -212,7 +213,7 @@ class Index:
         Raises:
             IndexMismatchError: an id that is not in the index.
         """
-        names = list(as_list("ids", ids))
+        names = as_list("ids", ids)
         with self._changing():
             self._get_known(names)
             if names:
@@ -232,7 +233,7 @@ class Index:
         Raises:
             IndexMismatchError: an id that is not in the index, or another width.
         """
-        names = list(as_list("ids", ids))
+        names = as_list("ids", ids)
         columns = self.space.columns(items, texts, metadata, tokens, len(names))
         with self._changing():
             old = self._get_known(names)
@@ -298,18 +299,14 @@ class Index:
         >>> Index.build(torch.randn(1000, 24)).as_memory(per_query=8)
         IndexMemory(1000 entries, e=24, per_query=8)
         """
-        if not isinstance(self.store, InMemoryStore):
-            raise ConfigError(
-                f"the store {self.store.kind!r} has its vectors elsewhere: copy the index into this process, "
-                "index.copy('exact').as_memory(), or give hits.memory()"
-            )
+        store = self._store_in_memory()
         if queries is not None and self.metric == "l2":
             raise ConfigError(
                 "score_bias adds scores that are inner products, and this index has metric='l2': build it with "
                 "'cosine' or 'ip'"
             )
         vectors = None if queries is None else self.space.queries(queries, encoder, self.device).detach()
-        return IndexMemory(self.store, self.search_structures, per_query, vectors)
+        return IndexMemory(store, self.search_structures, per_query, vectors)
 
     def to(self, device: str | torch.device) -> Index:
         """Move the vectors to a device, where searches then run, and return this index.
@@ -320,10 +317,9 @@ class Index:
         Raises:
             ConfigError: the vectors are not in the memory of this process.
         """
-        if not isinstance(self.store, InMemoryStore):
-            raise ConfigError(f"the store {self.store.kind!r} has its vectors elsewhere, so they cannot be moved")
+        store = self._store_in_memory()
         with self._writing, torch.inference_mode(False), torch.no_grad():
-            self.store.to(torch.device(device))
+            store.to(torch.device(device))
         return self
 
     def save(self, path: Path) -> None:
@@ -426,6 +422,14 @@ class Index:
         transaction = contextlib.nullcontext() if writing is None else writing(self.store)
         with self._writing, torch.inference_mode(False), torch.no_grad(), transaction:
             yield
+
+    def _store_in_memory(self) -> InMemoryStore:
+        if not isinstance(self.store, InMemoryStore):
+            raise ConfigError(
+                f"the store {self.store.kind!r} has its vectors elsewhere: copy the index into this process with "
+                "index.copy('exact')"
+            )
+        return self.store
 
     def _get_known(self, names: Sequence[Id]) -> Entries:
         """Return the entries of ids; raise IndexMismatchError for unknown ids."""

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -13,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmattn.errors import import_extra
 from mmattn.serving.engine import Engine
-from mmattn.serving.formats import error_content
 
 log = logging.getLogger("mmattn.serving")
 PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/health", "/metrics")
@@ -42,6 +42,12 @@ class Metrics:
     def text(self) -> bytes:
         """Return all figures in the format of Prometheus."""
         return self._prometheus.generate_latest(self.registry)
+
+
+def error_content(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in the interface of OpenAI."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def as_error(

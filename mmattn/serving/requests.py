@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, model_validator
 
-from mmattn.serving.sampling import SamplingSettings
+from mmattn.serving.engine import SamplingSettings
 
 #: Default values of unsupported fields.
 NoList = Annotated[list[JsonValue], Field(max_length=0)] | None

@@ -1,4 +1,4 @@
-"""Files: atomic writes, locks, and the kind of a damaged file for error messages.
+"""Files: atomic writes, locks, fingerprints, and the kind of a damaged file for error messages.
 
 A write goes to a temporary file beside the target, which is fsync'ed and renamed over it, and the folder is fsync'ed:
 a killed process or a full disk leaves the old file or the new one. What a killed process leaves behind is removed by
@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -205,6 +206,15 @@ def open_regular(path: Path) -> Iterator[tuple[IO[bytes], int]]:
         raise AdapterFileError(f"cannot read {str(path)!r}: it is {kind}")
     with open(handle, "rb") as file:
         yield file, os.fstat(handle).st_size
+
+
+def file_fingerprint(path: Path) -> str:
+    """Return the sha256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def files_below(folder: Path) -> list[str]:

@@ -206,10 +206,6 @@ class TensorCache:
                 entry = self._entries[key] = (TensorVersion(sources), compute())
         return entry[1]
 
-    def nbytes(self) -> int:
-        """Return the bytes of cached keys and values."""
-        return sum(_nbytes(value) for _, value in self._entries.values())
-
 
 def _nbytes(value: object) -> int:
     size = getattr(value, "nbytes", None)

@@ -19,7 +19,7 @@ from mmattn.memory import Memory
 from mmattn.retrieval.entries import Entries, Filter
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import METRICS, score
-from mmattn.retrieval.stores.base import Candidates, VectorStore, stores
+from mmattn.retrieval.stores import STORES, Candidates, VectorStore
 from mmattn.testing.case import refuses
 
 MakeStore = Callable[[int, str], VectorStore]
@@ -89,7 +89,7 @@ def check_new(make: MakeStore) -> None:
         assert store.about.get("encoder") is None and store.about.get("next_id", 0) == 0
         store.about = {"encoder": "abc", "next_id": 3}
         assert store.about == {"encoder": "abc", "next_id": 3}
-        assert stores().get(store.kind) is type(store), f"{type(store).__name__} is not registered as {store.kind!r}"
+        assert STORES.get(store.kind) is type(store), f"{type(store).__name__} is not registered as {store.kind!r}"
         assert 0 < store.recall <= 1
         index = Index(store)
         assert not index.search(normal(2), 5).mask.any() and not index.search(normal(2), 5, filter={"a": 1}).mask.any()

@@ -140,7 +140,7 @@ def _cell(values: Sequence[object]) -> str:
 
 def _numbers(values: Sequence[object]) -> list[float]:
     """Return the values that are finite numbers."""
-    numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     return [number for number in numbers if math.isfinite(number)]
 
 

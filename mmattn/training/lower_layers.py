@@ -163,7 +163,7 @@ def count_below(model: AdaptedModel) -> int:
         first: int = adapter.layers[0]
         lowest = min(lowest, first + (adapter.position == "after"))
     trained = (any(p.requires_grad for p in layer.parameters()) for layer in list(model.layers)[:lowest])
-    return next((number for number, one in enumerate(trained) if one), lowest)
+    return next((number for number, is_trained in enumerate(trained) if is_trained), lowest)
 
 
 def lower_layers(model: nn.Module) -> LowerLayers:
@@ -345,8 +345,8 @@ class HiddenStateCache:
         for start in range(0, len(order), self.batch_size):
             together = order[start : start + self.batch_size]
             computed = self.lower.compute([missing[key] for key in together])
-            for key, one in zip(together, computed, strict=True):
-                states[key] = one.to("cpu", self.dtype, copy=True), one.dtype
+            for key, row in zip(together, computed, strict=True):
+                states[key] = row.to("cpu", self.dtype, copy=True), row.dtype
                 files[key].parent.mkdir(parents=True, exist_ok=True)
                 _write(files[key], *states[key])
         device = device_of(self.lower.layers[self.lower.count - 1])

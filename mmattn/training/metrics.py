@@ -88,10 +88,10 @@ def flops_per_token(model: Any) -> float:
     if few or not isinstance(head, nn.Linear):
         return 0.0
     tables = {id(part.weight) for part in model.host.modules() if isinstance(part, nn.Embedding)}
-    host = {id(one): one for one in (*model.host.parameters(), *head.parameters())}
-    trained = {id(one): one for one in model.parameters() if one.requires_grad}
-    upper = {id(one): one for part in (*model.layers[count_below(model) :], head) for one in part.parameters()}
+    host = {id(weight): weight for weight in (*model.host.parameters(), *head.parameters())}
+    trained = {id(weight): weight for weight in model.parameters() if weight.requires_grad}
+    upper = {id(weight): weight for part in (*model.layers[count_below(model) :], head) for weight in part.parameters()}
     products = {id(head.weight), *(host.keys() - tables)}
     numbers = (products, upper.keys() | trained.keys(), trained.keys() - host.keys(), trained.keys())
     every = host | trained | upper
-    return 2.0 * sum(every[one].numel() for group in numbers for one in group)
+    return 2.0 * sum(every[key].numel() for group in numbers for key in group)

@@ -129,10 +129,10 @@ class PromptCache:
         self._calls[cache] = None
         if states is None:
             raise ConditionError("arguments of cached prompts serve one call: take prompts[rows] for each call")
-        checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in (reader, *self.lower.layers))
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in (reader, *self.lower.layers))
         if torch.compiler.is_compiling() or (reader.training and torch.is_grad_enabled() and checkpoints):
             raise ConditionError("a host that is compiled or checkpoints gradients cannot go on from cached prompts")
-        if any(one.requires_grad for one in self.host.parameters()) or not self._state.holds():
+        if any(weight.requires_grad for weight in self.host.parameters()) or not self._state.holds():
             raise ConditionError(
                 "the host is trained, or its weights, config, LoRA or autocast have changed since it read the "
                 "prompts: open cached_prompts after that"

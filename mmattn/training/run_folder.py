@@ -153,7 +153,7 @@ class RunFolder:
         """
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(CostForecast(label) if is_dry_run() else RunLog(self, label, progress, measure))
+        trainer.add_callback(CostForecast(label) if _DRY_RUN.get() else RunLog(self, label, progress, measure))
         try:
             output = trainer.train(resume_from_checkpoint=resume)
         except KeyboardInterrupt:
@@ -298,27 +298,22 @@ def dry_run() -> Iterator[None]:
         _DRY_RUN.reset(token)
 
 
-def is_dry_run() -> bool:
-    """Return True inside a `dry_run` block."""
-    return _DRY_RUN.get()
-
-
 def cost(
     model: nn.Module, label: str, rows: int, steps: int, seconds: float, processes: int, device: torch.device
 ) -> str:
     """Return the cost of a training as text, from the seconds of a step of so many rows."""
     parameters = list(model.parameters())
-    trained = [one for one in parameters if one.requires_grad]
-    weights = sum(one.nbytes for one in parameters) / 1e9
+    trained = [weight for weight in parameters if weight.requires_grad]
+    learned, total = (sum(weight.numel() for weight in part) for part in (trained, parameters))
+    weights = sum(weight.nbytes for weight in parameters) / 1e9
     # AdamW has two moments for each weight.
-    state = 3 * sum(one.nbytes for one in trained) / 1e9
+    state = 3 * sum(weight.nbytes for weight in trained) / 1e9
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return (
-        f"{label}: {sum(one.numel() for one in trained):,} of {sum(one.numel() for one in parameters):,} parameters "
-        f"are trained\n"
+        f"{label}: {learned:,} of {total:,} parameters are trained\n"
         f"bytes on {device}: {weights:.2f} GB of weights, {state:.2f} GB of gradients and moments, "
         f"{peak / 1e9:.2f} GB at most so far\n"
         f"steps: {steps:,} of {rows} rows in {processes} process{'es' * (processes > 1)}, {seconds:.2f} s each\n"

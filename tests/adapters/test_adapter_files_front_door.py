@@ -129,28 +129,19 @@ class TestLoad:
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
     @pytest.mark.parametrize("kind", BAD)
-    def test_a_bad_folder_leaves_a_fresh_host_as_it_was(self, saved: Path, kind: str) -> None:
+    @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "with an adapter"])
+    def test_a_bad_folder_leaves_the_host_and_its_adapter_as_they_were(
+        self, saved: Path, kind: str, fresh: bool
+    ) -> None:
         spoil, error, words = BAD[kind]
-        host = tiny.make("llama")
-        want, names, count = logits(host), list(host.state_dict()), hooks(host)
-        spoil(saved)
-        with pytest.raises(error, match=words):
-            mmattn.load(host, saved)
-        assert torch.equal(logits(host), want)
-        assert list(host.state_dict()) == names
-        assert hooks(host) == count
-
-    @pytest.mark.parametrize("kind", BAD)
-    def test_a_bad_folder_leaves_an_adapter_already_there_as_it_was(self, saved: Path, kind: str) -> None:
-        spoil, error, words = BAD[kind]
-        model = tiny.attach(tiny.make("llama"))
-        memory = tiny.memory(ROWS)
-        want, names = logits(model, memory=memory), list(model.state_dict())
+        model: Any = tiny.make("llama") if fresh else tiny.attach(tiny.make("llama"))
+        memory = {} if fresh else {"memory": tiny.memory(ROWS)}
+        want, names, count = logits(model, **memory), list(model.state_dict()), hooks(model)
         spoil(saved)
         with pytest.raises(error, match=words):
             mmattn.load(model, saved, "second")
-        assert torch.equal(logits(model, memory=memory), want)
-        assert list(model.state_dict()) == names
+        assert torch.equal(logits(model, **memory), want)
+        assert list(model.state_dict()) == names and hooks(model) == count
 
     def test_one_changed_weight_of_the_host_is_said(self, saved: Path) -> None:
         host = tiny.make("llama")

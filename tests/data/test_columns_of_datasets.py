@@ -15,7 +15,7 @@ from torch import Tensor
 import mmattn
 from mmattn.data.rows import make_row
 from mmattn.encoders import load_audio, stream_frames
-from mmattn.encoders.audio_input import sound_list
+from mmattn.encoders.audio import sound_list
 from mmattn.encoders.images import image_list
 from mmattn.errors import AudioError, ConfigError, ShapeError
 from mmattn.training import MemoryCollator

@@ -1,18 +1,22 @@
-"""AudioEncoder: each family as transformers runs it, rows that stand alone, windows, streams, and what is refused."""
+"""AudioEncoder and LogMelEncoder: as transformers computes them, rows that stand alone, streams, what is refused."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, WhisperFeatureExtractor
 
 import mmattn
-from mmattn.encoders import AudioEncoder
+from mmattn.encoders import AudioEncoder, LogMelEncoder
 from mmattn.errors import AdapterFileError, AudioError, ConfigError
+from tests.encoders.pieces import cut
 from tests.tiny_audio import FAMILIES, RATE, WIDTH, chirp, tiny_audio
 
 
@@ -63,24 +67,28 @@ def test_states_are_those_of_transformers(
         assert length == len(wanted)
 
 
-def test_a_row_is_the_same_alone_and_beside_others(encoder: AudioEncoder) -> None:
+@pytest.mark.parametrize("name", [*FAMILIES, "log mel"])
+def test_a_row_is_the_same_alone_and_beside_others(name: str) -> None:
     """Invariant 101."""
+    torch.manual_seed(7)
+    ear: Any = LogMelEncoder(23, 3) if name == "log mel" else AudioEncoder(*tiny_audio(name))
     waves = [chirp(0.31), chirp(1.7), chirp(0.31) * 0.5, chirp(0.1)]
     numbers = np.random.get_state()[1].copy()  # type: ignore[union-attr]
-    memory = encoder(waves)
+    memory = ear(waves)
     assert (np.random.get_state()[1] == numbers).all()  # type: ignore[union-attr]
     assert memory.sources is not None and memory.mask is not None
     for number, wave in enumerate(waves):
-        alone = encoder.encode(wave)
-        assert memory.lengths[number] == alone.length > 0
+        alone = ear.encode(wave)
+        assert torch.isfinite(alone.tokens).all() and memory.lengths[number] == alone.length > 0
         torch.testing.assert_close(memory.tokens[number, : alone.length], alone.tokens[0], atol=1e-5, rtol=1e-5)
         assert alone.sources is not None
         assert memory.sources[number] == [{**source, "audio": number} for source in alone.sources[0]] + [None] * (
             memory.length - alone.length
         )
-    pooled = AudioEncoder(encoder.model, encoder.feature_extractor, pooled=True)(waves)
-    assert pooled.sources == [[{"audio": number}] for number in range(4)]
-    torch.testing.assert_close(pooled.tokens[3, 0], encoder(waves[3]).tokens[0].mean(0))
+    if name != "log mel":
+        pooled = AudioEncoder(ear.model, ear.feature_extractor, pooled=True)(waves)
+        assert pooled.sources == [[{"audio": number}] for number in range(4)]
+        torch.testing.assert_close(pooled.tokens[3, 0], ear(waves[3]).tokens[0].mean(0))
 
 
 def test_times_of_a_long_sound_follow_each_other(encoder: AudioEncoder) -> None:
@@ -96,16 +104,20 @@ def test_times_of_a_long_sound_follow_each_other(encoder: AudioEncoder) -> None:
     assert starts[0] == 0 and abs(1.57 - memory.sources[0][-1]["end"]) < 2 * step + 0.01
 
 
-def test_pieces_give_the_tokens_of_the_whole(encoder: AudioEncoder) -> None:
+@pytest.mark.parametrize("sizes", [(1009,), (1, 7919, 40, 0, 3)])
+@pytest.mark.parametrize("name", [*FAMILIES, "log mel"])
+def test_pieces_give_the_tokens_of_the_whole(name: str, sizes: tuple[int, ...]) -> None:
     """Invariant 99."""
-    ear = AudioEncoder(encoder.model, encoder.feature_extractor, window=0.4)
+    torch.manual_seed(7)
+    ear: Any = LogMelEncoder(23, 4) if name == "log mel" else AudioEncoder(*tiny_audio(name), window=0.4)
     for seconds in (1.57, 0.8, 0.2):
         wave, stream, sources = chirp(seconds), mmattn.MemoryStream(ear.dim), []
-        for memory in ear.stream(wave.split(1009)):
+        for memory in ear.stream(cut(wave, sizes)):
             stream.append(memory)
             assert memory.sources is not None
             sources += memory.sources[0]
         whole = ear(wave)
+        assert torch.isfinite(whole.tokens).all()
         torch.testing.assert_close(stream.memory().tokens, whole.tokens, atol=1e-5, rtol=1e-5)
         assert [sources] == whole.sources
 
@@ -136,28 +148,71 @@ def test_a_head_is_left_out() -> None:
     assert torch.equal(given(wave).tokens, wanted(wave).tokens)
 
 
-def test_what_cannot_be() -> None:
-    model, extractor = tiny_audio("wav2vec2")
-    ear = AudioEncoder(model, extractor)
-    with pytest.raises(AudioError, match=r"sound 1: 40 samples at 16000 Hz are too short for one state of Wav2Vec2"):
-        ear([torch.zeros(4000), torch.zeros(40)])
-    with pytest.raises(ConfigError, match="Wav2Vec2Model is a model: give its feature_extractor"):
-        AudioEncoder(model)
-    with pytest.raises(ConfigError, match="reads 1 s at once, and window is 2"):
-        AudioEncoder(*tiny_audio("whisper"), window=2)
-    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
-        AudioEncoder(torch.nn.Linear(3, 3), extractor)
-    with pytest.raises(ConfigError, match="build the encoder without pooled"):
-        next(AudioEncoder(model, extractor, pooled=True).stream([torch.zeros(999)]))
-    with pytest.raises(AdapterFileError, match="no feature extractor can be loaded from"):
-        AudioEncoder("/nowhere/at/all")
+@pytest.mark.parametrize("n_mels", [80, 128])
+def test_features_are_those_of_whisper(n_mels: int) -> None:
+    """Whisper centres its frames by reflection: given that, and its 30 seconds, every number is the same."""
+    wave = chirp(3.1)
+    theirs = WhisperFeatureExtractor(feature_size=n_mels)(wave.numpy(), sampling_rate=16000, return_tensors="pt")
+    whole = torch.nn.functional.pad(wave, (0, 30 * 16000 - len(wave)))
+    centred = torch.nn.functional.pad(whole[None], (200, 200), mode="reflect")[0]
+    ear = LogMelEncoder(n_mels, 5)
+    found = ear(centred).tokens[0].view(-1, n_mels)[:3000]
+    assert torch.isfinite(found).all() and found.std() > 0.1
+    found = found.maximum(found.max() - 8 / 4)  # its floor, 8 decades below the loudest band
+    torch.testing.assert_close(found, theirs.input_features[0].T, atol=1e-4, rtol=0)
 
 
-def test_a_text_model_is_no_audio_encoder() -> None:
-    from transformers import BertConfig, BertModel
+def test_a_token_comes_as_soon_as_its_samples_are_there() -> None:
+    given = []
 
-    model = BertModel(
-        BertConfig(vocab_size=31, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    )
-    with pytest.raises(ConfigError, match="BertModel does not turn sounds alone into states of their times"):
-        AudioEncoder(model, tiny_audio("wav2vec2")[1])
+    def microphone() -> object:
+        for _ in range(20):
+            given.append(160)
+            yield torch.rand(160) - 0.5
+
+    heard = [sum(given) for _ in LogMelEncoder(23, 4).stream(microphone())]
+    # 640 samples of its own, and 240 that its last frame reaches over.
+    assert heard == [960, 1600, 2240, 2880, 3200]
+
+
+def test_it_has_a_fingerprint_a_dtype_and_no_weights() -> None:
+    ear = LogMelEncoder(23, 4)
+    assert not ear.state_dict() and not list(ear.parameters())
+    assert ear.fingerprint == LogMelEncoder(23, 4).fingerprint != LogMelEncoder(23, 4, hop=0.008).fingerprint
+    half = LogMelEncoder(23, 4).to(torch.bfloat16)
+    wave = chirp(0.3)
+    assert half.dtype == torch.bfloat16 == half(wave).dtype
+    torch.testing.assert_close(half(wave).tokens.float(), ear(wave).tokens, atol=0.05, rtol=0.02)
+    assert ear([]).tokens.shape == (0, 0, 92)
+
+
+def bert() -> Any:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return BertModel(BertConfig(vocab_size=31, **sizes))
+
+
+#: What is asked, and what the message names.
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: wav2vec2()([torch.zeros(4000), torch.zeros(40)]), AudioError, "sound 1: 40 samples at 16000 Hz.*Wav2Vec2"),
+    (lambda: AudioEncoder(wav2vec2().model), ConfigError, "Wav2Vec2Model is a model"),
+    (lambda: AudioEncoder(*tiny_audio("whisper"), window=2), ConfigError, "1 s at once, and window is 2"),
+    (lambda: AudioEncoder(nn.Linear(3, 3), wav2vec2().feature_extractor), ConfigError, "Linear"),
+    (lambda: AudioEncoder(bert(), wav2vec2().feature_extractor), ConfigError, "BertModel"),
+    (lambda: next(wav2vec2(pooled=True).stream([torch.zeros(999)])), ConfigError, "without pooled"),
+    (lambda: AudioEncoder("/nowhere/at/all"), AdapterFileError, "no feature extractor can be loaded from"),
+    (lambda: LogMelEncoder(hop=0.03), ConfigError, "window of 0.025"),
+    (lambda: LogMelEncoder(hop=-0.01), ConfigError, "hop must be in"),
+    (lambda: LogMelEncoder(window=math.nan), ConfigError, "window must be a finite number"),
+    (lambda: LogMelEncoder(n_mels=200), ConfigError, "200 bands are narrower than the 40 Hz"),
+    (lambda: LogMelEncoder(frames_per_token=0), ConfigError, "frames_per_token must be at least 1"),
+]
+
+
+def wav2vec2(**options: Any) -> AudioEncoder:
+    return AudioEncoder(*tiny_audio("wav2vec2"), **options)
+
+
+@pytest.mark.parametrize(("call", "error", "named"), REFUSED, ids=[named for _, _, named in REFUSED])
+def test_what_is_refused(call: Callable[[], Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        call()

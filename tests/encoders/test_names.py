@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mmattn.encoders import NameEncoder
-from mmattn.encoders.base import load_text_encoder
+from mmattn.encoders.text import load_text_encoder
 from mmattn.errors import AdapterFileError, ConfigError, ShapeError, TextError
 from mmattn.storage.safetensors import read_tensors, write_tensors
 from tests.cli.running import call

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 import mmattn
 from mmattn.encoders import TextEncoder
-from mmattn.encoders.base import load_text_encoder
+from mmattn.encoders.text import load_text_encoder
 from mmattn.errors import AdapterFileError, ConfigError, IndexMismatchError, MissingExtraError, TextError
 from tests.tiny_texts import VOCAB, WIDTH, save_encoder, tiny_tokenizer
 

@@ -18,7 +18,6 @@ import mmattn
 from mmattn.extend import (
     AdapterLayers,
     Host,
-    PreparedMemory,
     Site,
     TextState,
     VectorMemory,
@@ -75,9 +74,9 @@ class PooledLayers(AdapterLayers):
         mean = memory.tokens.sum(1, keepdim=True) / real.sum(1).clamp(min=1)[:, None, None]
         return mmattn.Memory(mean, real.any(1, keepdim=True), check_finite=False)
 
-    def bind_vectors(self, prepared: PreparedMemory) -> PooledMemory:
+    def bind_memory(self, memory: object, host: nn.Module) -> PooledMemory:
         """Bind a memory for one call."""
-        return PooledMemory(prepared, self)
+        return PooledMemory(self.prepare(memory), self)
 
 
 class PooledMemory(VectorMemory):

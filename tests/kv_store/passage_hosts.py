@@ -11,15 +11,6 @@ from torch import Tensor
 import mmattn
 from tests import tiny
 
-#: Families whose keys and values can be joined: rotary, and with learned positions.
-ROTARY = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox",
-    "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
-)  # fmt: skip
-LEARNED = ("gpt2", "opt")
-#: Relative distance of two answers in float32.
-CLOSE = 1e-5
-
 PASSAGES = ((5, 9, 40, 33, 12, 77, 8), (60, 61, 3, 9, 18, 24, 90, 91, 7, 5, 44), (70, 21, 22, 23, 31))
 TEXT = (80, 14, 15, 99, 6, 71, 35, 52, 20, 11, 88, 64, 13)
 
@@ -67,13 +58,6 @@ def blocks(host: Any, rows: Sequence[int], text: Sequence[int] = TEXT, parallel:
 def _as_mask(host: Any, seen: Tensor) -> Tensor:
     least = torch.finfo(torch.float32).min
     return torch.zeros(1, 1, *seen.shape).masked_fill(~seen, least)
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Relative distance; everything must be finite."""
-    assert found.shape == wanted.shape
-    assert torch.isfinite(found).all() and torch.isfinite(wanted).all()
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def text(rows: int = 1) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 import mmattn
 from mmattn.errors import ConfigError
 from tests import tiny
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 from tests.kv_store import passage_process
-from tests.kv_store.passage_hosts import CLOSE, distance, text
-from tests.kv_store.test_passage_selection import answer
+from tests.kv_store.passage_hosts import text
 
 LENGTHS = (3, 5, 7, 11, 13, 17)
 #: K and V of one token, two heads of 8 in single precision.

@@ -12,9 +12,9 @@ import mmattn
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.passages import LayerGroup, PassageLayers
 from tests import tiny
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 from tests.device import act_as_device, count
-from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, blocks, distance, reader, text
-from tests.kv_store.test_passage_selection import answer
+from tests.kv_store.passage_hosts import PASSAGES, TEXT, blocks, reader, text
 
 
 def beyond_bare(work: Any, bare: Any) -> tuple[int, list[str]]:

@@ -15,15 +15,10 @@ from mmattn.adapters.joined import rotation
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.composed import composed_hosts as composing
-from tests.kv_store.passage_hosts import CLOSE, LEARNED, PASSAGES, ROTARY, TEXT, blocks, distance, reader, text
+from tests.adapters.joined_hosts import CLOSE, LEARNED, ROTARY, answer, distance
+from tests.kv_store.passage_hosts import PASSAGES, TEXT, blocks, reader, text
 
 READING = [*ROTARY, *LEARNED]
-
-
-def answer(model: object, *args: object, **kwargs: object) -> torch.Tensor:
-    """The logits of a call without gradients."""
-    with torch.no_grad():
-        return model(*args, **kwargs).logits  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("family", READING)
@@ -57,16 +52,6 @@ def test_keys_are_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = blocks(tiny.make(family), [2, 0])
     monkeypatch.setattr(rotation.KeyRotation, "rotate_layers_", lambda self, keys, distance: None)
     assert distance(answer(model, text(), memory=passages.select([[2, 0]])), wanted) > 100 * CLOSE
-
-
-@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
-def test_others_are_refused_by_name(family: str) -> None:
-    """Invariant 105: a host whose attention is not reached is refused by name, and nothing of it has changed."""
-    host = tiny.make(family)
-    before = traces(host)
-    with pytest.raises(mmattn.errors.AttachError, match=type(host).__name__):
-        mmattn.attach(host, mmattn.adapters.PassageAdapter())
-    no_trace(host, before, "a refused host")
 
 
 def test_alibi_and_chunks_are_refused() -> None:

@@ -11,8 +11,8 @@ import torch
 import mmattn
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, ShapeError
 from tests import tiny, tiny_texts
-from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, blocks, distance, reader, text
-from tests.kv_store.test_passage_selection import answer
+from tests.adapters.joined_hosts import CLOSE, answer, distance
+from tests.kv_store.passage_hosts import PASSAGES, TEXT, blocks, reader, text
 
 
 def test_a_passage_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import mmattn
 from mmattn import inspect
 from mmattn.adapters.gated import GatedLayout
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.top_k_attention import SearchedSlots
 from mmattn.errors import ConditionError, ConfigError, IndexMismatchError, ShapeError
 from mmattn.retrieval import Index, IndexMemory
+from mmattn.retrieval.top_k_attention import SearchedSlots
 from tests import tiny
 
 E, N, ROWS = tiny.MEMORY_DIM, 43, 3

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmattn.errors import ConfigError, ShapeError, TextError
-from mmattn.retrieval.chunking import chunk
+from mmattn.retrieval.corpus import chunk
 from tests.tiny_texts import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

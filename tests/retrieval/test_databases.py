@@ -21,7 +21,7 @@ from qdrant_client import QdrantClient, models
 from mmattn import Index
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
 from mmattn.retrieval import LanceStore, PgvectorStore, QdrantStore, register_store
-from mmattn.retrieval.stores import base, database
+from mmattn.retrieval.stores import STORES, database
 from mmattn.retrieval.stores.qdrant import ABOUT
 from mmattn.testing import store_checks
 from tests.retrieval.searching import Letters, held
@@ -250,7 +250,7 @@ def test_what_is_no_address(tmp_path: Path) -> None:
 
 
 def test_a_store_of_ones_own_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_stores", dict(base._stores))
+    monkeypatch.setattr(STORES, "loaded", dict(STORES.loaded))
 
     @register_store("mine")
     class Mine(LanceStore):

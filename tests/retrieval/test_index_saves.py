@@ -15,7 +15,7 @@ import torch
 
 from mmattn import Index
 from mmattn.errors import IndexFileError
-from mmattn.storage import versioned_folder as folders
+from mmattn.retrieval import index_files as folders
 from tests.retrieval.searching import WIDTH, same, small
 from tests.stress.scripts import Children
 
@@ -138,8 +138,8 @@ STEPS = (
     "os.mkdir",
     "os.replace",
     "os.fsync",
-    "mmattn.storage.versioned_folder.sync_folder",
-    "mmattn.storage.versioned_folder.file_fingerprint",
+    "mmattn.retrieval.index_files.sync_folder",
+    "mmattn.retrieval.index_files.file_fingerprint",
 )
 
 

@@ -106,7 +106,7 @@ class Tokens(Letters):
         ({"items": torch.ones(7)}, ShapeError, r"vector\[None\]"),
         ({"items": torch.ones(2, 3), "metric": "dot"}, ConfigError, "'cosine', 'ip', 'l2'; got 'dot'"),
         ({"items": torch.ones(2, 3), "store": "annoy"}, ConfigError, "store must be one of 'exact'.*'annoy'"),
-        ({"items": torch.ones(2, 3), "texts": ["a"]}, TextError, "1 texts for 2"),
+        ({"items": torch.ones(2, 3), "texts": ["a"]}, IndexMismatchError, "texts.* 1 for 2"),
         ({"items": torch.ones(2, 3), "ids": "ab"}, ConfigError, "ids must be a list"),
         ({"items": torch.ones(2, 3), "tokens": torch.ones(2, 3, 5)}, ShapeError, "tokens must be a Memory"),
         ({"items": torch.ones(2, 3), "tokens": Memory(torch.ones(3, 3, 5))}, ShapeError, "3 rows for 2 entries"),

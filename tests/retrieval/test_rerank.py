@@ -14,7 +14,7 @@ from mmattn import Index, TextEncoder
 from mmattn.cli.app import main
 from mmattn.errors import AdapterFileError, ConfigError, IndexMismatchError, NonFiniteError, ShapeError, TextError
 from mmattn.retrieval import Hits
-from mmattn.retrieval.rerank import load_cross_encoder
+from mmattn.retrieval.hits import load_cross_encoder
 from tests.tiny_texts import save_encoder
 
 QUERIES = ["the woods", "in spring"]

@@ -25,8 +25,7 @@ from mmattn.retrieval import (
     VectorStore,
     register_store,
 )
-from mmattn.retrieval.stores import base
-from mmattn.retrieval.stores.base import Candidates
+from mmattn.retrieval.stores import STORES, Candidates
 from mmattn.testing import check_store, store_checks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -139,7 +138,7 @@ FAULTS = {
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store registered in a test is gone after it."""
-    monkeypatch.setattr(base, "_stores", dict(base._stores))
+    monkeypatch.setattr(STORES, "loaded", dict(STORES.loaded))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -156,7 +155,7 @@ def test_a_broken_promise_is_named(fault: str, named: None) -> None:
 
 
 def test_a_name_is_given_once(named: None) -> None:
-    with pytest.raises(ConfigError, match="there is a store 'exact' already, mmattn.retrieval.stores.exact.InMem"):
+    with pytest.raises(ConfigError, match="'exact' is mmattn.retrieval.stores.exact.InMemoryStore already"):
         register_store("exact")(type("Other", (InMemoryStore,), {}))
     assert register_store("exact")(InMemoryStore) is InMemoryStore  # a module that is loaded again
     assert repr(Index.build(torch.eye(3))) == "Index(3 entries, e=3, cosine, exact)"

@@ -9,9 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmattn.serving.engine import Job, Piece, Writer
-from mmattn.serving.formats import Echo, Format
-from mmattn.serving.sampling import SamplingSettings, TokenLogprob
+from mmattn.serving.answers import Echo, Format
+from mmattn.serving.engine import Job, Piece, SamplingSettings, TokenLogprob, Writer
 
 TEXTS = ["A 😀 smile", "👩‍👩‍👧 né", " red flower", "  two", "naïve 漢字 do", "a . b", "😀😀", "é", "smile"]
 ENDS: Any = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

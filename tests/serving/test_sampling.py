@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn.serving.sampling import Sampler, SamplingSettings
+from mmattn.serving.engine import Sampler, SamplingSettings
 from tests.serving.choosing import VECTORS, by_definition, complete, ids_of, text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

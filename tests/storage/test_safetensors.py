@@ -13,17 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 
-import mmattn.storage.fingerprints
 import mmattn.storage.safetensors
 from mmattn.errors import ConfigError
-from mmattn.storage.fingerprints import fingerprint
 from mmattn.storage.json_files import read_json, write_json
-from mmattn.storage.safetensors import read_header, read_tensors, write_tensors
+from mmattn.storage.safetensors import fingerprint, read_header, read_tensors, write_tensors
 from tests.storage.tensor_files import META, example, litter, same_bits
 
 
 def test_docstring_examples_run() -> None:
-    for module in (mmattn.storage.safetensors, mmattn.storage.fingerprints):
+    for module in (mmattn.storage.safetensors,):
         result = doctest.testmod(module, extraglobs={"torch": torch})
         assert result.attempted >= 3
         assert result.failed == 0

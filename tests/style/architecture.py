@@ -31,7 +31,10 @@ ROOMS = (
 BESIDE = {
     "encoders": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory"),
     "data": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "core", "encoders"),
-    "retrieval": ("errors", "progress", "lazy", "storage", "tokenization", "models", "memory", "encoders", "data"),
+    "retrieval": (
+        *("errors", "progress", "lazy", "storage", "tokenization", "models", "core", "memory", "adapters"),
+        *("encoders", "data"),
+    ),
 }
 #: Rooms that count as part of another one.
 WITHIN = {"kv_store": "hosts"}
@@ -39,26 +42,26 @@ WITHIN = {"kv_store": "hosts"}
 #: moves something out; a limit above its goal only goes down.
 BUDGETS = {
     ".": 740,  # goal 600
-    "memory": 710,  # goal 650
-    "core": 2_660,  # goal 2,450
-    "adapters": 6_850,  # goal 5,600
+    "memory": 680,  # goal 650
+    "core": 2_550,  # goal 2,450
+    "adapters": 6_770,  # goal 5,600
     "hosts": 8_230,  # goal 7,000
-    "kv_store": 1_630,
-    "encoders": 3_380,  # goal 2,700
-    "retrieval": 3_770,  # goal 3,400
+    "kv_store": 1_620,
+    "encoders": 3_290,  # goal 2,700
+    "retrieval": 3_960,  # goal 3,400
     "models": 760,  # goal 700
     "data": 1_550,  # goal 1,500
     "training": 2_500,  # goal 1,700
     "inspect": 2_370,  # goal 2,100
     "pipelines": 1_900,
-    "serving": 2_180,  # goal 2,000
+    "serving": 2_130,  # goal 2,000
     "evaluation": 200,
-    "storage": 1_110,  # goal 900
+    "storage": 900,
     "testing": 1_600,
     "cli": 1_010,  # goal 940
     "recipes": 370,  # goal 360
 }
-FILES = 220  # goal 210
+FILES = 206
 #: Heavy dependencies and their homes (a sub-package, or one file of it).
 HOMES = {
     "transformers": (
@@ -69,8 +72,7 @@ HOMES = {
         "pipelines",
         "models",
         "serving.engine",
-        "serving.formats",
-        "serving.sampling",
+        "serving.answers",
         "adapters.composed.augmenting_model",
         "testing.adapter_calls",
     ),
@@ -85,8 +87,8 @@ HOMES = {
     "open_clip": ("encoders.openclip",),
     "torchvision": ("encoders.torchvision",),
     "timm": ("encoders.timm", "models.convert"),
-    "soundfile": ("encoders.audio_input",),
-    "soxr": ("encoders.audio_input",),
+    "soundfile": ("encoders.audio",),
+    "soxr": ("encoders.audio",),
     "av": ("encoders.video",),
     "PIL": ("encoders.images", "inspect.trace", "inspect.doctor"),
     "faiss": ("retrieval.stores",),
@@ -95,7 +97,7 @@ HOMES = {
     "lancedb": ("retrieval.stores",),
     "pyarrow": ("retrieval",),
     "ray": ("serving.replicas",),
-    "sentence_transformers": ("encoders.sentence_folder",),
+    "sentence_transformers": ("encoders.text", "retrieval.hits"),
     "gguf": (),
     "matplotlib": ("inspect.plots",),
     # `mmattn serve` asks whether they are there.

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 import mmattn
 from mmattn import training
 from mmattn.errors import ConditionError
-from mmattn.storage.fingerprints import fingerprint
+from mmattn.storage.safetensors import fingerprint
 from mmattn.training import lora
 from tests import tiny
 from tests.tiny import assert_close

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled.adapter import settle_blocks, sites_of_blocks
-from mmattn.adapters.projection import PreparedMemory, ProjectedView, VectorMemory, check_read
+from mmattn.adapters.projection import ProjectedView, VectorMemory, check_read
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site, Traits
 from mmattn.adapters.settings import random_memory
 from mmattn.adapters.text_state import TextState
@@ -244,8 +244,8 @@ class JointDecoupledLayers(AdapterLayers):
             mask = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         return Memory(tokens, mask, check_finite=False), time
 
-    def bind_vectors(self, prepared: PreparedMemory) -> TimedMemory:
-        return TimedMemory(prepared, self)
+    def bind_memory(self, memory: object, host: nn.Module) -> TimedMemory:
+        return TimedMemory(self.prepare(memory), self)
 
 
 class TimedMemory(VectorMemory):

@@ -144,8 +144,8 @@ class InsertedLayers(BeforeTextLayers):
         read = super().read(memory)
         return read.replace(self.projector(read.tokens))
 
-    def bind_vectors(self, prepared: PreparedMemory) -> InsertedMemory:
-        return InsertedMemory(prepared, self)
+    def bind_memory(self, memory: object, host: nn.Module) -> InsertedMemory:
+        return InsertedMemory(self.prepare(memory), self)
 
     def slots_for(self, prepared: PreparedMemory, text: TextState | None) -> JoinedSlots:
         """Return the slots for a text, or as the host computes them now.

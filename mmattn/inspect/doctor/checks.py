@@ -131,8 +131,8 @@ def empty(trial: Trial) -> Verdict:
     sizes = {word: apart(trial.run(memory), trial.host_output).max().item() for word, memory in alone.items()}
     bad = {word: size for word, size in sizes.items() if size > trial.negligible}
     if trial.memory.batch > 1:
-        some = torch.arange(trial.memory.batch) % 2 == 0
-        size = apart(trial.run(emptied(trial.slots, some)), trial.host_output).cpu()[some].max().item()
+        every_second = torch.arange(trial.memory.batch) % 2 == 0
+        size = apart(trial.run(emptied(trial.slots, every_second)), trial.host_output).cpu()[every_second].max().item()
         bad |= {"rows without slots among others": size} if size > trial.rounding else {}
     if bad:
         hint = "what is added must be masked where no slot may be attended to (biases, gates)"
@@ -159,11 +159,12 @@ def gates(trial: Trial) -> Verdict:
 def openings(tensors: Mapping[str, Tensor]) -> Verdict:
     """Report the openings of the gates among an adapter's tensors, or else the size of its value projections."""
     word = "open by"
-    sizes = {name.removesuffix(".gate"): one.float().tanh() for name, one in tensors.items() if "gate.gate" in name}
+    gates = {name: tensor for name, tensor in tensors.items() if "gate.gate" in name}
+    sizes = {name.removesuffix(".gate"): gate.float().tanh() for name, gate in gates.items()}
     if not sizes:
         word, end = "no gates; largest value weights", ".v_proj.weight"
-        projections = {name: one for name, one in tensors.items() if name.startswith("blocks.") and name.endswith(end)}
-        sizes = {name.removesuffix(end): one for name, one in projections.items()}
+        names = [name for name in tensors if name.startswith("blocks.") and name.endswith(end)]
+        sizes = {name.removesuffix(end): tensors[name] for name in names}
     if not sizes:
         return None, "not checked: this kind has neither gates nor value projections; see whether each layer adds"
     largest = {name.removeprefix("blocks."): float(size.detach().abs().max()) for name, size in sizes.items()}
@@ -374,7 +375,7 @@ def twin(model: AdaptedModel) -> AdaptedModel:
 
 def cuda_devices(model: nn.Module) -> list[int]:
     """Return the numbers of the CUDA devices that a model has parameters on."""
-    return sorted({one.device.index for one in model.parameters() if one.device.type == "cuda"})
+    return sorted({parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"})
 
 
 @contextlib.contextmanager
@@ -433,7 +434,7 @@ def emptied(memory: Memory, where: Tensor | None = None) -> Memory:
 
 def cut(memory: Memory) -> Memory:
     """Return the memory with 0 slots."""
-    segments, scores = (None if one is None else one[:, :0] for one in (memory.segments, memory.scores))
+    segments, scores = (None if part is None else part[:, :0] for part in (memory.segments, memory.scores))
     return Memory(memory.tokens[:, :0], None, segments, scores)
 
 
@@ -444,6 +445,6 @@ def padded(memory: Memory, filling: float) -> Memory:
     # A vector of equal numbers would be the same for any number after a LayerNorm.
     garbage = filling * (1 - 2 * (torch.arange(memory.dim, device=memory.device) % 2)).to(memory.dtype)
     tokens = torch.where(mask[..., None], F.pad(memory.tokens, (0, 0, 0, EXTRA)), garbage)
-    segments, scores = (None if one is None else F.pad(one, (0, EXTRA)) for one in (memory.segments, memory.scores))
+    segments, scores = (None if part is None else F.pad(part, (0, EXTRA)) for part in (memory.segments, memory.scores))
     scores = None if scores is None else scores.masked_fill(~mask.to(scores.device), filling)
     return Memory(tokens, mask, segments, scores, check_finite=False)

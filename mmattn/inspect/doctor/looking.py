@@ -56,9 +56,9 @@ class Asker:
         texts = self.texts.setdefault(kind, [""] * len(self.items))
         start, turns = 0, cycle(sizes or [self.batch_size])
         while batch := numbers[start : start + min(next(turns), self.batch_size)]:
-            reply = self.answer([self.items[one].question for one in batch], [evidence(one) for one in batch])
+            reply = self.answer([self.items[number].question for number in batch], list(map(evidence, batch)))
             answers = list(reply) if isinstance(reply, Iterable) and not isinstance(reply, (str, Mapping)) else [reply]
-            if len(answers) != len(batch) or not all(isinstance(one, (str, Number)) for one in answers):
+            if len(answers) != len(batch) or not all(isinstance(answer, (str, Number)) for answer in answers):
                 raise ConfigError(f"{len(batch)} questions need as many texts for answers, got {reply!r:.60}")
             for number, text in zip(batch, answers, strict=True):
                 texts[number] = str(text)
@@ -69,7 +69,7 @@ class Asker:
         """Ask without evidence, unless that was refused before."""
         if not self.refusal:
             try:
-                self.ask(NONE, lambda one: [], numbers)
+                self.ask(NONE, lambda number: [], numbers)
             except Exception as error:
                 self.texts.pop(NONE, None)
                 self.refusal = f"not possible, {type(error).__name__}: {error}"
@@ -77,12 +77,12 @@ class Asker:
     def said(self, kind: str, number: int) -> str:
         """Return which answers of the data an answer has, but for those that the question has."""
         text, question = self.texts[kind][number], self.items[number].question
-        return ", ".join(sorted(one for one in self.words if is_right(one, text) and not is_right(one, question)))
+        return ", ".join(sorted(word for word in self.words if is_right(word, text) and not is_right(word, question)))
 
     def right(self, kind: str, numbers: Sequence[int] | None = None) -> list[bool]:
         """Return which answers are right, of all items or those of some numbers."""
         numbers = range(len(self.items)) if numbers is None else numbers
-        return [is_right(self.items[one].answer, self.texts[kind][one]) for one in numbers]
+        return [is_right(self.items[number].answer, self.texts[kind][number]) for number in numbers]
 
     def own(self, number: int) -> list[object]:
         """Return the right evidence."""
@@ -101,8 +101,8 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
     later |= _in_batches(asker, order[:MAX_ALONE])
     asker.ask(RIGHT, asker.own, order[MAX_ALONE:])
     asker.ask(DIFFERENT, asker.other, order[MAX_ALONE:])
-    asker.ask(SHUFFLED, lambda one: asker.own((one + 1) % len(n)), n)
-    asker.ask("blank", lambda one: blank(items[one].parts), n)
+    asker.ask(SHUFFLED, lambda number: asker.own((number + 1) % len(n)), n)
+    asker.ask("blank", lambda number: blank(items[number].parts), n)
     asker.ask_without(order[MAX_ALONE:])
     if asker.refusal:
         notes["no evidence"] = asker.refusal
@@ -112,16 +112,16 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
     if all(kind == "passages" for item in items for kind, _ in item.parts):
         checks |= _among_passages(asker)
     elif any(len(item.parts) > 1 for item in items):
-        checks |= _by_part(asker, [one for one in n if len(items[one].parts) > 1])
+        checks |= _by_part(asker, [number for number in n if len(items[number].parts) > 1])
     else:
         notes["position"] = "not checked: give rows with passages, or with two pictures or more each"
     right = asker.right(RIGHT)
     if sum(right) < MIN_ACCURACY * len(n) and any(kind == "pictures" for item in items for kind, _ in item.parts):
         checks |= _altered(asker)
-    contrasts = [one for one in n if items[one].other_answer is not None]
-    answered = [is_right(str(items[one].other_answer), asker.texts[DIFFERENT][one]) for one in contrasts]
+    contrasts = [number for number in n if items[number].other_answer is not None]
+    answered = [is_right(str(items[number].other_answer), asker.texts[DIFFERENT][number]) for number in contrasts]
     figures = {RIGHT: right, "… by looking": follows} | ({"counterfactual": answered} if answered else {})
-    figures |= {kind: [right[one] for one in numbers] for kind, numbers in kinds.items()}
+    figures |= {kind: [right[number] for number in numbers] for kind, numbers in kinds.items()}
     whole = [kind for kind in asker.texts if kind not in (AGAIN, DIFFERENT, *PARTS)]
     figures |= {kind: asker.right(kind) for kind in whole}
     title = f"{len(n)} questions, {asker.count:,} answers in {time.perf_counter() - begin:.0f} s"
@@ -151,7 +151,7 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
         )
         questions.add(asker.items[number].question)
     numbers, half = order[:MAX_ALONE], min(len(order), MAX_ALONE) // 2
-    differ = sum(asker.said(RIGHT, one) != asker.said(AGAIN, one) for one in numbers)
+    differ = sum(asker.said(RIGHT, number) != asker.said(AGAIN, number) for number in numbers)
     late = mcnemar(asker.right(AGAIN, numbers), asker.right(RIGHT, numbers)) < LEVEL
     halves = asker.right(RIGHT, numbers[:half]), asker.right(RIGHT, numbers[half:])
     return {
@@ -184,7 +184,7 @@ def _looks(asker: Asker) -> tuple[list[bool], Checks]:
         if item.other_answer is not None and asker.said(RIGHT, number) and asker.said(DIFFERENT, number):
             decided.append(follows[-1])
     groups = [changes, decided] if len(decided) >= MIN_KIND else [changes]
-    p = len(groups) * min(1 - binomial_tail(sum(one) + 1, len(one), MIN_SHARE_CHANGED) for one in groups)
+    p = len(groups) * min(1 - binomial_tail(sum(group) + 1, len(group), MIN_SHARE_CHANGED) for group in groups)
     return follows, {"looks": (p, f"{_of(follows)} answers follow the evidence", _why_not(asker))}
 
 
@@ -194,7 +194,7 @@ def _kinds(asker: Asker) -> tuple[dict[str, list[int]], Checks]:
     An answer stays if it is the same with other and shuffled evidence, though that is wrong for certain: the other
     evidence is a counterfactual, or the answer was wrong from the start.
     """
-    said = [[asker.said(kind, one) for kind in (RIGHT, DIFFERENT, SHUFFLED)] for one in range(len(asker.items))]
+    said = [[asker.said(kind, number) for kind in (RIGHT, DIFFERENT, SHUFFLED)] for number in range(len(asker.items))]
     groups: dict[str, list[int]] = defaultdict(list)
     for number, item in enumerate(asker.items):
         if item.kind or said[number][0]:
@@ -204,8 +204,8 @@ def _kinds(asker: Asker) -> tuple[dict[str, list[int]], Checks]:
         words[0] != "" and len(set(words)) == 1 and (item.other_answer is not None or not right)
         for words, item, right in zip(said, asker.items, asker.right(RIGHT), strict=True)
     ]
-    stuck = {kind: [stays[one] for one in numbers] for kind, numbers in groups.items()}
-    p = {kind: len(groups) * binomial_tail(sum(one), len(one), MAX_SHARE_CONSTANT) for kind, one in stuck.items()}
+    stuck = {kind: [stays[number] for number in numbers] for kind, numbers in groups.items()}
+    p = {kind: len(groups) * binomial_tail(sum(same), len(same), MAX_SHARE_CONSTANT) for kind, same in stuck.items()}
     if not p:
         return groups, {}
     kind = min(p, key=p.__getitem__)
@@ -240,7 +240,7 @@ def _altered(asker: Asker) -> Checks:
     """Ask with altered pictures, to see whether they are read better then."""
     right, checks = asker.right(RIGHT), dict[str, tuple[float, str, str]]()
     for name, (change, cause) in ALTERATIONS.items():
-        asker.ask(name, lambda one, change=change: contents(asker.items[one].parts, change), range(len(right)))  # type: ignore[misc]
+        asker.ask(name, lambda number, change=change: contents(asker.items[number].parts, change), range(len(right)))  # type: ignore[misc]
         altered = asker.right(name)
         checks[f"pictures {name}"] = mcnemar(altered, right), f"{_of(altered)} right, not {_of(right)}", cause
     return checks
@@ -249,11 +249,11 @@ def _altered(asker: Asker) -> Checks:
 def _among_passages(asker: Asker) -> Checks:
     """Ask with the passages first, in the middle and last among those of other items."""
     for place in PLACES:
-        asker.ask(place, lambda one, place=place: moved(place, one, asker.items), range(len(asker.items)))  # type: ignore[misc]
+        asker.ask(place, lambda number, place=place: moved(place, number, asker.items), range(len(asker.items)))  # type: ignore[misc]
     right = {place: asker.right(place) for place in PLACES}
-    figure = ", ".join(f"{place} {_of(one)}" for place, one in right.items())
+    figure = ", ".join(f"{place} {_of(answers)}" for place, answers in right.items())
     # Twice, as each is compared with two.
-    p = {place: 2 * min(mcnemar(one, right[place]) for one in right.values()) for place in PLACES}
+    p = {place: 2 * min(mcnemar(answers, right[place]) for answers in right.values()) for place in PLACES}
     return {
         f"position: {place}": (p[place], figure, f"what stands {place} is not read, or cut off") for place in PLACES
     }
@@ -261,8 +261,8 @@ def _among_passages(asker: Asker) -> Checks:
 
 def _by_part(asker: Asker, numbers: Sequence[int]) -> Checks:
     """Compare items whose first part alone tells the answer with those whose last part does."""
-    asker.ask(PARTS[0], lambda one: asker.own(one)[:1], numbers)
-    asker.ask(PARTS[1], lambda one: asker.own(one)[-1:], numbers)
+    asker.ask(PARTS[0], lambda number: asker.own(number)[:1], numbers)
+    asker.ask(PARTS[1], lambda number: asker.own(number)[-1:], numbers)
     ends = list(zip(*(asker.right(kind, numbers) for kind in (RIGHT, *PARTS)), strict=True))
     by_first, by_last = ([right for right, *end in ends if end == only] for only in ([True, False], [False, True]))
     figure = f"told by the first part {_of(by_first)} right, by the last {_of(by_last)}"

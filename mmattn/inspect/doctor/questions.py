@@ -84,12 +84,10 @@ def read_items(data: object, count: int) -> list[Item]:
     random, items = Random(0), []
     for number in random.sample(range(len(rows)), min(count, len(rows))):
         row, keys = rows[number], contents(parts[number])
-        candidates = (by_question[row.prompt], range(len(rows)))
-        others = [one for some in candidates for one in random.sample(some, min(len(some), 1000))]
-        others = [
-            one for one in others if not (is_right(rows[one].text, row.text) or is_right(row.text, rows[one].text))
-        ]
-        other = next((one for one in others if contents(parts[one]) != keys), None)
+        asked, answer = by_question[row.prompt], row.text
+        candidates = random.sample(asked, min(len(asked), 1000)) + random.sample(range(len(rows)), min(len(rows), 1000))
+        wrong = (n for n in candidates if not (is_right(rows[n].text, answer) or is_right(answer, rows[n].text)))
+        other = next((n for n in wrong if contents(parts[n]) != keys), None)
         if other is None:
             raise ConfigError(f"no row has another answer and different evidence than row {number}: give more rows")
         text = rows[other].text if rows[other].prompt == row.prompt else None
@@ -103,8 +101,8 @@ def _rows(data: object) -> Sequence[Row]:
         data = read_rows(fspath(data), split="train")
     if not isinstance(data, Iterable):
         raise ConfigError(f"doctor needs rows, or their file or folder; got {type(data).__name__}")
-    rows: list[Any] = [make_row(one) if isinstance(one, Mapping) else one for one in data]
-    wrong = {type(one).__name__ for one in rows if not isinstance(one, Row)}
+    rows: list[Any] = [make_row(row) if isinstance(row, Mapping) else row for row in data]
+    wrong = {type(row).__name__ for row in rows if not isinstance(row, Row)}
     if wrong:
         raise ConfigError(f"doctor needs rows, as dicts or Row; got {', '.join(sorted(wrong))}")
     return rows
@@ -227,7 +225,7 @@ def make_answer(model: object, processor: Any, batch_size: int, batched: bool) -
         )
     if batched:
         return model
-    return lambda questions, evidence: [model(*one) for one in zip(questions, evidence, strict=True)]
+    return lambda questions, evidence: [model(*pair) for pair in zip(questions, evidence, strict=True)]
 
 
 def _split(question: str, evidence: Sequence[Any]) -> tuple[list[Any], str]:
@@ -254,11 +252,11 @@ def _model(model: Any, processor: Any) -> Answer:
         return str(processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
     def answer(questions: list[str], evidence: list[list[Any]]) -> list[str]:
-        pairs = [_split(*one) for one in zip(questions, evidence, strict=True)]
-        pictures = {"images": [one for one, _ in pairs]} if any(one for one, _ in pairs) else {}
+        pairs = [_split(*pair) for pair in zip(questions, evidence, strict=True)]
+        pictures = {"images": [images for images, _ in pairs]} if any(images for images, _ in pairs) else {}
         options = {"padding": True, "padding_side": "left", "add_special_tokens": not templated}
-        inputs = processor(text=[prompt(*one) for one in pairs], return_tensors="pt", **options, **pictures)
-        kinds = {name: model.dtype if one.is_floating_point() else one.dtype for name, one in inputs.items()}
+        inputs = processor(text=[prompt(*pair) for pair in pairs], return_tensors="pt", **options, **pictures)
+        kinds = {name: model.dtype if value.is_floating_point() else value.dtype for name, value in inputs.items()}
         placed = {name: inputs[name].to(model.device, kind) for name, kind in kinds.items() if name != "token_type_ids"}
         out = model.generate(**placed, max_new_tokens=NEW_TOKENS, do_sample=False)
         new = out if model.config.is_encoder_decoder else out[:, inputs["input_ids"].shape[1] :]
@@ -274,7 +272,7 @@ def _our_pictures(pipe: Any) -> Answer:
         if not any(evidence):
             with pipe.model.disable_adapter():
                 return list(pipe([torch.zeros(3, 8, 8)] * len(questions), questions))
-        return list(pipe([one for (one,) in evidence], questions))
+        return list(pipe([picture for (picture,) in evidence], questions))
 
     return answer
 
@@ -296,7 +294,7 @@ def _endpoint(url: str, requests: int) -> Answer:
 
     def ask(question: str, evidence: list[Any]) -> str:
         pictures, text = _split(question, evidence)
-        parts: list[Any] = [{"type": "image_url", "image_url": {"url": _data(one)}} for one in pictures]
+        parts: list[Any] = [{"type": "image_url", "image_url": {"url": _data(picture)}} for picture in pictures]
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
         body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": NEW_TOKENS}
         return fetch("/chat/completions", body)["choices"][0]["message"]["content"] or ""

@@ -132,8 +132,8 @@ def interval(count: int, total: int) -> tuple[float, float]:
     (0.0, 0.309)
     """
     steps = [step / 1000 for step in range(1001)]
-    above = bisect_right(steps, 0.025, key=lambda one: binomial_tail(count, total, one))
-    high = bisect_left(steps, 0.975, key=lambda one: binomial_tail(count + 1, total, one))
+    above = bisect_right(steps, 0.025, key=lambda share: binomial_tail(count, total, share))
+    high = bisect_left(steps, 0.975, key=lambda share: binomial_tail(count + 1, total, share))
     return steps[max(above - 1, 0)], steps[min(high, 1000)]
 
 

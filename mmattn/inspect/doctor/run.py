@@ -131,7 +131,7 @@ def diagnose(folder: str | PathLike[str], host: str | PathLike[str] | None = Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load(loaded, folder)
-    other = [str(one.message) for one in caught if "the weights of this" in str(one.message)]
+    other = [str(warning.message) for warning in caught if "the weights of this" in str(warning.message)]
     report.add(not other, "weights of the host", other[0] if other else f"those it was trained on, {os.fspath(host)}")
     report.lines += doctor(model, random_batch(model)).lines
     return report
@@ -152,18 +152,18 @@ ROWS = 3
 
 def memories_of(model: AdaptedModel, batch: Keywords) -> dict[str, RowMemory]:
     """Return the memory of each active adapter in a batch, by name."""
-    bound = {name: one for name, one in model.bind(batch["memory"]).items() if name in model.active}
+    bound = {name: memory for name, memory in model.bind(batch["memory"]).items() if name in model.active}
     if not bound:
         raise ConditionError(f"no active adapter is given a memory (active: {model.active}): set_adapter(name) first")
     memories: dict[str, RowMemory] = {}
-    others = {name: value for name, value in batch.items() if name != "memory"}
-    for name, one in bound.items():
-        if isinstance(one.shared, RowMemory) and not isinstance(one.shared, Memory):
-            memories[name] = one.shared
+    arguments = {name: value for name, value in batch.items() if name != "memory"}
+    for name, source in bound.items():
+        if isinstance(source.shared, RowMemory) and not isinstance(source.shared, Memory):
+            memories[name] = source.shared
             continue
-        text = model.text_state(Call({}), (), others) if one.follows_text else TextState(0, 0)
+        text = model.text_state(Call({}), (), arguments) if source.follows_text else TextState(0, 0)
         with model.disable_adapter():
-            memories[name] = memory = one.as_memory(text)
+            memories[name] = memory = source.as_memory(text)
         if not bool(memory.real_slots().any()):
             raise ConfigError(
                 f"every slot of the memory for adapter {name!r} is masked: give doctor a memory with real slots"

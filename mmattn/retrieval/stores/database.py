@@ -9,33 +9,33 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
+from pydantic import BaseModel, Field, NonNegativeInt
 from safetensors.torch import load, save
 from torch import Tensor
 
-from mmattn.errors import ConfigError, IndexFileError
+from mmattn.errors import AdapterFileError, ConfigError, IndexFileError
 from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, write_entries
-from mmattn.retrieval.scoring import METRICS, directions
-from mmattn.retrieval.stores.base import About, Candidates, VectorStore, stores
+from mmattn.retrieval.scoring import directions
+from mmattn.retrieval.stores import STORES, About, Candidates, VectorStore
 from mmattn.retrieval.stores.exact import InMemoryStore
-from mmattn.storage.json_files import dump_json
+from mmattn.storage.json_files import dump_json, validated
 
-FORMAT_VERSION = 1
 #: A scheme has at least two letters: C: is a disk.
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
+#: The JSON object about a table, as `_State` describes it.
+State = dict[str, Any]
 
 
-class State(TypedDict, total=False):
-    """The JSON object about a table; `indexed` is None where there will be no index."""
-
-    format_version: int
-    dim: int
-    metric: str
-    next_place: int
-    indexed: bool | None
-    about: About
+class _State(BaseModel, extra="allow"):
+    format_version: Annotated[int, Field(ge=1, le=1)]
+    dim: NonNegativeInt
+    metric: Literal["cosine", "ip", "l2"]
+    next_place: NonNegativeInt
+    indexed: bool | None  # None where there will be no index
+    about: dict[str, Any]
 
 
 class Row(NamedTuple):
@@ -62,8 +62,8 @@ class Row(NamedTuple):
 class DatabaseStore(ABC):
     """A store whose entries outlive the process: `Index.open` finds it again by an address.
 
-    A subclass reads and writes rows. Its constructor calls `_use(**settings)` and `_begin(dim, metric)`, and `connect`
-    finds the entries of the same settings again; no message contains a password. Searches compare in float32 where the
+    A subclass reads and writes rows. Its constructor sets `place` and `_lock`, and ends with this one, which makes a
+    table, or opens it where `dim` is None; no message contains a password. Searches compare in float32 where the
     entries are, and so return some more candidates than `top_k`. Filters compare digests of metadata, since a
     database's own comparison rounds ints or tells 1 from 1.0.
 
@@ -76,13 +76,44 @@ class DatabaseStore(ABC):
     recall: ClassVar[float] = 0.99
     holds_tokens: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]]
+    #: None: a saved copy is opened in this process.
+    settings: ClassVar[Mapping[str, object]] = {}
     dim: int
     metric: str
     place: str
     _lock: threading.RLock
 
-    @abstractmethod
-    def __init__(self, dim: int, metric: str, **settings: Any) -> None: ...
+    def __init__(self, dim: int | None, metric: str, indexed: bool | None = None) -> None:
+        try:
+            if dim is None:
+                self.dim, self.metric = self._found()
+                return
+            self.dim, self.metric = dim, metric
+            with self.writing():
+                if self._exists():
+                    raise ConfigError(
+                        f"there is a {self.place} already: open it with Index.open, or build one under another name"
+                    )
+                self._create()
+                state = {"format_version": 1, "dim": dim, "metric": metric, "next_place": 0, "indexed": indexed}
+                self._write_state({**state, "about": {}})
+        except BaseException:
+            self.close()
+            raise
+
+    def _found(self) -> tuple[int, str]:
+        """Return width and metric of the existing table."""
+        if not self._exists():
+            raise IndexFileError(f"there is no {self.place} that mmattn made: make one with Index.build")
+        state = self._read_state()
+        try:
+            sound: _State = validated(self.place, _State, state)
+        except AdapterFileError as error:
+            raise IndexFileError(
+                f"{self.place} is not of this version of mmattn, which reads format 1: it is described by "
+                f"{state!r:.200}. Build one under another name"
+            ) from error
+        return sound.dim, sound.metric
 
     @classmethod
     @abstractmethod
@@ -92,48 +123,13 @@ class DatabaseStore(ABC):
     @classmethod
     def connect(cls, **settings: Any) -> Self:
         """Return a store over existing entries."""
-        store = cls.__new__(cls)
-        store._use(**settings)
-        try:
-            if not store._exists():
-                raise IndexFileError(f"there is no {store.place} that mmattn made: make one with Index.build")
-            state = store._read_state()
-            if not _is_sound(state):
-                raise IndexFileError(
-                    f"{store.place} is not of this version of mmattn, which reads format {FORMAT_VERSION}: it is "
-                    f"described by {state!r:.200}. Build one under another name"
-                )
-            store.dim, store.metric = state["dim"], state["metric"]
-        except BaseException:
-            store.close()
-            raise
-        return store
-
-    @abstractmethod
-    def _use(self, *args: Any, **settings: Any) -> None:
-        """Set `place`, `_lock`, and what else needs the settings."""
+        return cls(None, "", **settings)
 
     @abstractmethod
     def _exists(self) -> bool: ...
 
     @abstractmethod
     def _create(self) -> None: ...
-
-    def _begin(self, dim: int, metric: str, indexed: bool | None = None) -> None:
-        """Create the table."""
-        self.dim, self.metric = dim, metric
-        try:
-            with self.writing():
-                if self._exists():
-                    raise ConfigError(
-                        f"there is a {self.place} already: open it with Index.open, or build one under another name"
-                    )
-                self._create()
-                state = State(format_version=FORMAT_VERSION, dim=dim, metric=metric, next_place=0)
-                self._write_state({**state, "indexed": indexed, "about": {}})
-        except BaseException:
-            self.close()
-            raise
 
     def writing(self) -> AbstractContextManager[object]:
         """Return the context of one change: no other thread or process changes entries meanwhile; reentrant."""
@@ -181,15 +177,11 @@ class DatabaseStore(ABC):
         """
 
     @property
-    def settings(self) -> Mapping[str, object]:
-        """Return no settings: a saved copy is opened in this process."""
-        return {}
-
-    @property
     def about(self) -> About:
         """Return what the index wrote, as the database says now."""
         with self._lock:
-            return self._read_state()["about"]
+            about: About = self._read_state()["about"]
+            return about
 
     @about.setter
     def about(self, about: About) -> None:
@@ -274,20 +266,6 @@ def _as_rows(entries: Entries, places: Sequence[int]) -> list[Row]:
     return [Row(*values) for values in columns]
 
 
-def _is_sound(state: object) -> bool:
-    """Tell whether a state is one that this version writes."""
-    if not isinstance(state, dict):
-        return False
-    ints = [state.get("format_version"), state.get("dim"), state.get("next_place")]
-    return (
-        all(type(value) is int and value >= 0 for value in ints)
-        and ints[0] == FORMAT_VERSION
-        and state.get("metric") in METRICS
-        and isinstance(state.get("indexed", ""), (bool, type(None)))
-        and isinstance(state.get("about"), dict)
-    )
-
-
 def _facts(metadata: object) -> list[str]:
     """Return one digest per key and value of metadata, equal exactly where Python says that these are equal."""
     if not isinstance(metadata, Mapping):
@@ -314,18 +292,17 @@ def _normal(value: object) -> object:
     return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
 
 
-def find_address(address: str) -> tuple[type[DatabaseStore], dict[str, str]] | None:
+def find_address(address: str) -> tuple[type[DatabaseStore], dict[str, Any]] | None:
     """Return the store of an address and its settings, or None for a path."""
     match = _ADDRESS.match(address)
     if match is None:
         return None
-    databases = [store for store in stores().values() if issubclass(store, DatabaseStore)]
-    schemes = {scheme: store for store in databases for scheme in store.schemes}
+    schemes = {scheme: store for store in STORES.values() for scheme in getattr(store, "schemes", ())}
     if match[1] in schemes:
         return schemes[match[1]], schemes[match[1]].settings_of(address)
     if address[match.end() :].startswith("//"):
         raise IndexFileError(
-            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{one}:' for one in schemes)} "
+            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{name}:' for name in schemes)} "
             "or a folder. Import the module of your own store first"
         )
     return None
@@ -333,12 +310,13 @@ def find_address(address: str) -> tuple[type[DatabaseStore], dict[str, str]] | N
 
 def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
     """Return a new store, by its name or an address."""
-    if kind in stores():
-        return stores()[kind](dim, metric, **settings)
-    addressed = find_address(kind)
-    if addressed is None:
-        raise ConfigError(
-            f"store must be one of {', '.join(map(repr, stores()))}; got {kind!r}. Import the module of your own first"
-        )
-    store, by_address = addressed
-    return store(dim, metric, **by_address, **settings)
+    if kind not in STORES:
+        addressed = find_address(kind)
+        if addressed is None:
+            raise ConfigError(
+                f"store must be one of {', '.join(map(repr, STORES))}; got {kind!r}. Import the module of your own "
+                "first"
+            )
+        return addressed[0](dim, metric, **addressed[1], **settings)
+    store: VectorStore = STORES[kind](dim, metric, **settings)
+    return store

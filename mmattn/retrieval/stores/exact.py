@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.retrieval.entries import Columns, Entries, Filter, Id, read_entries, write_entries
 from mmattn.retrieval.scoring import lengths_of, wide
-from mmattn.retrieval.stores.base import About, Candidates, register_store
+from mmattn.retrieval.stores import About, Candidates, register_store
 
 _FEW = 1024
 #: Scores computed at once.

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmattn.errors import ConfigError, IndexFileError, check_int, import_extra
 from mmattn.retrieval.entries import read_entries, write_entries
 from mmattn.retrieval.scoring import lengths_of
-from mmattn.retrieval.stores.base import register_store
+from mmattn.retrieval.stores import register_store
 from mmattn.retrieval.stores.exact import ExactScan, InMemoryStore, Part, Structure, Version
 from mmattn.storage.files import replacing
 
@@ -38,11 +38,13 @@ class FaissStore(InMemoryStore, ABC):
 
     #: The class of the index in faiss.
     index_class: ClassVar[str]
+    #: Candidates for each result, and more of them for a search.
+    candidates_taken: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, dim: int, metric: str, **settings: int | None) -> None:
         faiss()  # a missing library is named before anything is embedded
         super().__init__(dim, metric)
-        self.settings = settings
+        self.settings = {name: value if value is None else check_int(name, value) for name, value in settings.items()}
 
     def build(self, vectors: Tensor) -> Structure:
         """Return a faiss index over vectors (n, e)."""
@@ -55,10 +57,6 @@ class FaissStore(InMemoryStore, ABC):
     @abstractmethod
     def parameters(self, index: FaissIndex, selector: object, count: int) -> SearchParameters:
         """Return the parameters of one search in faiss."""
-
-    def width(self, count: int) -> int:
-        """Return how many candidates to take for `count` results."""
-        return count
 
     def save(self, folder: str) -> None:
         """Write the entries and the faiss index."""
@@ -110,7 +108,8 @@ class FaissStructure:
 
     def candidates(self, queries: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
         """Return rows (b, c) that are probably among the `count` best; -1 is none."""
-        width = min(len(self), self.store.width(count))
+        factor, more = self.store.candidates_taken
+        width = min(len(self), factor * count + more)
         if not len(queries) or not width:
             return torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         selector = None
@@ -144,10 +143,8 @@ class HNSWStore(FaissStore):
     def __init__(
         self, dim: int, metric: str, *, links: int = 32, build_effort: int = 128, search_effort: int = 128
     ) -> None:
-        check_int("links", links, at_least=2)
-        check_int("build_effort", build_effort)
-        check_int("search_effort", search_effort)
         super().__init__(dim, metric, links=links, build_effort=build_effort, search_effort=search_effort)
+        check_int("links", links, at_least=2)
 
     def _train(self, vectors: numpy.ndarray) -> FaissIndex:
         index = faiss().IndexHNSWFlat(self.dim, self.settings["links"], _metric(self.metric))
@@ -178,11 +175,10 @@ class IVFStore(FaissStore):
 
     recall = 0.9
     index_class = "IndexIVFFlat"
+    #: Least number of lists that a search visits by default, and of how many it visits one.
+    visited_by_default: ClassVar[tuple[int, int]] = (32, 32)
 
     def __init__(self, dim: int, metric: str, *, lists: int | None = None, visited: int | None = None) -> None:
-        for name, value in (("lists", lists), ("visited", visited)):
-            if value is not None:
-                check_int(name, value)
         super().__init__(dim, metric, lists=lists, visited=visited)
 
     def build(self, vectors: Tensor) -> Structure:
@@ -196,14 +192,12 @@ class IVFStore(FaissStore):
         index.cp.min_points_per_centroid, index.cp.max_points_per_centroid = 1, _PER_CENTRE
         index.train(vectors)
         index.add(vectors)
-        index.nprobe = self.settings["visited"] or self._default_visited(lists)
+        least, share = self.visited_by_default
+        index.nprobe = self.settings["visited"] or max(least, lists // share)
         return index
 
     def _empty(self, lists: int) -> IndexIVF:
         return faiss().index_factory(self.dim, f"IVF{lists},Flat", _metric(self.metric))
-
-    def _default_visited(self, lists: int) -> int:
-        return max(32, lists // 32)
 
     def parameters(self, index: FaissIndex, selector: object, count: int) -> SearchParameters:
         # Without nprobe it would be one list, whatever the index says.
@@ -229,6 +223,8 @@ class IVFPQStore(IVFStore):
 
     recall = 0.7
     index_class = "IndexIVFPQ"
+    candidates_taken = (8, 64)  # bytes only approximate distances
+    visited_by_default = (8, 8)
 
     def __init__(
         self, dim: int, metric: str, *, lists: int | None = None, visited: int | None = None, bytes: int | None = None
@@ -245,12 +241,6 @@ class IVFPQStore(IVFStore):
         index.pq.cp.min_points_per_centroid = 1
         index.do_polysemous_training = False  # takes seconds, for a kind of search that is not used here
         return index
-
-    def _default_visited(self, lists: int) -> int:
-        return max(8, lists // 8)
-
-    def width(self, count: int) -> int:
-        return 8 * count + 64  # bytes only approximate distances
 
 
 def faiss() -> ModuleType:

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import import_extra
-from mmattn.retrieval.stores.base import register_store
+from mmattn.retrieval.stores import register_store
 from mmattn.retrieval.stores.database import DatabaseStore, Row, State
 from mmattn.storage.files import lock_folder
 
 if TYPE_CHECKING:
     import pyarrow
 
-_MEMORY = "memory://"
 #: After so many changes their files are merged, and versions that nobody can still be reading are deleted.
 _CHANGES, _AGE = 100, timedelta(minutes=10)
 _READ = ["place", "id", "text", "metadata", "tokens", "vector"]
@@ -53,22 +52,21 @@ class LanceStore(DatabaseStore):
 
     schemes = ("lance",)
 
-    def __init__(self, dim: int, metric: str, *, uri: str | os.PathLike[str] = _MEMORY, table: str = "mmattn") -> None:
-        self._use(uri, table)
-        self._begin(dim, metric)
+    def __init__(
+        self, dim: int | None, metric: str, *, uri: str | os.PathLike[str] = "memory://", table: str = "mmattn"
+    ) -> None:
+        self.uri, self.name = os.fspath(uri), table
+        self.place, self._lock = f"table {table!r} in {self.uri!r}", threading.RLock()
+        self._is_folder = "://" not in self.uri
+        self._library = import_extra("lancedb", "lance")
+        self._depth = self._changes = 0
+        super().__init__(dim, metric)
 
     @classmethod
     def settings_of(cls, address: str) -> dict[str, str]:
         """Return the settings in lance:FOLDER#table, or lance:s3://bucket/path#table."""
         uri, mark, table = address.removeprefix("lance:").partition("#")
         return {"uri": uri, "table": table} if mark else {"uri": uri}
-
-    def _use(self, uri: str | os.PathLike[str] = _MEMORY, table: str = "mmattn") -> None:
-        self.uri, self.name = os.fspath(uri), table
-        self.place, self._lock = f"table {table!r} in {self.uri!r}", threading.RLock()
-        self._is_folder = "://" not in self.uri
-        self._library = import_extra("lancedb", "lance")
-        self._depth = self._changes = 0
 
     def _exists(self) -> bool:
         if self._is_folder and not os.path.isdir(self.uri):

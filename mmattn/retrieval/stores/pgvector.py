@@ -13,14 +13,13 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from json import dumps, loads
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmattn.errors import ConfigError, IndexFileError, import_extra
-from mmattn.retrieval.stores.base import register_store
+from mmattn.retrieval.stores import register_store
 from mmattn.retrieval.stores.database import DatabaseStore, Row, State
 
 if TYPE_CHECKING:
@@ -61,11 +60,29 @@ class PgvectorStore(DatabaseStore):
 
     schemes = ("postgresql", "postgres")
 
-    def __init__(self, dim: int, metric: str, *, dsn: str = "", table: str = "mmattn", index: bool = True) -> None:
-        if index and dim > _WIDEST:
+    def __init__(
+        self, dim: int | None, metric: str, *, dsn: str = "", table: str = "mmattn", index: bool = True
+    ) -> None:
+        if index and (dim or 0) > _WIDEST:
             raise ConfigError(f"indexes of pgvector take vectors up to {_WIDEST} wide, got {dim}: give index=False")
-        self._use(dsn, table)
-        self._begin(dim, metric, indexed=False if index else None)
+        parts = table.split(".") if isinstance(table, str) else []
+        if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in table:
+            raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {table!r:.120}")
+        self.place, self._lock = f"table {table!r}", threading.RLock()
+        self._library = import_extra("psycopg", "postgres")
+        *schema, name = parts
+        named = self._library.sql.Identifier
+        self._names = {"table": named(*schema, name), "about": named(*schema, f"{name}_about")}
+        try:
+            self._library.conninfo.conninfo_to_dict(dsn)
+        except self._library.ProgrammingError:  # the message repeats a part of it, which may be a password
+            raise ConfigError(
+                "libpq cannot read dsn: write it as 'postgresql://user:password@host:port/database', with %-escapes, "
+                "or as 'host=… dbname=… user=…'"
+            ) from None
+        self._dsn = dsn
+        self._connection: Connection | None = None
+        super().__init__(dim, metric, False if index else None)
 
     @classmethod
     def settings_of(cls, address: str) -> dict[str, str]:
@@ -73,28 +90,19 @@ class PgvectorStore(DatabaseStore):
         dsn, mark, table = address.rpartition("#")
         return {"dsn": dsn, "table": table} if mark and _TABLE.fullmatch(table) else {"dsn": address}
 
-    def _use(self, dsn: str = "", table: str = "mmattn") -> None:
-        parts = table.split(".") if isinstance(table, str) else []
-        if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in table:
-            raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {table!r:.120}")
-        self.place, self._lock = f"table {table!r}", threading.RLock()
-        sql = import_extra("psycopg.sql", "postgres")
-        *schema, name = parts
-        self._names = {"table": sql.Identifier(*schema, name), "about": sql.Identifier(*schema, f"{name}_about")}
-        try:
-            psycopg().conninfo.conninfo_to_dict(dsn)
-        except psycopg().ProgrammingError:  # the message repeats a part of it, which may be a password
-            raise ConfigError(
-                "libpq cannot read dsn: write it as 'postgresql://user:password@host:port/database', with %-escapes, "
-                "or as 'host=… dbname=… user=…'"
-            ) from None
-        self._dsn = dsn
-        self._connection: Connection | None = None
-
     def _connected(self) -> Connection:
         """Return the connection, opened anew where the server has closed it."""
         if self._connection is None or self._connection.closed:
-            self._connection = _open_connection(self._dsn)
+            library = self._library
+            try:
+                self._connection = library.connect(self._dsn, autocommit=True)
+            except library.OperationalError as error:
+                reason = " ".join(str(error).split())
+                password = library.conninfo.conninfo_to_dict(self._dsn).get("password")
+                raise IndexFileError(
+                    f"cannot open a database of PostgreSQL: {reason.replace(password, '…') if password else reason}. "
+                    "Start the server, or name another in dsn= or in the address"
+                ) from None
             weakref.finalize(self, self._connection.close)
         return self._connection
 
@@ -134,7 +142,7 @@ class PgvectorStore(DatabaseStore):
 
     def _sql(self, statement: str) -> Composed:
         """Return a statement with the quoted names of {table} and {about}."""
-        return import_extra("psycopg.sql", "postgres").SQL(statement).format(**self._names)
+        return self._library.sql.SQL(statement).format(**self._names)
 
     def _run(self, statement: str, values: Sequence[object] | dict[str, object] = ()) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -148,7 +156,7 @@ class PgvectorStore(DatabaseStore):
         self._run("DELETE FROM {table} WHERE id = ANY (%s)", [ids])
 
     def _read_state(self) -> State:
-        errors = psycopg().errors
+        errors = self._library.errors
         try:
             rows = self._run("SELECT state FROM {about}")
         except (errors.UndefinedTable, errors.UndefinedColumn):  # a table that others made
@@ -212,23 +220,6 @@ class PgvectorStore(DatabaseStore):
         return f"l2_normalize(entry.vector)::vector({self.dim:d})" if self.metric == "cosine" else "entry.vector"
 
 
-def psycopg() -> ModuleType:
-    """Return the library, or raise an error that names the extra."""
-    return import_extra("psycopg", "postgres")
-
-
 def _as_row(columns: Sequence[Any]) -> Row:
     place, name, text, metadata, tokens, vector = columns
     return Row(place, name, loads(text), metadata, tokens, torch.tensor(loads(vector), dtype=torch.float32))
-
-
-def _open_connection(dsn: str) -> Connection:
-    library = psycopg()
-    try:
-        return library.connect(dsn, autocommit=True)
-    except library.OperationalError as error:
-        reason, password = " ".join(str(error).split()), library.conninfo.conninfo_to_dict(dsn).get("password")
-        raise IndexFileError(
-            f"cannot open a database of PostgreSQL: {reason.replace(password, '…') if password else reason}. Start the "
-            "server, or name another in dsn= or in the address"
-        ) from None

@@ -13,7 +13,6 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mmattn.errors import import_extra
-from mmattn.retrieval.stores.base import register_store
+from mmattn.retrieval.stores import register_store
 from mmattn.retrieval.stores.database import DatabaseStore, Row, State
 
 if TYPE_CHECKING:
@@ -61,15 +60,21 @@ class QdrantStore(DatabaseStore):
 
     def __init__(
         self,
-        dim: int,
+        dim: int | None,
         metric: str,
         *,
         location: str | os.PathLike[str] = ":memory:",
         client: QdrantClient | None = None,
         collection: str = "mmattn",
     ) -> None:
-        self._use(location, client, collection)
-        self._begin(dim, metric)
+        place = os.fspath(location)
+        kind = "location" if place == ":memory:" else "url" if "://" in place else "path"
+        self._library = import_extra("qdrant_client", "scale")
+        self.client: QdrantClient = self._library.QdrantClient(**{kind: place}) if client is None else client
+        self.collection, self._owned = collection, client is None
+        # In this process Qdrant must not be read while it is written to.
+        self.place, self._lock = f"collection {collection!r}", threading.RLock()
+        super().__init__(dim, metric)
 
     @classmethod
     def settings_of(cls, address: str) -> dict[str, str]:
@@ -82,24 +87,11 @@ class QdrantStore(DatabaseStore):
         location = url._replace(path=before).geturl()
         return {"location": location, "collection": collection} if collection else {"location": location}
 
-    def _use(
-        self,
-        location: str | os.PathLike[str] = ":memory:",
-        client: QdrantClient | None = None,
-        collection: str = "mmattn",
-    ) -> None:
-        place = os.fspath(location)
-        kind = "location" if place == ":memory:" else "url" if "://" in place else "path"
-        self.client: QdrantClient = qdrant().QdrantClient(**{kind: place}) if client is None else client
-        self.collection, self._owned = collection, client is None
-        # In this process Qdrant must not be read while it is written to.
-        self.place, self._lock = f"collection {collection!r}", threading.RLock()
-
     def _exists(self) -> bool:
         return self.client.collection_exists(self.collection)
 
     def _create(self) -> None:
-        models = qdrant().models
+        models = self._library.models
         distance = models.Distance.EUCLID if self.metric == "l2" else models.Distance.DOT
         vectors = {"vector": models.VectorParams(size=self.dim, distance=distance)}
         if self.metric == "cosine":
@@ -133,14 +125,14 @@ class QdrantStore(DatabaseStore):
 
     def _delete(self, ids: list[str]) -> None:
         for keys in _batches([_key(name) for name in ids]):
-            self.client.delete(self.collection, qdrant().models.PointIdsList(points=keys), wait=True)
+            self.client.delete(self.collection, self._library.models.PointIdsList(points=keys), wait=True)
 
     def _read_state(self) -> State:
         points = self.client.retrieve(self.collection, [ABOUT])
         return cast(State, points[0].payload or {}) if points else {}
 
     def _write_state(self, state: State) -> None:
-        self.client.upsert(self.collection, [qdrant().models.PointStruct(id=ABOUT, vector={}, payload=state)])
+        self.client.upsert(self.collection, [self._library.models.PointStruct(id=ABOUT, vector={}, payload=state)])
 
     def _fetch(self, ids: list[str] | None) -> list[Row]:
         if ids is None:
@@ -158,7 +150,7 @@ class QdrantStore(DatabaseStore):
             vectors = {"vector": payload.pop("vector").tolist()}
             if self.metric == "cosine":
                 vectors["direction"] = row.direction.tolist()
-            points.append(qdrant().models.PointStruct(id=_key(row.id), vector=vectors, payload=payload))
+            points.append(self._library.models.PointStruct(id=_key(row.id), vector=vectors, payload=payload))
         self.client.upload_points(self.collection, points, batch_size=_POINTS, wait=True)
 
     _replace = _insert
@@ -175,7 +167,7 @@ class QdrantStore(DatabaseStore):
                 return points
 
     def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
-        models = qdrant().models
+        models = self._library.models
         must = [models.FieldCondition(key="facts", match=models.MatchValue(value=fact)) for fact in facts]
         requests = [
             models.QueryRequest(
@@ -193,11 +185,6 @@ class QdrantStore(DatabaseStore):
             for batch in _batches(requests)
             for answer in self.client.query_batch_points(self.collection, batch)
         ]
-
-
-def qdrant() -> ModuleType:
-    """Return the library, or raise an error that names the extra."""
-    return import_extra("qdrant_client", "scale")
 
 
 def _key(name: str) -> str:

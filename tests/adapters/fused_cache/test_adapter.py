@@ -14,7 +14,7 @@ from mmattn.testing.case import no_trace, stir, traces
 from tests import tiny
 from tests.adapters.composed import composed_hosts as composing
 from tests.adapters.fused_cache.fused_hosts import PROJECTED, adapted, fused, read
-from tests.adapters.joined.reference import CLOSE, REACHED, answer, distance
+from tests.adapters.joined_hosts import CLOSE, REACHED, answer, distance
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.adapters.fused_cache.fused_hosts import adapted, read
-from tests.adapters.joined.reference import CLOSE, answer, distance
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 
 NEW = 6
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

@@ -20,7 +20,7 @@ from mmattn.adapters.composed.augmenting_model import retokenize
 from mmattn.errors import ConditionError, ConfigError, ShapeError
 from mmattn.hosts.model import AdaptedModel
 from tests import tiny
-from tests.adapters.joined.reference import CLOSE, answer, distance
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 
 #: A family, and what its map is fitted from: another seed, so that nothing but the map can make them alike.
 FAMILIES = ("llama", "gpt2", "mistral", "qwen3", "gemma3_text")

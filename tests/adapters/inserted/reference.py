@@ -12,12 +12,6 @@ import mmattn
 from mmattn.adapters import InsertedAdapter
 from tests import tiny
 
-#: Families whose positions turn keys, families with learned ones, and those whose attention is not reached.
-ROTARY = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox",
-    "stablelm", "starcoder2", "olmo2", "granite", "cohere", "glm", "smollm3",
-)  # fmt: skip
-LEARNED = ("gpt2", "opt")
 #: Real slots of each row.
 LENGTHS = [5, 2, 0, 3]
 

@@ -8,8 +8,8 @@ import torch
 import mmattn
 from mmattn.errors import AttachError, ConditionError, ShapeError
 from tests import tiny
-from tests.adapters.inserted.reference import LEARNED, LENGTHS, ROTARY, attach, inserted, slots, weighed
-from tests.adapters.joined.reference import CLOSE, answer, distance
+from tests.adapters.inserted.reference import LENGTHS, attach, inserted, slots, weighed
+from tests.adapters.joined_hosts import CLOSE, LEARNED, ROTARY, answer, distance
 
 
 @pytest.mark.parametrize("family", [*ROTARY, *LEARNED])

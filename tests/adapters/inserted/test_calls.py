@@ -10,7 +10,7 @@ import torch
 import mmattn
 from tests import tiny
 from tests.adapters.inserted.reference import attach
-from tests.adapters.joined.reference import CLOSE, answer, distance
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 
 NEW = 6
 GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

@@ -12,7 +12,7 @@ import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
 from tests.adapters.inserted.reference import attach, embedded
-from tests.adapters.joined.reference import CLOSE, distance
+from tests.adapters.joined_hosts import CLOSE, distance
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 

@@ -12,7 +12,7 @@ from mmattn.adapters import FusedCacheAdapter, InsertedAdapter, JoinedAdapter, P
 from mmattn.errors import AttachError, ConditionError, ConfigError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.adapters.joined.reference import CLOSE, REACHED, answer, distance, rectangular
+from tests.adapters.joined_hosts import CLOSE, REACHED, answer, distance, rectangular
 
 LENGTHS = [5, 0, 2]
 #: An adapter of every kind that acts in the host's own attention.
@@ -59,7 +59,7 @@ def test_hosts(family: str) -> None:
 @pytest.mark.parametrize("kind", JOINED_KINDS)
 @pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
 def test_others_are_refused_by_name(family: str, kind: str) -> None:
-    """A host whose attention is not reached is refused by name, and nothing of it has changed."""
+    """Invariant 105: a host whose attention is not reached is refused by name, and nothing of it has changed."""
     host = tiny.make(family)
     before = traces(host)
     with pytest.raises(AttachError, match=type(host).__name__):

@@ -10,8 +10,8 @@ import torch
 import mmattn
 from mmattn.errors import ConditionError
 from tests import tiny
-from tests.adapters.joined.reference import CLOSE, answer, distance
 from tests.adapters.joined.test_adapter import adapted
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 
 
 def test_packed_rows() -> None:

@@ -13,8 +13,8 @@ import mmattn
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.kv_store.passage_hosts import CLOSE, PASSAGES, TEXT, distance, reader, text
-from tests.kv_store.test_passage_selection import answer
+from tests.adapters.joined_hosts import CLOSE, answer, distance
+from tests.kv_store.passage_hosts import PASSAGES, TEXT, reader, text
 
 NEW = 6
 

@@ -14,8 +14,8 @@ from mmattn.adapters import PassageAdapter, PrefixAdapter
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.adapters.joined.reference import CLOSE, REACHED, answer, distance
-from tests.kv_store.passage_hosts import LEARNED, PASSAGES, text as passage_text
+from tests.adapters.joined_hosts import CLOSE, LEARNED, REACHED, answer, distance
+from tests.kv_store.passage_hosts import PASSAGES, text as passage_text
 
 P, NEW = 4, 6
 

@@ -13,7 +13,7 @@ import mmattn
 from mmattn.errors import AdapterFileError, NonFiniteError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.adapters.joined.reference import CLOSE, answer, distance
+from tests.adapters.joined_hosts import CLOSE, answer, distance
 from tests.adapters.prefix.test_adapter import P
 
 # Both by peft.

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmattn
 from mmattn.adapters.gated import block as gated_block
 from mmattn.adapters.joined.slots import JoinedView
-from mmattn.core import key_value_projection as projection
+from mmattn.core import projection
 from mmattn.hosts.hooks import CrossAttentionHook
 from mmattn.testing.case import stir
 from tests import tiny, tiny_unets

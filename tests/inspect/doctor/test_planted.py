@@ -70,7 +70,7 @@ def test_no_false_alarm_in_sixty_sound_models() -> None:
     assert not alarms, alarms
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 4, 5, 7, 8, 9])
+@pytest.mark.parametrize("batch_size", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 7, 9))])
 @pytest.mark.parametrize("odd", [True, False], ids=["odd", "even"])
 def test_a_mix_up_in_batches_of_odd_or_of_even_sizes(batch_size: int, odd: bool) -> None:
     """Invariant 170: the last row gets the first row's picture."""
@@ -93,7 +93,7 @@ def test_batches_are_no_larger_than_asked_for() -> None:
     assert {1, 2, 3, 4, 5} == set(sizes)
 
 
-@pytest.mark.parametrize("seed", [0, 101, 202, 303])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (101, 202, 303))])
 @pytest.mark.parametrize("make", [session, cached_by_question, last_of_the_question, last_of_all])
 def test_what_is_kept_of_earlier_calls(make: Any, seed: int) -> None:
     """Invariant 171: answers that are right with the right evidence, and with less of it where it was there before."""

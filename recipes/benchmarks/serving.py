@@ -171,11 +171,20 @@ def main() -> None:
     wanted = pipe(pictures, QUESTIONS)
     bare = list(zip(QUESTIONS, wanted, strict=True))
     seen = [(content(*row), answer) for *row, answer in zip(QUESTIONS, pictures, wanted, strict=True)]
-    python = sys.executable
-    transformers = [f"{Path(python).parent}/transformers", "serve", host, "--continuous-batching", "--device", "cpu",
+    transformers = [f"{Path(sys.executable).parent}/transformers", "serve", host, "--continuous-batching", "--device", "cpu",
                     "--dtype", "float32", "--cb-block-size", "16", "--cb-num-blocks", "4096",
                     "--cb-max-batch-tokens", "2048"]  # fmt: skip
-    ours = [python, "-m", "mmattn", "serve", str(folder / "adapter"), "--max-requests", "256", "--timeout", "300"]
+    ours = [
+        sys.executable,
+        "-m",
+        "mmattn",
+        "serve",
+        str(folder / "adapter"),
+        "--max-requests",
+        "256",
+        "--timeout",
+        "300",
+    ]
     servers = [
         ("transformers serve, bare host", transformers, host, bare),
         ("mmattn serve, no pictures", ours, "adapter", bare),

@@ -1,7 +1,4 @@
-"""The core against bare operations and the layers people use today: forward, and forward with backward.
-
-python -m recipes.benchmarks core [--dtype float32 bfloat16] [--quick]
-"""
+"""The core against bare operations and the layers people use today: `python -m recipes.benchmarks core [--quick]`."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ PUBLISHED = {"100 GB": (4.48, 2.33, 1.32, 1.07), "20 GB": (1.49, 1.08, 1.07, 1.0
 BATCH = 30
 LENGTHS = 64, 256
 AGAIN = 0.15
-#: Requests of a window that are answered from the prompt, too.
-FROM_PROMPT = 10
+FROM_PROMPT = 10  # requests of a window that are answered from the prompt, too
 
 
 def make_passages(tokenizer: Any, count: int) -> list[tuple[str, Fact]]:

@@ -301,8 +301,6 @@ class KeyValueProjection(nn.Module):
         size = F.pad(size.expand(*size.shape[:3], kv.slots), (1, 0))
         return size if bias is None else size + (bias if size.shape[0] == 1 else repeat_rows(bias, size.shape[0]))
 
-    # From a memory to keys and values -------------------------------------------------------------------------------
-
     def project(
         self,
         memory: Tensor,

@@ -120,7 +120,7 @@ def with_null_slot(
 
 
 def sum_gradients(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return a tensor that is the same in each process, and sum its gradients over all of them."""
+    """Return a tensor that is the same in each process; its gradients are summed (arXiv 1909.08053, section 3)."""
     if group is None:
         return tensor
     return _SumGradients.apply(tensor, group)

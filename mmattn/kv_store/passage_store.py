@@ -22,7 +22,7 @@ from mmattn import __version__
 from mmattn.adapters.files import check_tensors
 from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import AdapterFileError
-from mmattn.kv_store.passage_selection import Ids, Passage, as_one
+from mmattn.kv_store.passage_slots import Ids, Passage, as_one
 from mmattn.storage.files import lock_folder, remove_leftovers
 from mmattn.storage.json_files import parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors

@@ -1,4 +1,4 @@
-"""`PassageCache`: passages that a host has read once, to stand before any text."""
+"""`PassageCache`: passages that a host has read once, and `PassageSelection`, those before the texts of a call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from mmattn.adapters.host_models import check_ids, text_config
-from mmattn.adapters.passages import PassageLayers
+from mmattn.adapters.joined.slots import JoinedSlots
+from mmattn.adapters.passages import PassageLayers, Passages
 from mmattn.errors import ConditionError, ConfigError, ShapeError, check_int
 from mmattn.hosts.host_state import HostState
 from mmattn.hosts.model import AdaptedModel
-from mmattn.kv_store.passage_selection import Ids, Passage, PassageSelection, capture
+from mmattn.kv_store.passage_slots import Ids, Passage, capture, join_passages, read_again
 from mmattn.kv_store.passage_store import PassageFolder, PassageStore, read_passages, write_passages
 from mmattn.progress import counted
 from mmattn.tokenization import tokenize
@@ -297,6 +298,50 @@ class PassageCache:
             raise ShapeError("a passage has no tokens: leave it out")
         check_ids("a passage", ids, self.model.host)
         return ids
+
+
+class PassageSelection(Passages):
+    """Passages of a `PassageCache` before the texts of a call, given to it as `memory=`; made by its `select`.
+
+    Keys and values are put together at the first call, and used by all later ones.
+
+    Args:
+        cache: the `PassageCache`.
+        rows: for each row of text the ids of its passages, in their order.
+        recomputed_tokens: as in `PassageCache.select`.
+    """
+
+    def __init__(self, cache: PassageCache, rows: Sequence[Sequence[Ids]], recomputed_tokens: int = 0) -> None:
+        self.cache, self.rows, self.recomputed_tokens = cache, [list(row) for row in rows], recomputed_tokens
+        self._slots: JoinedSlots | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of rows b."""
+        return len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: int | slice | list[int]) -> PassageSelection:
+        """Return some rows, by number, slice or list."""
+        numbers = torch.arange(len(self.rows))[rows].reshape(-1).tolist()
+        chosen = [self.rows[number] for number in numbers]
+        return PassageSelection(self.cache, chosen, self.recomputed_tokens)
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values, once they were put together."""
+        return 0 if self._slots is None else self._slots.nbytes()
+
+    def slots(self, adapter: PassageLayers) -> JoinedSlots:
+        """Return keys and values of every layer; ConditionError if another host or other weights computed them."""
+        self.cache.check(adapter)
+        if self._slots is None:
+            with torch.inference_mode(False), torch.no_grad():
+                rows, count = self.cache.passages(self.rows), self.recomputed_tokens
+                joined = join_passages(adapter, rows)
+                self._slots = read_again(self.cache.model, adapter, rows, joined, count) if count else joined
+        return self._slots
 
 
 def passage_adapter(model: AdaptedModel, name: str | None = None) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.errors import AttachError, ConditionError, ShapeError
+from mmattn.errors import AttachError
 from tests import tiny
 from tests.adapters.inserted.reference import LENGTHS, attach, inserted, slots, weighed
 from tests.adapters.joined_hosts import CLOSE, LEARNED, ROTARY, answer, distance
@@ -86,27 +86,6 @@ def test_where_real_slots_lie_is_nothing(gate: bool) -> None:
     tokens[mask] = memory.tokens.flatten(0, 1)
     assert torch.equal(answer(model, ids, memory=mmattn.Memory(tokens, mask)), expected)
     assert distance(answer(model, ids, memory=memory.tokens.flip(1)), expected) > 100 * CLOSE, "their order is read"
-
-
-def test_what_is_refused() -> None:
-    """Packed rows, arrivals, parts of a host, parts of a memory, streams, banks: in words, and nothing is changed."""
-    model, ids, memory = attach(tiny.make("llama")), tiny.text(1, 7), tiny.memory(1)
-    host = answer(tiny.make("llama"), ids)
-    with pytest.raises(ShapeError, match="one row of memory"):
-        model(tiny.text(2, 7), memory=memory)
-    with pytest.raises(ConditionError, match="pad instead of packing"):
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), memory=memory)
-    with pytest.raises(ConditionError, match="arrived"):
-        model(ids, arrived=torch.zeros(1, 7, dtype=torch.long), memory=memory)
-    with pytest.raises(ConditionError, match="part of the host"), model.condition(memory):
-        model.host.model(ids)
-    with pytest.raises(ConditionError, match="reads no memory in parts|reads no "):
-        model(ids, memory=mmattn.SharedMemory(memory, memory))
-    with pytest.raises(ConditionError, match="reads no memory in parts|reads no "):
-        model(ids, memory=mmattn.MemoryStream(tiny.MEMORY_DIM))
-    with pytest.raises(ConditionError, match="no pages of"):
-        model.bank(memory)
-    assert torch.equal(answer(model, ids), host)
 
 
 @pytest.mark.parametrize("projection", ["mlp", "linear"])

@@ -8,21 +8,12 @@ import pytest
 import torch
 
 import mmattn
-from mmattn.adapters import FusedCacheAdapter, InsertedAdapter, JoinedAdapter, PassageAdapter, PrefixAdapter
+from mmattn.adapters import JoinedAdapter, PassageAdapter
 from mmattn.errors import AttachError, ConditionError, ConfigError
-from mmattn.testing.case import no_trace, traces
 from tests import tiny
-from tests.adapters.joined_hosts import CLOSE, REACHED, answer, distance, rectangular
+from tests.adapters.joined_hosts import CLOSE, answer, distance, rectangular
 
 LENGTHS = [5, 0, 2]
-#: An adapter of every kind that acts in the host's own attention.
-JOINED_KINDS = {
-    "joined": JoinedAdapter(tiny.MEMORY_DIM),
-    "inserted": InsertedAdapter(tiny.MEMORY_DIM),
-    "prefix": PrefixAdapter(5),
-    "passages": PassageAdapter(),
-    "fused cache": FusedCacheAdapter(24),
-}
 
 
 def adapted(family: str, opened: bool = True, name: str = "default", **settings: Any) -> Any:
@@ -31,40 +22,6 @@ def adapted(family: str, opened: bool = True, name: str = "default", **settings:
     settings = {"memory_dim": tiny.MEMORY_DIM, "layers": (0, 2)} | settings
     model = mmattn.attach(tiny.make(family, **options), JoinedAdapter(**settings), name)
     return tiny.open_gates(model) if opened else model
-
-
-def test_every_family_is_reached_or_refused() -> None:
-    """No family is forgotten."""
-    assert sorted((*REACHED, *tiny.NOTHING_JOINED)) == sorted(tiny.FAMILIES)
-
-
-@pytest.mark.parametrize("family", REACHED)
-def test_hosts(family: str) -> None:
-    """A fresh adapter is nothing, bit for bit; a trained one is heard, not by a row without slots; no trace is left."""
-    host = tiny.make(family)
-    before, ids, memory = traces(host), tiny.text(3), tiny.memory(3, lengths=LENGTHS)
-    host_output = answer(host, ids)
-    model = mmattn.attach(host, JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2), gate="head"))
-    assert torch.equal(answer(model, ids, memory=memory), host_output)
-    tiny.open_gates(model)
-    result = answer(model, ids, memory=memory)
-    assert torch.equal(result[1], host_output[1]) and tiny.differs(result[::2], host_output[::2])
-    assert torch.equal(answer(model, ids, memory=memory, adapter_scale=0.0), host_output)
-    assert torch.equal(answer(model, ids), host_output)
-    assert model.unload() is host
-    no_trace(host, before, family)
-    assert torch.equal(answer(host, ids), host_output)
-
-
-@pytest.mark.parametrize("kind", JOINED_KINDS)
-@pytest.mark.parametrize("family", tiny.NOTHING_JOINED)
-def test_others_are_refused_by_name(family: str, kind: str) -> None:
-    """Invariant 105: a host whose attention is not reached is refused by name, and nothing of it has changed."""
-    host = tiny.make(family)
-    before = traces(host)
-    with pytest.raises(AttachError, match=type(host).__name__):
-        mmattn.attach(host, JOINED_KINDS[kind])
-    no_trace(host, before, "a refused host")
 
 
 @pytest.mark.parametrize(
@@ -143,16 +100,9 @@ def test_beside_others() -> None:
     assert distance(*result) <= CLOSE
 
 
-def test_what_is_refused(tmp_path: Any) -> None:
-    """Streams, parts, banks and other attention functions are refused in words."""
+def test_what_is_refused() -> None:
+    """Settings and layers that cannot be, and other attention functions."""
     model, ids = adapted("llama"), tiny.text(2)
-    stream = mmattn.MemoryStream(tiny.MEMORY_DIM, rows=2)
-    shared = mmattn.SharedMemory(tiny.memory(1), tiny.memory(2))
-    for memory in (stream, shared):
-        with pytest.raises(ConditionError, match="give (a|one) Memory"):
-            model(ids, memory=memory)
-    with pytest.raises(ConditionError, match="no pages"):
-        model.bank(tiny.memory(4))
     with pytest.raises(ConfigError, match="every or layers"):
         JoinedAdapter(tiny.MEMORY_DIM, every=2, layers=(1,))
     with pytest.raises(AttachError, match="layers 0 to 2"):

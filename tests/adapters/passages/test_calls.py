@@ -10,7 +10,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import mmattn
-from mmattn.errors import ConditionError, ShapeError
+from mmattn.errors import ConditionError
 from mmattn.testing.case import no_trace, traces
 from tests import tiny
 from tests.adapters.joined_hosts import CLOSE, answer, distance
@@ -106,23 +106,6 @@ def _of(model: Any, name: str) -> Any:
     cache.add(PASSAGES[:1], progress=False)
     model.set_adapter(["default", name])
     return cache.select([[0]])
-
-
-def test_what_is_refused() -> None:
-    """Other memories, packed rows, arrivals, parts of a host, other rows: refused in words, and nothing is changed."""
-    model, passages = reader("llama")
-    memory, host = passages.select([[0]]), answer(tiny.make("llama"), text())
-    with pytest.raises(ShapeError, match="PassageCache"):
-        model(text(), memory=tiny.memory(1))
-    with pytest.raises(ShapeError, match="one row of memory"):
-        model(text(2), memory=memory)
-    with pytest.raises(ConditionError, match="pad instead of packing"):
-        model(text(), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8]]), memory=memory)
-    with pytest.raises(ConditionError, match="arrived"):
-        model(text(), arrived=torch.zeros(1, len(TEXT), dtype=torch.long), memory=memory)
-    with pytest.raises(ConditionError, match="part of the host"), model.condition(memory):
-        model.host.model(text())
-    assert torch.equal(answer(model, text()), host)
 
 
 def test_unloaded_without_a_trace() -> None:

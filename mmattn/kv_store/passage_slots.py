@@ -1,11 +1,10 @@
-"""`PassageSelection`: passages put one after the other before the text of each row."""
+"""Keys and values of passages that stand one after the other before the text of each row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmattn.adapters.host_models import device_of, embeddings_of, to_device
 from mmattn.adapters.joined.slots import Capture, JoinedSlots, JoinedView
-from mmattn.adapters.passages import PassageLayers, Passages
+from mmattn.adapters.passages import PassageLayers
 from mmattn.errors import ConditionError
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.hosts.causal_lm.generation import fewest_logits
@@ -59,104 +58,50 @@ def as_one(pieces: Pieces) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
 
 
-class PassageReader(Protocol):
-    """The cache of the passages of a selection."""
+def join_passages(adapter: PassageLayers, rows: Sequence[Sequence[Passage]]) -> JoinedSlots:
+    """Return the slots of the passages of rows, one after the other; side by side where keys cannot be turned."""
+    device, lengths = adapter.weight.device, [sum(len(passage.ids) for passage in row) for row in rows]
+    distances = None
+    if adapter.rotations is None:  # side by side, where they were read
+        positions = _padded(
+            [torch.cat([_integers([]), *(_arange(len(passage.ids), passage.start) for passage in row)]) for row in rows]
+        )
+        ends = [max((passage.start + len(passage.ids) for passage in row), default=0) for row in rows]
+    else:
+        positions, ends = _arange(max(lengths)).expand(len(rows), -1), lengths
+        distances = _distances(rows)
+    real = _arange(max(lengths)) < _integers(lengths)[:, None]
+    mask, positions, offsets = (to_device(tensor, device) for tensor in (real, positions, _integers(ends)))
+    return JoinedSlots(*_joined(adapter, rows, lengths, distances), mask, positions, offsets, lengths)
 
-    model: AdaptedModel
-    name: str
 
-    def check(self, adapter: PassageLayers) -> None:
-        """Raise ConditionError if another host or other weights than those of an adapter read the passages."""
-
-    def passages(self, rows: Sequence[Sequence[Ids]]) -> list[list[Passage]]:
-        """Return the passages of each row, behind the prefix."""
-
-
-class PassageSelection(Passages):
-    """Passages of a `PassageCache` before the texts of a call, given to it as `memory=`; made by its `select`.
-
-    Keys and values are put together at the first call, and used by all later ones.
-
-    Args:
-        cache: the `PassageCache`.
-        rows: for each row of text the ids of its passages, in their order.
-        recomputed_tokens: as in `PassageCache.select`.
-    """
-
-    def __init__(self, cache: PassageReader, rows: Sequence[Sequence[Ids]], recomputed_tokens: int = 0) -> None:
-        self.cache, self.rows, self.recomputed_tokens = cache, [list(row) for row in rows], recomputed_tokens
-        self._slots: JoinedSlots | None = None
-
-    @property
-    def batch(self) -> int:
-        """Number of rows b."""
-        return len(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, rows: int | slice | list[int]) -> PassageSelection:
-        """Return some rows, by number, slice or list."""
-        numbers = torch.arange(len(self.rows))[rows].reshape(-1).tolist()
-        chosen = [self.rows[number] for number in numbers]
-        return PassageSelection(self.cache, chosen, self.recomputed_tokens)
-
-    def nbytes(self) -> int:
-        """Bytes of keys and values, once they were put together."""
-        return 0 if self._slots is None else self._slots.nbytes()
-
-    def slots(self, adapter: PassageLayers) -> JoinedSlots:
-        """Return keys and values of every layer; ConditionError if another host or other weights computed them."""
-        self.cache.check(adapter)
-        if self._slots is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._slots = self._concatenate(adapter, self.cache.passages(self.rows))
-        return self._slots
-
-    def _concatenate(self, adapter: PassageLayers, rows: Sequence[Sequence[Passage]]) -> JoinedSlots:
-        device, lengths = adapter.weight.device, [sum(len(passage.ids) for passage in row) for row in rows]
-        distances = None
-        if adapter.rotations is None:  # side by side, where they were read
-            positions = _padded(
-                [
-                    torch.cat([_integers([]), *(_arange(len(passage.ids), passage.start) for passage in row)])
-                    for row in rows
-                ]
-            )
-            ends = [max((passage.start + len(passage.ids) for passage in row), default=0) for row in rows]
-        else:
-            positions, ends = _arange(max(lengths)).expand(len(rows), -1), lengths
-            distances = _distances(rows)
-        real = _arange(max(lengths)) < _integers(lengths)[:, None]
-        mask, positions, offsets = (to_device(tensor, device) for tensor in (real, positions, _integers(ends)))
-        joined = JoinedSlots(*_joined(adapter, rows, lengths, distances), mask, positions, offsets, lengths)
-        return self._recomputed(adapter, rows, joined) if self.recomputed_tokens else joined
-
-    def _recomputed(self, adapter: PassageLayers, rows: Sequence[Sequence[Passage]], slots: JoinedSlots) -> JoinedSlots:
-        """Return the slots after the host has read the first tokens of passages again at their positions."""
-        windows = any(passage.has_windows for row in rows for passage in row)
-        if adapter.rotations is None or windows:
-            why = "whose layers see back over a window" if windows else "with learned positions"
-            raise ConditionError(
-                f"recomputed_tokens={self.recomputed_tokens} reads first tokens of passages again where they stand, "
-                f"which is not done in a host {why}: leave it out"
-            )
-        again = [_first_tokens(row, self.recomputed_tokens) for row in rows]
-        if not any(again):
-            return slots
-        assert slots.positions is not None
-        tokens, real, positions = _tokens_again(rows, again)
-        unread = slots.mask.clone()
-        for number, row in enumerate(again):
-            unread[number, row] = False
-        before = slots.positions[:, None] < to_device(positions, unread.device)[..., None]
-        visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions)
-        captured = capture(self.cache.model, self.cache.name, tokens, real, positions, JoinedView(visible, before))
-        for layer in adapter.layers:
-            for number, row in enumerate(again):
-                slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
-                slots.values[layer][number, :, row] = captured.values[layer][number, :, : len(row)]
+def read_again(
+    model: AdaptedModel, adapter: PassageLayers, rows: Sequence[Sequence[Passage]], slots: JoinedSlots, count: int
+) -> JoinedSlots:
+    """Return the slots after the host has read the first tokens of passages again at their positions."""
+    windows = any(passage.has_windows for row in rows for passage in row)
+    if adapter.rotations is None or windows:
+        why = "whose layers see back over a window" if windows else "with learned positions"
+        raise ConditionError(
+            f"recomputed_tokens={count} reads first tokens of passages again where they stand, "
+            f"which is not done in a host {why}: leave it out"
+        )
+    again = [_first_tokens(row, count) for row in rows]
+    if not any(again):
         return slots
+    assert slots.positions is not None
+    tokens, real, positions = _tokens_again(rows, again)
+    unread = slots.mask.clone()
+    for number, row in enumerate(again):
+        unread[number, row] = False
+    before = slots.positions[:, None] < to_device(positions, unread.device)[..., None]
+    visible = JoinedSlots(slots.keys, slots.values, unread, slots.positions)
+    captured = capture(model, adapter.name, tokens, real, positions, JoinedView(visible, before))
+    for layer in adapter.layers:
+        for number, row in enumerate(again):
+            slots.keys[layer][number, :, row] = captured.keys[layer][number, :, : len(row)]
+            slots.values[layer][number, :, row] = captured.values[layer][number, :, : len(row)]
+    return slots
 
 
 def _starts(row: Sequence[Passage]) -> list[int]:

@@ -38,7 +38,7 @@ class IndexMemory:
 
     Args:
         store: the entries.
-        structures: those of the index.
+        structures: the search structures of the index.
         per_query: how many entries each token attends to, in each layer and head.
         queries: (b, e), for adapters with score_bias the query of each row of text; the scores of all entries are added
             to the attention's. An approximate search always includes the entries of the best scores.
@@ -137,7 +137,7 @@ class IndexEntries:
         if rows.shape[1] > count:
             step = max(1, _NUMBERS // (rows.shape[1] * vectors.shape[1]))
             blocks = zip(flat.split(step), rows.split(step), strict=True)
-            rows = torch.cat([_best(some, vectors, candidates, count) for some, candidates in blocks])
+            rows = torch.cat([_best(block, vectors, candidates, count) for block, candidates in blocks])
         return rows.unflatten(0, queries.shape[:2])
 
     def slots(self, rows: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _best(queries: Tensor, vectors: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def _searched(vectors: Tensor, eps: float | None, metric: str, scored: bool) -> Tensor:
-    """Return the vectors (n, e) after a LayerNorm, or (n, 2e) with those of the scores beside them."""
+    """Return the vectors (n, e) after a LayerNorm, or (n, 2e) with the vectors of the scores beside them."""
     normed = vectors
     if eps is not None:
         blocks = vectors.split(_ROWS)

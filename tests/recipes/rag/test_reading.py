@@ -26,6 +26,7 @@ def test_questions_about_topics_have_their_answers_in_the_folder(load_files: Cal
     assert topics.is_right("(Pdb)", "It is (pdb).") and not topics.is_right("ss", "class")
 
 
+@pytest.mark.slow
 def test_smollm2_reads_facts_itself(recipe: SimpleNamespace, tmp_path: Path) -> None:
     """One fact in the prompt is the same fact read beforehand, and answers; without it nothing does."""
     need("smollm2")

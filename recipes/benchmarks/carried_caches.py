@@ -190,14 +190,6 @@ def small_pairs(seed: int, folder: Path) -> Rows:
     return rows
 
 
-def mean_rows(tables: list[Rows]) -> Rows:
-    """Return the mean of the figures of several seeds."""
-    first = tables[0]
-    return {
-        name: {key: sum(one[name][key] for one in tables) / len(tables) for key in row} for name, row in first.items()
-    }
-
-
 def spearman(rows: Rows) -> float:
     """Return the rank correlation of cosine and retention."""
     ranks = torch.tensor([[row["cosine"], row["retention"]] for row in rows.values()]).argsort(0).argsort(0)
@@ -215,7 +207,10 @@ def main() -> None:
         small.append(small_pairs(seed, options.folder))
         rows |= {f"{name}, {seed}": row for name, row in small[-1].items()}
         print(table(f"seed {seed}", small[-1]), f"\nSpearman {spearman(small[-1]):.2f}\n", flush=True)
-    print(table("mean", mean_rows(small)), flush=True)
+    mean = {
+        name: {key: sum(one[name][key] for one in small) / len(small) for key in row} for name, row in small[0].items()
+    }
+    print(table("mean", mean), flush=True)
     print(f"\nSpearman of cosine and retention over {len(rows)} pairs: {spearman(rows):.2f}\n", flush=True)
 
 

@@ -1,22 +1,17 @@
-"""The core against bare operations and the layers people use today: forward, and forward with backward.
-
-python -m recipes.benchmarks core [--dtype float32 bfloat16] [--quick]
-"""
+"""The core against bare operations and the layers people use today: `python -m recipes.benchmarks core [--quick]`."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmattn
-from recipes.benchmarks.timing import Rows, Tables, interleaved, name_of, ratio, ratios
+from recipes.benchmarks.timing import Tables, interleaved, name_of, ratio
 
 Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -92,54 +87,43 @@ def competitors(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
 
 
 def library_layers(size: Size, dtype: torch.dtype) -> Iterator[tuple[str, Run]]:
-    """Yield cross-attention layers of diffusers and transformers, if installed."""
+    """Yield cross-attention layers of diffusers, and of transformers, whose queries and memory are of one width."""
+    from diffusers.models.attention_processor import Attention
+    from transformers.models.bart.modeling_bart import BartAttention, BartConfig
+    from transformers.models.t5.modeling_t5 import T5Attention, T5Config
+
     b, m, d, e, h = size.b, size.m, size.d, size.e, size.h
-    if (diffusers := import_if_installed("diffusers.models.attention_processor")) is not None:
-        layer = diffusers.Attention(d, cross_attention_dim=e, heads=h, dim_head=d // h, out_bias=False).to(dtype).eval()
+    layer = Attention(d, cross_attention_dim=e, heads=h, dim_head=d // h, out_bias=False).to(dtype).eval()
 
-        def diffuse(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-            # diffusers adds its mask to the scores.
-            rule = None if mask is None else memory.new_zeros(b, 1, m).masked_fill(~mask[:, None], -10000.0)
-            return layer(x, memory, attention_mask=rule)
+    def lowest(mask: Tensor | None, value: float) -> Tensor | None:  # what is added to scores
+        return None if mask is None else torch.zeros(b, 1, m, dtype=dtype).masked_fill(~mask[:, None], value)
 
-        yield "diffusers Attention", diffuse
+    yield "diffusers Attention", lambda x, memory, mask: layer(x, memory, attention_mask=lowest(mask, -10000.0))
     if d != e:
         return
-    if (bart := import_if_installed("transformers.models.bart.modeling_bart")) is not None:
-        config = bart.BartConfig(d_model=d, decoder_attention_heads=h, attn_implementation="sdpa")
-        bart_layer = bart.BartAttention(d, h, is_decoder=True, bias=False, is_causal=False, config=config, layer_idx=0)
-        bart_layer = bart_layer.to(dtype).eval()
+    bart_config = BartConfig(d_model=d, decoder_attention_heads=h, attn_implementation="sdpa")
+    bart = BartAttention(d, h, is_decoder=True, bias=False, is_causal=False, config=bart_config, layer_idx=0)
+    bart = bart.to(dtype).eval()
 
-        def run_bart(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-            rule = None if mask is None else mask[:, None, None, :].expand(-1, -1, x.shape[1], -1)
-            return bart_layer(x, key_value_states=memory, attention_mask=rule)[0]
+    def run_bart(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        rule = None if mask is None else mask[:, None, None, :].expand(-1, -1, x.shape[1], -1)
+        return bart(x, key_value_states=memory, attention_mask=rule)[0]
 
-        yield "BART layer", run_bart
-    if (t5 := import_if_installed("transformers.models.t5.modeling_t5")) is not None:
-        config = t5.T5Config(d_model=d, d_kv=d // h, num_heads=h, is_decoder=True, dropout_rate=0.0)
-        t5_layer = t5.T5Attention(config, has_relative_attention_bias=False, layer_idx=0).to(dtype).eval()
+    yield "BART layer", run_bart
+    t5_config = T5Config(d_model=d, d_kv=d // h, num_heads=h, is_decoder=True, dropout_rate=0.0)
+    t5 = T5Attention(t5_config, has_relative_attention_bias=False, layer_idx=0).to(dtype).eval()
 
-        def run_t5(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-            rule = None
-            if mask is not None:
-                rule = memory.new_zeros(b, 1, 1, m).masked_fill(~mask[:, None, None], torch.finfo(dtype).min)
-            return t5_layer(x, mask=rule, key_value_states=memory)[0]
+    def run_t5(x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        rule = lowest(mask, torch.finfo(dtype).min)
+        return t5(x, mask=None if rule is None else rule[:, None], key_value_states=memory)[0]
 
-        yield "T5 layer", run_t5
-
-
-def import_if_installed(module: str) -> Any:
-    """Return the module, or None if it is not installed or does not load beside this torch."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
+    yield "T5 layer", run_t5
 
 
 def measure(
     size: Size, dtype: torch.dtype, backward: bool, only: Collection[str] = (), **rounds: float
 ) -> dict[str, float]:
-    """Return the time of each layer, or of some, for each unit of the bare operations, and of ours."""
+    """Return the time of ours for each unit of each other layer, or of some."""
     torch.manual_seed(0)
     x = torch.randn(size.b, size.l, size.d, dtype=dtype)
     memory = torch.randn(size.b, size.m, size.e, dtype=dtype)
@@ -162,18 +146,14 @@ def measure(
 
         candidates[name] = once
     times = interleaved(candidates, **rounds)
-    ours = {f"mmattn / {name}": ratio(times, "mmattn", name) for name in times if name != "mmattn"}
-    return ratios(times, "bare operations") | ours
+    return {name: ratio(times, "mmattn", name) for name in times if name != "mmattn"}
 
 
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield the time of ours for each unit of theirs: below 1 ours is faster."""
     for dtype in dtypes:
         for backward in (False, True):
-            rows: Rows = {}
-            for size in QUICK if quick else SIZES + RAGGED:
-                times = measure(size, dtype, backward, seconds=0.2 if quick else 1.0)
-                prefix = "mmattn / "
-                rows[str(size)] = {name.removeprefix(prefix): times[name] for name in times if name.startswith(prefix)}
+            sizes, seconds = (QUICK, 0.2) if quick else (SIZES + RAGGED, 1.0)
+            rows = {str(size): measure(size, dtype, backward, seconds=seconds) for size in sizes}
             what = f"{name_of(dtype)}, {'forward and backward' if backward else 'forward'}"
             yield f"Core, {what}: time of mmattn.CrossAttention for each unit of …", "size", rows

@@ -24,9 +24,7 @@ from recipes.benchmarks.timing import Tables, interleaved, name_of, ratios
 
 #: Width of the hidden states of passages (as MiniLM has it), tokens of a passage, and tokens of a question.
 WIDTH, PASSAGE, PROMPT = 384, 64, 32
-COUNTS, QUICK_COUNTS = (4, 16, 64), (4, 16)
-PASSAGES, QUICK_PASSAGES = 16, 3
-RECOMPUTED = 16
+COUNTS, PASSAGES, RECOMPUTED = (4, 16, 64), 16, 16
 
 
 @torch.no_grad()
@@ -90,7 +88,7 @@ def measure_passages(host: Any, count: int, length: int = PASSAGE, **rounds: flo
 def memory_tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield passages as a memory, for each unit of the same passages in the prompt."""
     for dtype in dtypes:
-        counts, seconds = (QUICK_COUNTS, 1.0) if quick else (COUNTS, 20.0)
+        counts, seconds = (COUNTS[:2], 1.0) if quick else (COUNTS, 20.0)
         rows = {f"{passages} passages": measure_memory(passages, dtype, seconds) for passages in counts}
         title = "time to the first token for each unit of reading the passages in the prompt"
         yield f"Prompting, {name_of(dtype)}: {title}", "passages of 64 tokens", rows
@@ -98,7 +96,7 @@ def memory_tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
 
 def passage_tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield passages that the host has read before, for each unit of the same passages in the prompt."""
-    count, seconds = (QUICK_PASSAGES, 1.0) if quick else (PASSAGES, 20.0)
+    count, seconds = (3, 1.0) if quick else (PASSAGES, 20.0)
     rows = {}
     for shape in ("GPT-2 small", "Llama"):
         for dtype in dtypes:

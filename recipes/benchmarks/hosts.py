@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import mmattn
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
 
 _12 = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
 _1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -34,7 +31,7 @@ def make_host(dtype: torch.dtype, positions: int = 1024, shape: str = "GPT-2 sma
     return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
 
 
-def from_cache(host: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
+def from_cache(host: torch.nn.Module, cache: object) -> dict[str, Any]:
     """Return the argument for a KV cache: `cache` since transformers 5.24."""
     parameters = inspect.signature(host.forward).parameters
     return {"past_key_values" if "past_key_values" in parameters else "cache": cache}

@@ -10,7 +10,6 @@ before, and Mllama is given the mask that its own model gives it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,18 +20,8 @@ from recipes.benchmarks.hosts import from_cache
 from recipes.benchmarks.timing import Tables, interleaved, name_of, ratio
 
 SIZES = ((1, 257), (1, 1601), (1, 6404), (8, 257), (8, 1601))
-QUICK = ((1, 257),)
 CROSS = (3, 8, 13)
 PROMPT = 16
-
-
-@dataclass
-class Pair:
-    """Our model with its memory, and a decoding step of both models by name; every step is the same."""
-
-    model: Any
-    memory: Any
-    steps: dict[str, Callable[[], torch.Tensor]]
 
 
 def make_models(width: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -69,8 +58,10 @@ def make_models(width: int, dtype: torch.dtype) -> tuple[Any, Any]:
     return theirs.to(dtype), model
 
 
-def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pair:
-    """Return both models after a prompt and a memory."""
+def make_steps(
+    rows: int, slots: int, dtype: torch.dtype, width: int = 768
+) -> tuple[Any, Any, dict[str, Callable[[], torch.Tensor]]]:
+    """Return our model, its memory, and a decoding step of both models after a prompt; every step is the same."""
     from transformers import DynamicCache
 
     theirs, model = make_models(width, dtype)
@@ -96,24 +87,24 @@ def make_pair(rows: int, slots: int, dtype: torch.dtype, width: int = 768) -> Pa
     step("mllama", ids, cross_attention_states=tokens)
     with model.condition(prepared):
         step("mmattn", ids)
-    return Pair(model, prepared, {name: partial(step_again, name) for name in ("mmattn", "mllama")})
+    return model, prepared, {name: partial(step_again, name) for name in ("mmattn", "mllama")}
 
 
 @torch.no_grad()
 def measure(rows: int, slots: int, dtype: torch.dtype, seconds: float = 8.0) -> float:
     """Return our time of a step for each unit of Mllama's."""
-    pair = make_pair(rows, slots, dtype)
-    with pair.model.condition(pair.memory):  # for all steps, as in `generate`
-        furthest = (pair.steps["mmattn"]() - pair.steps["mllama"]()).abs().max()
+    model, memory, steps = make_steps(rows, slots, dtype)
+    with model.condition(memory):  # for all steps, as in `generate`
+        furthest = (steps["mmattn"]() - steps["mllama"]()).abs().max()
         assert furthest < (1e-4 if dtype == torch.float32 else 0.2), f"the models differ by {furthest}"
-        return ratio(interleaved(pair.steps, seconds=seconds, least=15), "mmattn", "mllama")
+        return ratio(interleaved(steps, seconds=seconds, least=15), "mmattn", "mllama")
 
 
 def tables(dtypes: list[torch.dtype], quick: bool) -> Tables:
     """Yield our time of a step for each unit of Mllama's."""
     seconds = 1.0 if quick else 12.0
     rows = {
-        name_of(dtype): {f"{b} × {m}": measure(b, m, dtype, seconds) for b, m in (QUICK if quick else SIZES)}
+        name_of(dtype): {f"{b} × {m}": measure(b, m, dtype, seconds) for b, m in SIZES[: 1 if quick else None]}
         for dtype in dtypes
     }
     yield "Decoding beside Mllama: our time of a step for each unit of its", "rows × slots", rows

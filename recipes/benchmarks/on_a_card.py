@@ -42,7 +42,7 @@ def attention(size: Size, rounds: dict[str, float]) -> dict[str, float]:
     """Return the time of `CrossAttention` for each unit of bare operations with the same mask."""
     only = ("mmattn", "bare operations")
     forward, backward = (core.measure(size, DTYPE, backward, only, **rounds) for backward in (False, True))
-    return {"forward": forward["mmattn"], "with backward": backward["mmattn"]}
+    return {"forward": forward["bare operations"], "with backward": backward["bare operations"]}
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Passages under load: time to the first token of SmolLM2 over thousands of requests, and its answers.
 
-    python -m recipes.benchmarks.passage_load [--queries 10000] [--passages 2000] [--top-k 6] [--folder DIR]
+    python -m recipes.benchmarks.passage_load [--queries 10000] [--passages 2000] [--top-k 6]
     python -m recipes.benchmarks.passage_load --answers 400
 
 Passages of 64 to 256 tokens are read beforehand: sentences of Python's documentation, and somewhere among them a fact
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 import mmattn
+from recipes.benchmarks.timing import timed
 from recipes.rag.data import Fact, load_facts
 from recipes.rag.documents import load_topics
 from recipes.rag.reading import is_right, write_replies
@@ -42,8 +43,7 @@ PUBLISHED = {"100 GB": (4.48, 2.33, 1.32, 1.07), "20 GB": (1.49, 1.08, 1.07, 1.0
 BATCH = 30
 LENGTHS = 64, 256
 AGAIN = 0.15
-#: Requests of a window that are answered from the prompt, too.
-FROM_PROMPT = 10
+FROM_PROMPT = 10  # requests of a window that are answered from the prompt, too
 
 
 def make_passages(tokenizer: Any, count: int) -> list[tuple[str, Fact]]:
@@ -113,11 +113,9 @@ class Load:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(model: Any, ids: torch.Tensor, **memory: Any) -> float:
+def first_token(model: Any, ids: torch.Tensor, **memory: Any) -> float:
     """Return the seconds of one call, to the logits of the first token."""
-    start = time.perf_counter()
-    model(ids, use_cache=True, logits_to_keep=1, **memory)
-    return time.perf_counter() - start
+    return timed(lambda: model(ids, use_cache=True, logits_to_keep=1, **memory)) / 1e3
 
 
 @torch.no_grad()
@@ -139,11 +137,11 @@ def first_tokens(load: Load, options: argparse.Namespace) -> None:
         sizes = [end - begin for begin, end in windows if begin <= number < end]
         if sizes:
             start = time.perf_counter()
-            ours[number] = time.perf_counter() - start + timed(load.model, question, memory=memory)
+            ours[number] = time.perf_counter() - start + first_token(load.model, question, memory=memory)
             if number % max(min(sizes) // FROM_PROMPT, 1) == 0:
                 more = load.cache.select([row], recomputed_tokens=again(load))
-                seconds = timed(load.model.host, load.in_prompt(row, question))
-                beside[number] = seconds, timed(load.model, question, memory=more)
+                seconds = first_token(load.model.host, load.in_prompt(row, question))
+                beside[number] = seconds, first_token(load.model, question, memory=more)
         else:
             load.cache.passages(memory.rows)
         if number % 5 == 4:
@@ -191,11 +189,10 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=2000)
     parser.add_argument("--top-k", type=int, default=6, help="passages of a request")
     parser.add_argument("--memory", type=float, default=0.25, help="share of keys and values that memory holds")
-    parser.add_argument("--folder", help="of the files, kept; a temporary one by default")
     parser.add_argument("--answers", type=int, help="questions to answer, instead of timing first tokens")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        load = Load(options, options.folder or temporary)
+        load = Load(options, temporary)
         first_tokens(load, options) if options.answers is None else answers(load, options.answers)
 
 

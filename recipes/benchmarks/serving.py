@@ -171,19 +171,20 @@ def main() -> None:
     wanted = pipe(pictures, QUESTIONS)
     bare = list(zip(QUESTIONS, wanted, strict=True))
     seen = [(content(*row), answer) for *row, answer in zip(QUESTIONS, pictures, wanted, strict=True)]
-    python = sys.executable
-    transformers = [f"{Path(python).parent}/transformers", "serve", host, "--continuous-batching", "--device", "cpu",
-                    "--dtype", "float32", "--cb-block-size", "16", "--cb-num-blocks", "4096",
-                    "--cb-max-batch-tokens", "2048"]  # fmt: skip
-    ours = [python, "-m", "mmattn", "serve", str(folder / "adapter"), "--max-requests", "256", "--timeout", "300"]
+    transformers = [str(Path(sys.executable).with_name("transformers")), "serve", host]
+    batching = {"cb-block-size": 16, "cb-num-blocks": 4096, "cb-max-batch-tokens": 2048}
+    transformers += ["--continuous-batching", "--device", "cpu", "--dtype", "float32"]
+    transformers += [f"--{name}={value}" for name, value in batching.items()]
+    ours = [sys.executable, "-m", "mmattn", "serve", str(folder / "adapter")]
+    ours += ["--max-requests", "256", "--timeout", "300"]
     servers = [
         ("transformers serve, bare host", transformers, host, bare),
         ("mmattn serve, no pictures", ours, "adapter", bare),
         ("mmattn serve, a picture each", ours, "adapter", seen),
     ]
     if options.vllm:
-        engine = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32",
-                  "--max-num-seqs", "64", "--max-model-len", "1024"]  # fmt: skip
+        engine = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"]
+        engine += ["--max-num-seqs", "64", "--max-model-len", "1024"]
         named = [*engine, "--model", str(folder / "adapter"), "--served-model-name", "adapter"]
         servers += [
             ("vLLM, bare host", [*engine, "--model", host], host, bare),

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import mmattn
 
-from .expressions import World
+from .data import World
 from .settings import AdapterSettings, FusedSettings
 
 TOKENS = 24  # tokens that are generated to be timed

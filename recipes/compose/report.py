@@ -6,7 +6,7 @@ from typing import Any
 
 from mmattn import training
 
-from .expressions import TASKS
+from .data import TASKS
 
 # arXiv 2401.02412, table 1.
 PAPER = {

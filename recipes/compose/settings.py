@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
+
+from mmattn import training
 
 
-class Strict(BaseModel, extra="forbid"):
-    """Settings; an unknown key is an error."""
-
-
-class DataSettings(Strict):
+class DataSettings(training.Settings):
     keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
     values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
     key_models: int = Field(1, ge=1, le=2)  # models among which the keys are dealt out
-    working: bool = True  # m_B writes the numbers down before it reckons; False: in its head
+    working: bool = True  # m_B writes the numbers down before the result; False: the result alone
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
     ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
     pool: int | None = Field(None, ge=1)  # expressions of a training, each drawn often; None draws new ones
 
 
-class ModelSettings(Strict):
+class ModelSettings(training.Settings):
     width: int = Field(128, ge=8)
     depth: int = Field(2, ge=1)
     heads: int = Field(4, ge=1)
@@ -40,7 +38,7 @@ class KeyModelSettings(ModelSettings):
     weight_decay: float = Field(1.0, ge=0)  # keeps what its states have of a key besides the value small
 
 
-class AdapterSettings(Strict):
+class AdapterSettings(training.Settings):
     layers: list[int] = [0, 1]
     augmenting_layers: list[int] = [2, 2]
     num_heads: int = Field(4, ge=1)
@@ -50,29 +48,24 @@ class AdapterSettings(Strict):
     own_place: bool = True
 
 
-class FusedSettings(Strict):
+class FusedSettings(training.Settings):
     layers: list[int] = [0, 1]
     augmenting_layers: list[int] = [3, 3]  # the layer that `expand` adds, which caches what the last one computed
     hidden_dim: int = Field(84, ge=1)
     gate: str = "head"
 
 
-class OptimSettings(Strict):
-    max_steps: int = Field(1000, ge=1)
-    batch_size: int = Field(96, ge=1)
+class OptimSettings(training.OptimSettings):
+    per_device_train_batch_size: int = Field(96, ge=1)
     learning_rate: float = Field(8e-3, gt=0)
-    gate_learning_rate: float = Field(2e-2, gt=0)
+    gate_learning_rate: float | None = Field(2e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    warmup_steps: int = Field(50, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    bf16: bool = False
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/compose"
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu"] = "auto"
     controls: tuple[Literal["LoRA", "random", "vanilla"], ...] = ("LoRA", "random", "vanilla")
-    progress: bool = True
     data: DataSettings = DataSettings()
     anchor: str | None = None  # a pretrained language model as m_B; a LoRA in its upper layers is taught arithmetic
     rank: int = Field(16, ge=1)  # of that LoRA
@@ -80,9 +73,8 @@ class Config(Strict):
         "substitution", "KV-arithmetic", "all three",
     )  # fmt: skip
     hidden_states: str | None = None  # a folder: the anchor's states below the adapters are cached
-    mixed_precision: Literal["no", "bf16"] = "no"
     key_model: KeyModelSettings = KeyModelSettings()  # m_A, which knows the keys
-    arithmetic_model: ModelSettings = ModelSettings()  # m_B, which can reckon
+    arithmetic_model: ModelSettings = ModelSettings()  # m_B, which does arithmetic
     adapter: AdapterSettings = AdapterSettings()
     fused: FusedSettings | None = FusedSettings()
     lora_learning_rate: float | None = Field(None, gt=0)  # None is that of `optim`

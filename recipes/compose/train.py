@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmattn import pipelines, training
 
-from .expressions import END, PAD, TASKS, Pair, World
+from .data import END, PAD, TASKS, Pair, World
 from .readers import Composed, Ensemble, Fused, Single, measure, respell, token_times
 from .report import table
 from .settings import Config, ModelSettings
@@ -49,7 +49,7 @@ class Composition:
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run = config, run
-        device = training.OptimSettings().arguments(config).device
+        device = config.optim.arguments(config).device
         self.world = self.small = World(config.data, config.seed, device)  # `small` is of the models trained here
         if config.anchor is not None:
             self.anchor, self.tokenizer = pipelines.load_language_model(config.anchor, device)
@@ -63,11 +63,11 @@ class Composition:
         # Models: m_A and m_C know keys, m_B does arithmetic; all are frozen from then on.
         names = ["m_A", "m_C"][: config.data.key_models]
         key_models = [
-            self.pretrain(config.key_model, partial(small.knowing, key_model=number), name)
+            self.pretrain(config.key_model, partial(small.draw_key_text, key_model=number), name)
             for number, name in enumerate(names)
         ]
         if config.anchor is None:
-            arithmetic_model = self.pretrain(config.arithmetic_model, lambda random, _: small.reckoning(random), "m_B")
+            arithmetic_model = self.pretrain(config.arithmetic_model, lambda random, _: small.draw_sum(random), "m_B")
             arithmetic_model.save_pretrained(self.run.path / "m_B")
         else:
             examples = World(config.data, config.seed, world.device, self.tokenizer, SHOTS)
@@ -146,7 +146,7 @@ class Composition:
         if "vanilla" in config.controls and len(key_models) == 1:
             # There is only the form to learn, which is soon done.
             short = config.key_model.model_copy(update={"max_steps": max(1, config.key_model.max_steps // 4)})
-            vanilla = [self.pretrain(short, partial(self.small.knowing, known=False), "vanilla m_A")]
+            vanilla = [self.pretrain(short, partial(self.small.draw_key_text, known=False), "vanilla m_A")]
             kinds.append(("vanilla m_A, never taught the keys", Composed, vanilla))
         for name, kind, lms in kinds:
             reader, _ = self.compose(kind, arithmetic_model, self.respelled(lms), TASKS, name)
@@ -170,7 +170,7 @@ class Composition:
         """Return the pretrained anchor, frozen, with a LoRA merged into it that was taught arithmetic."""
         config, random = self.config, Random(f"{self.config.seed} m_B")
         lora = training.add_lora(self.anchor, config.rank, layers=self.upper_layers())
-        pool = [self.world.reckoning(random) for _ in range(config.data.pool or 10_000)]
+        pool = [self.world.draw_sum(random) for _ in range(config.data.pool or 10_000)]
 
         def batches() -> Iterator[list[Texts]]:
             while True:
@@ -217,17 +217,24 @@ class Composition:
 
         def batches() -> Iterator[list[Texts]]:
             while True:
-                drawn = [
-                    random.choice(pool) if pool else world.draw(world.keys, random) for _ in range(optim.batch_size)
-                ]
+                rows = range(optim.per_device_train_batch_size)
+                drawn = [random.choice(pool) if pool else world.draw(world.keys, random) for _ in rows]
                 yield [[one.pair(tasks[row % len(tasks)])] for row, one in enumerate(drawn)]
 
-        options = optim.model_dump(include={"max_steps", "gate_learning_rate", "weight_decay"})
+        fields = {"learning_rate": rate, "max_steps": optim.max_steps}
         with self.hidden_states(reader.model):
-            return self.train(reader, world, batches(), label, learning_rate=rate, **options)
+            return self.train(reader, world, batches(), label, optim.gate_learning_rate, **fields)
 
-    def train(self, reader: Single, world: World, batches: Iterator[list[Texts]], label: str, **options: Any) -> float:
-        """Train the weights of a reader that are not frozen; return the seconds."""
+    def train(
+        self,
+        reader: Single,
+        world: World,
+        batches: Iterator[list[Texts]],
+        label: str,
+        gate_learning_rate: float | None = None,
+        **fields: Any,
+    ) -> float:
+        """Train the weights of a reader that are not frozen; `fields` replace those of the settings."""
 
         @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them
         def batch_of(step: int) -> list[Texts]:
@@ -237,20 +244,21 @@ class Composition:
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 return reader.loss(world.batch(batch_of(inputs["step"])))
 
-        optim = training.OptimSettings(
-            warmup_steps=min(self.config.optim.warmup_steps, options["max_steps"] // 2),
-            max_grad_norm=self.config.optim.max_grad_norm,
-            **options,
-        )
-        bf16 = self.config.mixed_precision == "bf16"
+        optim, steps = self.config.optim, fields["max_steps"]
         # The next adapter begins as if nothing had been trained before it.
         with torch.random.fork_rng():
             trainer = ReaderTrainer(
                 reader.model,
-                optim.arguments(self.config, per_device_train_batch_size=1, use_cache=True, bf16=bf16),
+                optim.arguments(
+                    self.config,
+                    per_device_train_batch_size=1,
+                    use_cache=True,
+                    warmup_steps=min(optim.warmup_steps, steps // 2),
+                    **fields,
+                ),
                 data_collator=lambda steps: {"step": steps[0]},
-                train_dataset=range(optim.max_steps),
-                gate_learning_rate=optim.gate_learning_rate,
+                train_dataset=range(steps),
+                gate_learning_rate=gate_learning_rate,
             )
             return self.run.train(trainer, label, self.config.progress)
 

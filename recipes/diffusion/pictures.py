@@ -22,7 +22,6 @@ from mmattn.pipelines import DiffusionHost, as_image
 from .models import Denoiser
 
 EXPLORED = 4  # sentences, or examples, in attention.safetensors
-CELL, GAP, LINE, LETTER, DPI = 64, 6, 18, 6.5, 100  # of a grid, in pixels; a picture is at least CELL wide
 
 
 def draw(
@@ -41,27 +40,18 @@ def draw(
 
 
 def grid(pictures: Tensor, columns: int, path: Path, labels: Sequence[str], headings: Sequence[str] = ()) -> None:
-    """Save pictures (n, c, size, size) from -1 to 1 row by row, each pixel a square of whole pixels."""
-    rows, size = -(-len(pictures) // columns), pictures.shape[-1]
-    cell = size * -(-CELL // size)
-    left, top = 2 * GAP + round(LETTER * max(map(len, labels))), GAP + (LINE if headings else 0)
-    width, height = left + columns * (cell + GAP), top + rows * (cell + GAP)
-    figure = plt.figure(figsize=(width / DPI, height / DPI), facecolor="#e9e9e6")
-    for index, picture in enumerate(pictures):
-        x, y = left + index % columns * (cell + GAP), top + (index // columns + 1) * (cell + GAP) - GAP
-        axis = figure.add_axes((x / width, 1 - y / height, cell / width, cell / height))
-        axis.axis("off")
-        if len(picture) == 1:  # ink on paper
-            axis.imshow(-picture[0].numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
-        else:
-            axis.imshow(((picture + 1) / 2).permute(1, 2, 0).numpy(), interpolation="nearest")
-    for row, label in enumerate(labels):
-        y = top + row * (cell + GAP) + cell / 2
-        figure.text((left - GAP) / width, 1 - y / height, label, ha="right", va="center", fontsize=8)
-    for column, heading in enumerate(headings):
-        x = left + column * (cell + GAP) + cell / 2
-        figure.text(x / width, 1 - LINE / 2 / height, heading, ha="center", va="center", fontsize=8)
-    figure.savefig(path, dpi=DPI, facecolor=figure.get_facecolor())
+    """Save pictures (n, c, size, size) from -1 to 1 row by row, with a label for each row and headings."""
+    rows = -(-len(pictures) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(0.7 * columns + 1.5, 0.7 * rows + 0.3), squeeze=False)
+    for axis, picture in zip(axes.flat, pictures, strict=True):
+        ink = -picture[0] if len(picture) == 1 else ((picture + 1) / 2).permute(1, 2, 0)  # ink on paper, or colours
+        axis.imshow(ink.numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
+        axis.set(xticks=[], yticks=[])
+    for axis, label in zip(axes[:, 0], labels, strict=True):
+        axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
+    for axis, heading in zip(axes[0], headings, strict=False):
+        axis.set_title(heading, fontsize=8)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mmattn import training
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ModelSettings(Strict):
+class ModelSettings(training.Settings):
     kind: Literal["unet", "transformer"] = "unet"  # of stage A; stage B reads `unet`
     size: int = Field(16, ge=8)  # pixels a side
     channels: tuple[int, ...] = (32, 64, 64)  # unet: of each level
@@ -21,37 +19,32 @@ class ModelSettings(Strict):
     head_dim: int = Field(32, ge=2)  # transformer
 
 
-class OptimSettings(Strict):
+class OptimSettings(training.OptimSettings):
     max_steps: int = Field(5000, ge=1)
-    batch_size: int = Field(64, ge=1)
+    per_device_train_batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
     warmup_steps: int = Field(100, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
     min_snr: float = Field(5.0, gt=0)  # arXiv 2303.09556
     ema_decay: float = Field(0.999, ge=0, lt=1)
 
 
-class SampleSettings(Strict):
+class SampleSettings(training.Settings):
     steps: int = Field(20, ge=1)
     guidance_scale: float = 2.0  # as in diffusers: 1 is no guidance
     each: int = Field(6, ge=1)  # pictures per prompt of the table
     examples: int = Field(359, ge=1)  # held-out examples of the table, at most
 
 
-class StyleSettings(Strict):
+class StyleSettings(training.Settings):
     encoder_steps: int = Field(800, ge=1)
     control: bool = True  # also train on examples concatenated with the text
 
 
-class Config(Strict):
+class Config(training.RunSettings):
     out: str = "runs/diffusion"
     stage: Literal["text", "style"] = "text"
     unet: str = "assets/diffusion"  # style: the frozen host; a run of stage A of either kind, or a Stable Diffusion
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cpu"] = "auto"
     conditioning_dropout_prob: float = Field(0.1, ge=0, lt=1)  # of each condition in training, for guidance
-    progress: bool = True
     model: ModelSettings = ModelSettings()
     optim: OptimSettings = OptimSettings()
     sample: SampleSettings = SampleSettings()

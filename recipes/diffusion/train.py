@@ -36,7 +36,7 @@ def main(settings: dict[str, Any]) -> Path:
     import_extra("matplotlib", "viz")  # fail now rather than after the last step
     run = training.RunFolder(config.out)
     if run.begin(config.model_dump(mode="json")):
-        device = training.OptimSettings().arguments(config).device
+        device = config.optim.arguments(config).device
         stage = train_text if config.stage == "text" else train_style
         content = {"stage": config.stage, "seed": config.seed, **stage(config, run, device)}
         run.finish(content, table)
@@ -103,7 +103,7 @@ def train_text(config: Config, run: training.RunFolder, device: torch.device) ->
 
 def text_loss(config: Config, data: Pictures, host: DiffusionHost, model: Denoiser, random: Random) -> Tensor:
     """Return the loss of a random batch of pictures with sentences about them, some of them left out."""
-    rows = [random.randrange(len(data)) for _ in range(config.optim.batch_size)]
+    rows = [random.randrange(len(data)) for _ in range(config.optim.per_device_train_batch_size)]
     sentences: list[str | None] = [
         describe(int(data.classes[row]), choose_attributes(data.measures[row], random), random) for row in rows
     ]

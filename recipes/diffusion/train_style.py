@@ -142,13 +142,12 @@ def train(
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             return loss(batch_of(inputs["step"]))
 
-    settings = training.OptimSettings(**optim.model_dump(exclude={"batch_size", "min_snr", "ema_decay"}))
     module.requires_grad_(True)
     trainer = DenoisingTrainer(
         module,
-        settings.arguments(config, per_device_train_batch_size=1),
+        optim.arguments(config, per_device_train_batch_size=1),
         data_collator=lambda steps: {"step": steps[0]},
-        train_dataset=range(settings.max_steps),
+        train_dataset=range(optim.max_steps),
     )
     return run.train(trainer, name, config.progress)
 
@@ -157,7 +156,7 @@ def make_batches(
     config: Config, data: Pictures, host: DiffusionHost, generator: torch.Generator
 ) -> Iterator[list[Row]]:
     """Yield random batches; sentence and example of a row are left out independently."""
-    random, count, unet = Random(config.seed), config.optim.batch_size, host.unet.config
+    random, count, unet = Random(config.seed), config.optim.per_device_train_batch_size, host.unet.config
     shape = (unet.in_channels, unet.sample_size, unet.sample_size)
     while True:
         pictures = [random.randrange(len(data)) for _ in range(count)]

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmattn
 
+from .data import END, START, VOCABULARY
 from .learning import make_adapter
 from .settings import RecogniserSettings, SensorEncoderSettings
-from .speech import END, START, VOCABULARY
 
 
 class AudioEncoder(nn.Module):

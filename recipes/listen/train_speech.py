@@ -18,10 +18,10 @@ from mmattn import training
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import import_extra
 
+from .data import Clips, Speech, Utterance, log_energies
 from .learning import Lesson, make_adapter
 from .recogniser import Recogniser, SensorEncoder, most_likely_words, sensor_logits, text_loss
 from .settings import Config
-from .speech import Clips, Speech, Utterance, log_energies
 from .voices import WORDS, speak
 from .whisper import WhisperRecogniser
 

@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import mmattn
 from mmattn import models
 
+from .data import END, VOCABULARY
 from .settings import Config
-from .speech import END, VOCABULARY
 from .voices import WORDS
 
 #: Tokens before each text; START stands for the last of them.

@@ -24,11 +24,19 @@ from mmattn import inspect, pipelines, training
 from mmattn.errors import import_extra
 
 from .data import Data, encode, load_data
-from .measure import Measure, bits_saved, other_species, write_captions
-from .report import draw_captions, table, trace_captions
+from .measure import Measure, bits_saved, other_species
 from .settings import AdapterSettings, Config
 
-SAMPLES, TRACES = 8, 6  # held-out pictures in captions.png, and in attention.safetensors
+COLUMNS = {
+    "perplexity": ("held-out perplexity", 1, ".2f", ""),
+    "bits_saved": ("bits saved per description", 1, "+.2f", ""),
+    "species_perplexity": ("perplexity of the species word", 1, ".2f", ""),
+    "species_accuracy": ("species right in caption", 100, ".0f", " %"),
+    "attribute_accuracy": ("attributes right in caption", 100, ".0f", " %"),
+    "parameters": ("trained parameters", 1, ",.0f", ""),
+    "seconds": ("seconds", 1, ".0f", ""),
+}
+TRACES = 6  # held-out pictures in attention.safetensors
 
 
 def main(config: dict[str, Any]) -> Path:
@@ -62,9 +70,6 @@ def main(config: dict[str, Any]) -> Path:
     model = mmattn.attach(lm, make_adapter(settings.adapter, memory.dim))
     model.print_trainable_parameters()
     parameters, layers = model.trainable_parameters()[0], model.adapter("default").layers
-    samples = list(range(0, len(data.held_out), max(1, len(data.held_out) // SAMPLES)))[:SAMPLES]
-    captions = write_captions(model, tokenizer, held_out[torch.tensor(samples)], settings.max_new_tokens)
-    run.write_text("samples_before.txt", name_captions(data, samples, captions))
 
     # Training.
     with hidden_states(model, settings):
@@ -85,8 +90,8 @@ def main(config: dict[str, Any]) -> Path:
             with contextlib.nullcontext() if pictures is None else hidden_states(model, settings):
                 row, texts = measure.row(f"adapter, {name}", model, pictures)
             rows.append(row | {"parameters": parameters, "seconds": seconds})
-            captions = texts if pictures is held_out else captions
-        save_captions(run, model, tokenizer, data, held_out, captions, samples, encoder.grid)
+            if pictures is held_out:
+                save_captions(run, model, tokenizer, data, held_out, texts, encoder.grid)
         model.unload()
         if settings.controls:
             control = train_lora(lm, parameters, layers, data, ids, measure, settings, run)
@@ -200,26 +205,21 @@ def save_captions(
     data: Data,
     memory: mmattn.Memory,
     captions: Sequence[str],
-    samples: Sequence[int],
     grid: tuple[int, int] | None,
 ) -> None:
-    """Write all captions, and some with their pictures and the attention to the patches."""
-    texts, images = [captions[i] for i in samples], [data.held_out[i].image for i in samples]
-    run.write_text("samples_after.txt", name_captions(data, samples, texts))
-    rows = enumerate(zip(data.held_out, captions, strict=True))
-    lines = [(one.image if isinstance(one.image, str) else i, one.species.name, caption) for i, (one, caption) in rows]
-    run.write_json("captions.json", [dict(zip(("picture", "species", "caption"), line, strict=True)) for line in lines])
-    traces = trace_captions(model, tokenizer, images, memory[torch.tensor(samples)], texts, grid)
-    species = [data.held_out[i].species.name for i in samples]
-    draw_captions(run.path / "captions.png", images, texts, traces, species, [one.name for one in data.species])
-    if traces:
-        inspect.save_traces(traces[:TRACES], run.path)
-
-
-def name_captions(data: Data, samples: Sequence[int], captions: Sequence[str]) -> str:
-    """Return a line "species: caption" for each of some held-out pictures."""
-    pairs = zip(samples, captions, strict=True)
-    return "\n".join(f"{data.held_out[i].species.name}: {caption}" for i, caption in pairs)
+    """Write all captions, and of some the attention of each word to the patches, for `mmattn explore`."""
+    pairs = zip(data.held_out, captions, strict=True)
+    lines = [{"picture": one.image, "species": one.species.name, "caption": caption} for one, caption in pairs]
+    run.write_json("captions.json", lines)
+    if grid is None or grid[0] * grid[1] != memory.length:  # the encoder has no patches
+        return
+    traces = []
+    for number in range(0, len(captions), -(-len(captions) // TRACES)):
+        title, picture = captions[number], mmattn.load_image(data.held_out[number].image)
+        (ids,) = training.encode_texts(tokenizer, [title or " "])
+        words = [tokenizer.decode([token]) for token in ids]
+        traces.append(inspect.attribute(model, ids, memory[number], words, grid=grid, picture=picture, title=title))
+    inspect.save_traces(traces, run.path)
 
 
 def make_pipeline_config(settings: Config, tokenizer: PreTrainedTokenizerBase, data: Data) -> pipelines.PipelineConfig:
@@ -232,3 +232,18 @@ def make_pipeline_config(settings: Config, tokenizer: PreTrainedTokenizerBase, d
         trained_on=f"{len(data.train)} pictures of {len(data.species)} species from {settings.data.path}.",
         training={"recipe": "vision", "seed": settings.seed, "steps": settings.optim.max_steps},
     )
+
+
+def table(contents: list[dict[str, Any]]) -> str:
+    """Return the table of one or several `table.json`, with notes on how to read it."""
+    first, notes = contents[0], []
+    if len(contents) > 1:
+        notes.append(f"{len(contents)} seeds, mean ± half the range.")
+    notes += [
+        f"log2({first['species']} species) = {first['bound_bits']:.2f} bits: all that the species can save.",
+        f"Means over {first['pairs']} pairs of one of {first['held_out_pictures']} held-out pictures and a description "
+        "of its species. The descriptions were seen in training, with other pictures and by the LoRA as well.",
+        "Shuffled: each picture replaced by one of another species. No picture: the host's own output.",
+    ]
+    rows = training.spread_table("", COLUMNS, [content["rows"] for content in contents])
+    return "\n".join([rows, "", *(f"- {note}" for note in notes)])

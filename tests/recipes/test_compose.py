@@ -15,20 +15,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmattn
 from mmattn.pipelines import load_language_model
+from tests.recipes.runs import LM, settings_of
 from tests.tiny_texts import tiny_tokenizer
-
-SMALL = {"width": 16, "depth": 3, "heads": 2, "max_steps": 2, "batch_size": 5}
 
 
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("compose", "settings", "expressions", "readers", "train")
+    return load_files("compose", "settings", "data", "readers", "train")
 
 
 def make_world(recipe: SimpleNamespace, key_models: int = 1) -> Any:
     """Thirty keys, a fifth of them to train a composition on."""
-    return recipe.expressions.World(recipe.settings.DataSettings(keys=30, values=11, key_models=key_models), seed=0)
+    return recipe.data.World(recipe.settings.DataSettings(keys=30, values=11, key_models=key_models), seed=0)
 
 
 @pytest.fixture
@@ -36,38 +35,21 @@ def world(recipe: SimpleNamespace) -> Any:
     return make_world(recipe)
 
 
-def small_run(recipe: SimpleNamespace, folder: Path, key_models: int, **more: Any) -> Path:
-    """The folder of a run that takes seconds."""
-    return recipe.train.main(
-        {
-            "out": str(folder / "run"),
-            "progress": False,
-            "data": {"keys": 30, "values": 11, "ask": 7, "key_models": key_models},
-            "key_model": SMALL,
-            "arithmetic_model": SMALL | {"width": 24},
-            "adapter": {"num_heads": 2, "head_dim": 6},
-            "fused": {"hidden_dim": 5},
-            "optim": {"max_steps": 2, "batch_size": 6},
-            **more,
-        }
-    )
-
-
 @pytest.fixture(scope="module")
-def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with one model that knows keys."""
-    return small_run(recipe, tmp_path_factory.mktemp("compose"), 1)
+def run(finished: Callable[[str], Path]) -> Path:
+    """A finished run of a few steps."""
+    return finished("compose")
 
 
 def test_prompts_and_answers(recipe: SimpleNamespace) -> None:
-    made = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-")
-    pairs = {task: made.pair(task) for task in recipe.expressions.TASKS}
+    made = recipe.data.Expression(("kqz", "abt"), (7, 12), "-")
+    pairs = {task: made.pair(task) for task in recipe.data.TASKS}
     assert {task: ("".join(asked), right) for task, (asked, right) in pairs.items()} == {
         "substitution": ("<kqz>-<abt>:", ["7", "-", "12"]),
         "arithmetic": ("<7>-<12>=", ["7", "-", "12", "=", "-", "5"]),
         "KV-arithmetic": ("<kqz>-<abt>=", ["7", "-", "12", "=", "-", "5"]),
     }
-    in_the_head = recipe.expressions.Expression(("kqz", "abt"), (7, 12), "-", working=False)
+    in_the_head = recipe.data.Expression(("kqz", "abt"), (7, 12), "-", working=False)
     for task in ("arithmetic", "KV-arithmetic"):
         assert in_the_head.pair(task) == (pairs[task][0], ["-", "5"])
     assert "".join(made.pair("arithmetic", ("ab", ""))[0]) == "<ab7>-<12>="
@@ -83,7 +65,7 @@ def test_no_held_out_key_is_trained_on(world: Any) -> None:
     assert measured <= set(held_out) and len(measured) > 20
 
 
-def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
+def test_each_of_two_key_models_has_keys_and_brackets_of_its_own(recipe: SimpleNamespace) -> None:
     world = make_world(recipe, key_models=2)
     first, second = map(set, world.known)
     assert len(first) == len(second) == 15 and not first & second and first | second == set(world.values)
@@ -93,10 +75,10 @@ def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleName
         assert text == f"<{one.keys[0]}>{one.operator}[{one.keys[1]}]="
     random = Random(0)
     for number, (begin, known) in enumerate((("<", first), ("[", second))):
-        texts = [world.knowing(random, key_model=number)[0] for _ in range(100)]
+        texts = [world.draw_key_text(random, key_model=number)[0] for _ in range(100)]
         assert {text[0] for text in texts} == {begin}
         assert {"".join(text[1:4]) for text in texts} == known
-    asked = {"".join(token for token in world.reckoning(random)[0] if token in "<>[]") for _ in range(50)}
+    asked = {"".join(token for token in world.draw_sum(random)[0] if token in "<>[]") for _ in range(50)}
     assert asked == {"<>[]"}
     batch = world.batch([[one.pair("KV-arithmetic")] for one in world.expressions("KV-arithmetic", 3, 0)])
     assert int(batch["input_ids"].max()) < len(world.ids)
@@ -105,14 +87,14 @@ def test_each_of_two_knowers_has_keys_and_brackets_of_its_own(recipe: SimpleName
 def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any) -> None:
     random = Random(0)
     for _ in range(200):
-        asked, right = world.knowing(random)
+        asked, right = world.draw_key_text(random)
         assert "=" not in (*asked[:-1], *right) and len(right) == (1 if asked[-1] == ">" else 3)
         if asked[-1] == ">":
             assert right == [str(world.values["".join(asked[-4:-1])])]
         else:
             keys = "".join(asked)[1:4], "".join(asked)[7:10]
             assert [right[0], right[2]] == [str(world.values[key]) for key in keys]
-        asked, right = world.reckoning(random)
+        asked, right = world.draw_sum(random)
         assert ":" not in asked and not any(f"<{key}>" in "".join(asked) for key in world.values)
         numbers = [int(token) for token in asked if token.isdigit()]
         operator = next(token for token in asked if token in "+-*")
@@ -121,14 +103,7 @@ def test_m_b_never_reads_a_key_with_its_value_and_m_a_never_a_result(world: Any)
             assert right[:4] == [str(numbers[0]), operator, str(numbers[1]), "="]
             right = right[4:]
         assert int("".join(right)) == {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator](*numbers)
-    assert len({tuple(world.knowing(Random(seed), known=False)[1]) for seed in range(60)}) > 20
-
-
-def test_keys_come_a_few_at_a_time(world: Any) -> None:
-    random = Random(0)
-    for done, count in ((0, 3), (0.1, 11), (0.34, 30), (1, 30)):
-        asked = [world.knowing(random, done)[0] for _ in range(500)]
-        assert {"".join(text[1:4]) for text in asked} == {*[*world.values][:count]}
+    assert len({tuple(world.draw_key_text(Random(seed), known=False)[1]) for seed in range(60)}) > 20
 
 
 def test_rows_learn_answers_alone(world: Any) -> None:
@@ -146,33 +121,6 @@ def test_rows_learn_answers_alone(world: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_has_its_controls_and_the_papers_table(run: Path) -> None:
-    content = json.loads((run / "table.json").read_text())
-    names = [row["name"] for row in content["rows"]]
-    assert names == [
-        "m_A, knows the keys",
-        "m_B, does arithmetic",
-        "ceiling: m_B with the values filled in",
-        "composed, trained on substitution",
-        "composed, trained on KV-arithmetic",
-        "composed, trained on all three",
-        "fused caches, trained on all three",
-        "LoRA on m_B",
-        "random m_A",
-        "fused caches of a random m_A",
-        "vanilla m_A, never taught the keys",
-    ]
-    spent = {row["name"]: row["token_ms"] for row in content["rows"] if row["token_ms"] is not None}
-    assert list(spent) == ["m_B, does arithmetic", names[5], names[6]] and all(one > 0 for one in spent.values())
-    shares = [row[task] for row in content["rows"] for task in ("arithmetic", "KV-arithmetic", "forced")]
-    assert all(share is None or 0 <= share <= 1 for share in shares) and content["held"] == 24
-    text = (run / "table.md").read_text()
-    for line in ("| paper: m_A ", "98.1 %", "73.7 %", "| paper: composed", "84.3 %"):
-        assert line in text
-    logged = {json.loads(line)["model"] for line in (run / "metrics.jsonl").read_text().splitlines()}
-    assert {"m_A", "m_B", "LoRA", "vanilla m_A", "composed, trained on all three"} <= logged
-
-
 def test_the_saved_adapter_composes_the_saved_models(recipe: SimpleNamespace, run: Path) -> None:
     key_model, arithmetic_model = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("m_A", "m_B"))
     model = mmattn.load(arithmetic_model, run / "adapter")
@@ -193,13 +141,15 @@ def anchor(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
     recipe: SimpleNamespace, anchor: Path, tmp_path: Path
 ) -> None:
-    run = small_run(
-        recipe, tmp_path, 1, anchor=str(anchor), fused=None, controls=["LoRA"], ways=["all three"],
-        hidden_states=str(tmp_path / "states"), data={"keys": 30, "values": 10, "ask": 7, "pool": 8},
-    )  # fmt: skip
+    settings = settings_of("compose", tmp_path) | {
+        "anchor": str(anchor), "fused": None, "controls": ["LoRA"], "ways": ["all three"],
+        "hidden_states": str(tmp_path / "states"), "data": {"keys": 30, "values": 10, "ask": 7, "pool": 8},
+    }  # fmt: skip
+    run = recipe.train.main(settings)
     names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
     assert names == [
         "m_B as it is, after 6 sums",
@@ -214,7 +164,7 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
         recipe.settings.DataSettings(keys=30, values=10),
         load_language_model(str(anchor), "cpu"),
     )
-    small, world = recipe.expressions.World(settings, 0), recipe.expressions.World(settings, 0, "cpu", tokenizer, 3)
+    small, world = recipe.data.World(settings, 0), recipe.data.World(settings, 0, "cpu", tokenizer, 3)
     assert small.values == world.values and world.spell(["12"]) == [world.ids["1"], world.ids["2"]]
     pair = (["<", "7", ">", "+", "<", "5", ">", "="], ["7", "+", "5", "=", "12"])
     examples, asked = tokenizer.decode(world.prompts([pair])["input_ids"][0]).rsplit("\n", 1)
@@ -228,7 +178,7 @@ def test_a_pretrained_anchor_is_taught_and_reads_its_own_tokens(
         ]
     assert torch.equal(*states)
     with pytest.raises(mmattn.errors.ConfigError, match=r"data\.values=10"):
-        recipe.expressions.World(settings.model_copy(update={"values": 11}), 0, "cpu", tokenizer)
+        recipe.data.World(settings.model_copy(update={"values": 11}), 0, "cpu", tokenizer)
 
 
 def test_controls_need_the_composition_whose_size_they_have(recipe: SimpleNamespace, tmp_path: Path) -> None:
@@ -239,7 +189,7 @@ def test_controls_need_the_composition_whose_size_they_have(recipe: SimpleNamesp
 
 def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> None:
     readers, settings = recipe.readers, recipe.settings
-    small = settings.ModelSettings(**SMALL)
+    small = settings.ModelSettings(**LM)
     key_model, arithmetic_model = (recipe.train.build(world, small, seed) for seed in (3, 5))
     adapter = settings.AdapterSettings(num_heads=2, head_dim=6)
     pair = world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")
@@ -261,7 +211,7 @@ def test_readers_attend_to_no_answer(recipe: SimpleNamespace, world: Any) -> Non
 def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed(
     recipe: SimpleNamespace, world: Any
 ) -> None:
-    lm = recipe.train.build(world, recipe.settings.ModelSettings(**SMALL), 3)
+    lm = recipe.train.build(world, recipe.settings.ModelSettings(**LM), 3)
     made, ids = recipe.readers.expand(lm), torch.tensor([[5, 9, 3, 7]])
     with torch.no_grad():
         assert torch.equal(made(ids).logits, lm(ids).logits)
@@ -271,22 +221,3 @@ def test_an_expanded_model_says_the_same_and_caches_what_the_last_layer_computed
         last = lm.model.layers[2](states[2], position_embeddings=lm.model.rotary_emb(states[2], torch.arange(4)[None]))
         wanted = layer.self_attn.v_proj(layer.input_layernorm(last))
     assert torch.allclose(value.transpose(1, 2).flatten(2), wanted, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_three_models(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    """Two that know keys and one that reckons: with one of them missing, and each in the place of the other."""
-    run = small_run(recipe, tmp_path, 2)
-    names = [row["name"] for row in json.loads((run / "table.json").read_text())["rows"]]
-    ways = [
-        [f"{way}{word}" for word in (
-            ", trained on all three", ", only the first given", ", only the second given",
-            ", each in the place of the other",
-        )] for way in ("composed", "fused caches")
-    ]  # fmt: skip
-    known = ["m_A, knows the keys", "m_C, knows the keys", "m_B, does arithmetic"]
-    controls = ["LoRA on m_B", "random m_A", "fused caches of a random m_A"]
-    assert names == [*known, "ceiling: m_B with the values filled in", *ways[0], *ways[1], *controls]
-    assert "paper" not in (run / "table.md").read_text()
-    for folder in ("adapter", "fused"):
-        assert len(list((run / folder).glob("*/adapter_config.json"))) == 2

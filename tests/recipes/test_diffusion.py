@@ -20,20 +20,10 @@ from mmattn.cli.app import main
 from mmattn.encoders.style import InkProcessor
 from mmattn.errors import ConfigError, ImageError, TextError
 from mmattn.pipelines import load_diffusion_host
-from mmattn.recipes import read_settings
 from tests import tiny, tiny_pipeline
+from tests.recipes.runs import DIFFUSION
 
 ROOT = Path(__file__).parents[2]
-MODELS = {
-    "unet": {"channels": [8, 16, 16]},
-    "transformer": {"kind": "transformer", "layers": 3, "heads": 2, "head_dim": 10},
-}
-SMALL = {
-    "sample": {"steps": 2, "each": 1, "examples": 7},
-    "optim": {"max_steps": 3, "batch_size": 5, "warmup_steps": 0},
-    "style": {"encoder_steps": 2},
-    "progress": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +39,15 @@ def data(recipe: SimpleNamespace) -> Any:
 
 
 @pytest.fixture(scope="module")
-def base(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(finished: Callable[[str], Path]) -> Path:
     """The folder of a stage A of three steps."""
-    out = tmp_path_factory.mktemp("text")
-    recipe.train.main({**SMALL, "model": MODELS["unet"], "out": str(out)})
-    return out
+    return finished("diffusion")
 
 
 @pytest.fixture(scope="module")
-def transformer(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a stage A of three steps with a transformer."""
-    out = tmp_path_factory.mktemp("transformer")
-    recipe.train.main({**SMALL, "model": MODELS["transformer"], "out": str(out)})
-    return out
+def transformer(finished: Callable[[str], Path]) -> Path:
+    """The folder of a stage A with a transformer of three steps."""
+    return finished("diffusion transformer")
 
 
 def perturb(host: Any) -> None:
@@ -142,16 +128,7 @@ def test_the_control_has_as_many_parameters(recipe: SimpleNamespace, parameters:
     assert abs(sum(weight.numel() for weight in module.parameters()) - parameters) < 130
 
 
-def test_the_published_transformer_starts_at_zero(recipe: SimpleNamespace) -> None:
-    settings = read_settings(ROOT / "recipes/diffusion/config_transformer.yaml", [])
-    config = recipe.settings.Config(**{key: value for key, value in settings.items() if key != "recipe"})
-    model = recipe.models.make_denoiser(config.model)
-    assert isinstance(model, SD3Transformer2DModel) and 2_000_000 < model.num_parameters() < 3_000_000
-    noisy, text = torch.randn(2, 1, 16, 16), torch.randn(2, 7, 64)
-    first = model(noisy, text, torch.randn(2, 64), torch.tensor([3, 900])).sample
-    assert torch.equal(first, torch.zeros(2, 1, 16, 16))
-
-
+@pytest.mark.slow
 def test_stage_a_with_a_unet(base: Path) -> None:
     files = {"config.resolved.yaml", "metrics.jsonl", "loss.png", "table.json", "table.md", "samples.png"}
     assert files | {"words.png"} <= {path.name for path in base.iterdir()}
@@ -169,6 +146,7 @@ def test_stage_a_with_a_unet(base: Path) -> None:
         prompts(["a seven", "a purple seven"])
 
 
+@pytest.mark.slow
 def test_stage_a_with_a_transformer(recipe: SimpleNamespace, transformer: Path) -> None:
     assert not (transformer / "unet").exists()
     assert "transformer and text encoder: 3 steps" in (transformer / "table.md").read_text()
@@ -181,6 +159,7 @@ def test_stage_a_with_a_transformer(recipe: SimpleNamespace, transformer: Path) 
     assert torch.equal(states[2:], host.prompts.null())
 
 
+@pytest.mark.slow
 def test_text_and_pooled_state_reach_a_transformer(recipe: SimpleNamespace, transformer: Path) -> None:
     host = load_diffusion_host(transformer)
     perturb(host)
@@ -197,6 +176,7 @@ def test_text_and_pooled_state_reach_a_transformer(recipe: SimpleNamespace, tran
     assert not torch.allclose(seven, draw("a seven"))
 
 
+@pytest.mark.slow
 def test_a_masked_example_changes_nothing_in_the_control(recipe: SimpleNamespace, transformer: Path) -> None:
     host = load_diffusion_host(transformer)
     perturb(host)
@@ -214,13 +194,14 @@ def test_a_masked_example_changes_nothing_in_the_control(recipe: SimpleNamespace
     assert not torch.allclose(plain, predict(True), atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["unet", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unet", "transformer"])
 def test_stage_b_and_drawing(
     recipe: SimpleNamespace, kind: str, tmp_path: Path, capsys: Any, request: pytest.FixtureRequest
 ) -> None:
     stage_a, out = request.getfixturevalue({"unet": "base"}.get(kind, kind)), tmp_path / "style"
     before = {path.name: path.read_bytes() for path in (stage_a / kind).iterdir()}
-    recipe.train.main({**SMALL, "stage": "style", "unet": str(stage_a), "out": str(out)})
+    recipe.train.main({**DIFFUSION, "progress": False, "stage": "style", "unet": str(stage_a), "out": str(out)})
     assert {path.name: path.read_bytes() for path in (stage_a / kind).iterdir()} == before
     rows = {row.pop("name"): row for row in json.loads((out / "table.json").read_text())["rows"]}
     assert len(rows) == 11 and {"concatenated with the text", "concatenated, shuffled examples"} <= set(rows)
@@ -244,6 +225,7 @@ def test_stage_b_and_drawing(
     assert pictures["off"] == pictures["plain"] and len(pictures["plain"]) == 256**2
 
 
+@pytest.mark.slow
 def test_finetune_refuses_a_transformer(load_files: Callable[..., SimpleNamespace], transformer: Path) -> None:
     painting = load_files("finetune", "painting").painting
     with pytest.raises(ConfigError, match="SD3Transformer2DModel.*name a UNet"):
@@ -255,7 +237,7 @@ def test_a_published_stable_diffusion_stays_frozen(recipe: SimpleNamespace, tmp_
     (tmp_path / "words").mkdir()
     tiny_pipeline.make_pipeline(tiny_pipeline.make_tokenizer(tmp_path / "words")).save_pretrained(tmp_path / "sd")
     out = tmp_path / "run"
-    recipe.train.main({**SMALL, "stage": "style", "unet": str(tmp_path / "sd"), "out": str(out)})
+    recipe.train.main({**DIFFUSION, "progress": False, "stage": "style", "unet": str(tmp_path / "sd"), "out": str(out)})
     rows = {row.pop("name"): row for row in json.loads((out / "table.json").read_text())["rows"]}
     assert rows["decoupled, adapter_scale 0.0"] == rows["no example"]
     host = load_diffusion_host(tmp_path / "sd")

@@ -22,6 +22,7 @@ from mmattn import training
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, TextError
 from mmattn.recipes import read_settings
 from tests.cli.running import call
+from tests.recipes.runs import settings_of
 
 ROOT = Path(__file__).parents[2]
 FLORA = ROOT / "assets" / "flora"
@@ -35,25 +36,11 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 
 def short(folder: Path, **changes: Any) -> dict[str, Any]:
     """Settings of a run that takes seconds."""
-    lm = {} if changes.get("host") == "unet" else {"lm": "assets/lm"}
-    return lm | {
-        "out": str(folder / "run"),
-        "progress": False,
-        "device": "cpu",
-        "encoder": "assets/clip",
-        "data": {"path": str(FLORA), "held_out": 2, "cache": str(folder / "cache")},
-        "adapter": {"every": 3, "num_heads": 2, "head_dim": 16, "feed_forward": 1},
-        "optim": {
-            "max_steps": 4,
-            "per_device_train_batch_size": 3,
-            "warmup_steps": 1,
-            "save_steps": 2,
-            "logging_steps": 2,
-        },
-        "eval": {"eval_steps": 2, "controls": True},
-        "caption": {"max_new_tokens": 5},
-        **changes,
-    }
+    settings = settings_of("finetune", folder) | {"out": str(folder / "run")}
+    if changes.get("host") == "unet":
+        for name in ("lm", "adapter", "caption"):
+            del settings[name]
+    return settings | changes
 
 
 def tiny_lm(recipe: SimpleNamespace, **changes: Any) -> tuple[Any, Any]:
@@ -63,11 +50,12 @@ def tiny_lm(recipe: SimpleNamespace, **changes: Any) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of a few steps, with its controls."""
-    return recipe.train.main(short(tmp_path_factory.mktemp("finetune")))
+def run(finished: Callable[[str], Path]) -> Path:
+    """A finished run of a few steps."""
+    return finished("finetune")
 
 
+@pytest.mark.slow
 class TestLanguage:
     def test_its_files(self, run: Path) -> None:
         assert {path.name for path in run.iterdir()} == {
@@ -97,15 +85,6 @@ class TestLanguage:
         with Image.open(run / "loss.png") as plot:
             assert plot.height > 3 * plot.width / 2, "a panel for each of them"
 
-    def test_the_table_has_its_controls(self, run: Path) -> None:
-        rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-        lora, own, shuffled, none = rows.values()
-        names = ["LoRA, text only", "adapter, its own memory", "adapter, shuffled memory", "adapter, no memory"]
-        assert list(rows) == names
-        assert abs(lora["parameters"] - own["parameters"]) <= 0.05 * own["parameters"]
-        assert len({own["loss"], shuffled["loss"], none["loss"], lora["loss"]}) == 4
-        assert all(name in (run / "table.md").read_text() for name in names)
-
     def test_no_memory_is_the_host(self, recipe: SimpleNamespace, run: Path) -> None:
         rows = {row["name"]: row["loss"] for row in json.loads((run / "table.json").read_text())["rows"]}
         settings = recipe.settings.Config(**short(run.parent))
@@ -114,40 +93,10 @@ class TestLanguage:
         total, count = training.sum_nats(host.lm, host.collator(text_only=True).batch(list(held_out)))
         assert rows["adapter, no memory"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
 
-    @pytest.mark.slow
-    def test_cached_hidden_states(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
-        """The table but for rounding; another run computes no hidden state again and ends bit for bit the same."""
-        asked = short(tmp_path)
-        asked["optim"] |= {"cache_hidden_states": True}
-        asked["data"]["cache"] = str(tmp_path / "cache")
-        out = recipe.train.main(asked)
-        table, plain = (json.loads((one / "table.json").read_text())["rows"] for one in (out, run))
-        for row, want in zip(table, plain, strict=True):
-            assert row["loss"] == pytest.approx(want["loss"], rel=1e-3) and row["name"] == want["name"]
-        states = tmp_path / "cache" / "hidden_states"
-        files = {path: path.stat().st_mtime_ns for path in states.rglob("*.safetensors")}
-        file = out / "adapter" / "adapter_model.safetensors"
-        before = file.read_bytes()
-        recipe.train.main(asked | {"resume": False})
-        assert file.read_bytes() == before
-        assert files and {path: path.stat().st_mtime_ns for path in states.rglob("*.safetensors")} == files
-
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-    def test_a_compiled_adapter(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
-        """The table but for rounding."""
-        asked = short(tmp_path)
-        asked["optim"]["torch_compile"] = True
-        out = recipe.train.main(asked)
-        table, plain = (json.loads((one / "table.json").read_text())["rows"] for one in (out, run))
-        for row, want in zip(table, plain, strict=True):
-            assert row["loss"] == pytest.approx(want["loss"], rel=1e-3)
-
     def test_its_adapter_captions(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, err = call(capsys, "caption", FLORA / "daffodil.png", "--adapter", run / "adapter")
         assert code == 0 and out.startswith(f"{FLORA / 'daffodil.png'}: "), err
 
-    @pytest.mark.slow
     def test_again_is_nothing_and_anew_is_the_same(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
         shutil.copytree(run, tmp_path / "run")
         file = Path("adapter") / "adapter_model.safetensors"
@@ -182,17 +131,6 @@ class TestLanguage:
         assert model.trainable_parameters()[0]
         with pytest.raises(AdapterFileError, match="has no pipeline_config.json"):
             mmattn.pipeline(out / "adapter")
-
-    @pytest.mark.slow
-    def test_packed_rows_cost_what_they_do_padded(self, recipe: SimpleNamespace, run: Path, tmp_path: Path) -> None:
-        asked = short(tmp_path)
-        asked["data"] |= {"cache": str(run.parent / "cache"), "packing": True}
-        out = recipe.train.main(asked)
-        rows, padded = (
-            {row["name"]: row["loss"] for row in json.loads((folder / "table.json").read_text())["rows"]}
-            for folder in (out, run)
-        )
-        assert rows == pytest.approx(padded, rel=1e-3)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["int8", "bnb8", "bnb4"])
@@ -282,8 +220,6 @@ class TestUNet:
             (pictures / f"{number}.txt").write_text(f"a {name}")
         asked = short(tmp_path, host="unet")
         asked["data"]["path"] = str(pictures)
-        for name in ("adapter", "caption"):
-            del asked[name]
         out = recipe.train.main(asked)
         rows = {row["name"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
         assert len(rows) == 4 and rows["adapter, its own memory"]["loss"] != rows["adapter, no memory"]["loss"]
@@ -307,8 +243,6 @@ class TestUNet:
         asked = short(tmp_path, host="unet", text_encoder="assets/clip", eval={"eval_steps": 0})
         asked["data"] |= {"path": str(pictures), "held_out": 1}
         asked["optim"] |= {"max_steps": 2}
-        for name in ("adapter", "caption"):
-            del asked[name]
         with pytest.raises(mmattn.errors.TextError, match="has words this UNet's text encoder never saw"):
             recipe.train.main(asked | {"captions": "host"})
         out = recipe.train.main(asked)
@@ -340,12 +274,6 @@ class TestSettings:
         with pytest.raises(ValidationError, match=said):
             recipe.settings.Config(**changes)
 
-    def test_the_shipped_files_are_sound(self, recipe: SimpleNamespace) -> None:
-        for name in ("config.yaml", "config_tiny.yaml", "config_unet.yaml"):
-            settings = read_settings(ROOT / "recipes" / "finetune" / name, ["optim.max_steps=120"])
-            assert settings.pop("recipe") == "finetune"
-            assert recipe.settings.Config(**settings).arguments().max_steps == 120
-
     def test_a_contradiction_is_named_without_all_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
         config = ROOT / "recipes" / "finetune" / "config_unet.yaml"
         code, _, err = call(capsys, "train", config, "lm=gpt2")
@@ -357,13 +285,6 @@ class TestSettings:
         asked["data"] = {"path": str(tmp_path / "rows.jsonl"), "held_out": 1}
         with pytest.raises(ConfigError, match="no row of .* has a picture, a passage or a memory"):
             recipe.train.main(asked)
-
-
-def test_a_table_without_a_shuffled_memory(recipe: SimpleNamespace) -> None:
-    lines = (("LoRA, text only", 2.0), ("adapter, shuffled memory", float("nan")), ("adapter, its own memory", 1.5))
-    rows = [recipe.report.table_row(name, loss, 5, 1.0, "language") for name, loss in lines]
-    text = recipe.train.table([{"rows": rows}])
-    assert "nan" not in text and "fewer than two held-out rows" in text and "+0.5000" in text and "4.48" in text
 
 
 class TestBeforeTheFirstStep:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,21 +29,6 @@ def photographs() -> dict:
 
 def named(name: str, text: str) -> int:
     return len(re.findall(rf"\b{re.escape(name)}\b", text, flags=re.IGNORECASE))
-
-
-def test_there_are_at_least_forty_species_and_no_two_look_alike_on_paper(flora) -> None:
-    known = flora.species()
-    assert len(known) == len({one.name for one in known}) == len({one.latin for one in known}) >= 40
-    seen = Counter((one.colour, one.petals, one.shape, one.centre, one.leaf) for one in known)
-    assert seen.most_common(1)[0][1] == 1, f"two species share {seen.most_common(1)[0][0]}"
-
-
-def test_every_fact_is_filled_in(flora) -> None:
-    for one in flora.species():
-        assert one.season in ("spring", "summer", "autumn", "winter"), one.name
-        assert 0 <= one.petals <= 26 and 5 <= one.height <= 800, one.name
-        words = (one.colour, one.shape, one.centre, one.leaf, one.habitat, one.looks, one.leaves, one.place)
-        assert all(word and word == word.strip() for word in words), one.name
 
 
 def test_descriptions_name_their_species_once_and_no_other(flora) -> None:
@@ -78,18 +61,6 @@ def test_the_same_seed_draws_the_same_picture_and_another_seed_another(flora) ->
         first, again, other = map(np.asarray, (first, again, other))
         assert first.std() > 8, f"{one.name} is blank"
         assert np.array_equal(first, again) and not np.array_equal(first, other), one.name
-
-
-def test_the_data_set_is_deterministic_and_its_splits_share_no_picture(flora) -> None:
-    def pictures(split: str, seed: int) -> list[tuple[bytes, str, str]]:
-        return [(image.tobytes(), *texts) for image, *texts in islice(flora.dataset(split, 5, seed, 17), 35)]
-
-    train, held_out = pictures("train", 3), pictures("held-out", 3)
-    assert len({name for _, _, name in train}) == 7 and len({image for image, _, _ in train}) == 35
-    assert train == pictures("train", 3) and train != pictures("train", 4)
-    assert not {image for image, _, _ in train} & {image for image, _, _ in held_out}
-    texts = {one.name: flora.descriptions(one) for one in flora.species()}
-    assert all(text in texts[name] for _, text, name in train + held_out)
 
 
 def test_the_demo_pictures_are_those_that_were_drawn(flora, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -23,19 +22,10 @@ import transformers
 import mmattn
 from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
+from tests.recipes.runs import SENSOR, SMALL, STEPS, standing_in
 
-STEPS = {"max_steps": 2, "per_device_train_batch_size": 5, "warmup_steps": 1}
-SPOKEN = [
-    "audio only",
-    "audio and sensor",
-    "audio and another utterance's sensor",
-    "audio, the adapter without a sensor",
-    "sensor alone, read off its encoder",
-    "audio, LoRA without a sensor",
-]
-SMALL = {"num_heads": 2, "head_dim": 6}
 FILES = (
-    "settings", "voices", "speech", "recogniser", "whisper", "series", "train_speech", "train_series", "train",
+    "settings", "voices", "data", "recogniser", "whisper", "series", "train_speech", "train_series", "train",
 )  # fmt: skip
 
 
@@ -45,24 +35,10 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     return load_files("listen", *FILES)
 
 
-@contextlib.contextmanager
-def standing_in(recipe: SimpleNamespace) -> Iterator[None]:
-    """Instead of espeak-ng a tone for each text, higher or lower with the speaker."""
-
-    def say(text: str, speaker: Any, sampling_rate: int) -> Any:
-        time = np.arange(round(0.2 * sampling_rate)) / sampling_rate
-        return np.float32(np.sin(2 * math.pi * (200 + 37 * len(text) + speaker.pitch) * time))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe.voices, "say", say)
-        patch.setattr(recipe.voices, "check_voices", lambda voices: None)
-        yield
-
-
 @pytest.fixture
 def toneful(recipe: SimpleNamespace) -> Iterator[None]:
     """No espeak-ng for this test."""
-    with standing_in(recipe):
+    with standing_in():
         yield
 
 
@@ -72,10 +48,10 @@ def speech(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> Any:
     settings = recipe.settings.VoiceSettings(speakers=3, held_out=1, chatter=2, cache=str(tmp_path))
     spoken = recipe.voices.speak(settings, False)
     bands = LogMelEncoder(16, frames_per_token=1, sampling_rate=8000, window=0.032, hop=0.02)
-    ear = partial(recipe.speech.log_energies, bands)
+    ear = partial(recipe.data.log_energies, bands)
     sensor = LogMelEncoder(3, frames_per_token=1, sampling_rate=8000, window=0.04, hop=0.04)
     noise = recipe.settings.NoiseSettings()
-    return recipe.speech.Speech(spoken["train"], spoken["chatter"], settings, noise, ear, sensor)
+    return recipe.data.Speech(spoken["train"], spoken["chatter"], settings, noise, ear, sensor)
 
 
 def test_no_held_out_voice_is_trained_on(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> None:
@@ -88,22 +64,9 @@ def test_no_held_out_voice_is_trained_on(recipe: SimpleNamespace, toneful: None,
     assert len(others) == 8 and not set(others) & set(voices.HELD_OUT)
 
 
-def test_what_was_spoken_is_read_from_the_cache(
-    recipe: SimpleNamespace, toneful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = recipe.settings.VoiceSettings(speakers=2, held_out=1, chatter=1, cache=str(tmp_path))
-    first = recipe.voices.speak(settings, False)["train"]
-    monkeypatch.setattr(recipe.voices, "say", None)
-    again = recipe.voices.speak(settings, False)["train"]
-    assert again.speakers == first.speakers
-    for own, other in zip(first.clips, again.clips, strict=True):
-        assert len(own) == len(recipe.voices.WORDS)
-        assert all(np.array_equal(a, b) for a, b in zip(own, other, strict=True))
-
-
 @pytest.mark.parametrize("snr", [-7.0, 0.0, 5.0])
 def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: float) -> None:
-    one = recipe.speech.Utterance(1, (3, 17, 3))
+    one = recipe.data.Utterance(1, (3, 17, 3))
     mixed, alone, places = speech.mix(one, snr, np.random.default_rng(7))
     assert len(places) == 3 and np.isfinite(mixed).all() and np.abs(mixed).max() <= 0.5
     # The mix is a share of the voice alone, and uncorrelated noise.
@@ -117,18 +80,18 @@ def test_noise_is_as_loud_as_it_says(recipe: SimpleNamespace, speech: Any, snr: 
 
 
 def test_places_say_which_word_is_spoken(recipe: SimpleNamespace, speech: Any) -> None:
-    one = recipe.speech.Utterance(0, (5, 11))
+    one = recipe.data.Utterance(0, (5, 11))
     clips = speech.batch([one], [30.0], [3])
     assert clips.energies.shape == (1, 16, 125) and clips.spoken.shape == (1, 63) and clips.sensed.shape == (1, 63, 3)
-    words = [word for word in clips.spoken[0].tolist() if word != recipe.speech.START]
+    words = [word for word in clips.spoken[0].tolist() if word != recipe.data.START]
     assert words == sorted(words) and set(words) == {5, 11} and len(words) == pytest.approx(10, abs=2)
     # Where a word is spoken it is louder than around it.
-    speaking = clips.spoken[0] != recipe.speech.START
+    speaking = clips.spoken[0] != recipe.data.START
     assert clips.sensed[0].mean(1)[speaking].mean() > clips.sensed[0].mean(1)[~speaking].mean() + 0.3
 
 
 def test_the_sensor_feels_the_voice_and_not_the_noise(recipe: SimpleNamespace, speech: Any) -> None:
-    one = recipe.speech.Utterance(2, (1, 2, 3))
+    one = recipe.data.Utterance(2, (1, 2, 3))
     loud, faint = (speech.batch([one], [snr], [5]) for snr in (-20.0, 20.0))
     assert torch.equal(loud.sensed, faint.sensed) and loud.sensed.isfinite().all()
     assert not torch.allclose(loud.energies, faint.energies, atol=0.1)
@@ -140,7 +103,7 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
     random = Random(3)
     clips = speech.batch([speech.draw(random) for _ in range(9)], [10.0] * 9, range(9))
     # An ear and a sensor that know what is said.
-    sure = torch.nn.functional.one_hot(clips.spoken, recipe.speech.VOCABULARY) * 9.0
+    sure = torch.nn.functional.one_hot(clips.spoken, recipe.data.VOCABULARY) * 9.0
     recogniser.ear.forward = lambda energies: (None, sure)
     _, own = recogniser.agree(sure, clips.energies)
     _, others = recogniser.agree(sure.roll(1, 0), clips.energies)
@@ -155,45 +118,12 @@ def test_a_stream_can_be_told_from_that_of_another_utterance(recipe: SimpleNames
 
 
 @pytest.fixture(scope="module")
-def spoken_run(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spoken_run(finished: Callable[[str], Path]) -> Path:
     """The folder of a run over speech that takes seconds."""
-    folder = tmp_path_factory.mktemp("listen")
-    with standing_in(recipe):
-        return recipe.train.main(
-            {
-                "out": str(folder / "run"),
-                "progress": False,
-                "voices": {"speakers": 2, "held_out": 1, "chatter": 2, "cache": str(folder)},
-                "recogniser": {**STEPS, "width": 16, "heads": 2, "bands": 16, "convolutions": 2, "adapter": SMALL},
-                "sensor": {
-                    "held_out": 16,
-                    "calibration": 5,
-                    "optim": STEPS,
-                    "adapter": SMALL,
-                    "encoder": {**STEPS, "width": 8},
-                },
-            }
-        )
+    return finished("listen")
 
 
-def test_a_run_over_speech_has_its_controls(spoken_run: Path) -> None:
-    content = json.loads((spoken_run / "table.json").read_text())
-    rows = {row["name"]: row for row in content["rows"]}
-    assert list(rows) == SPOKEN
-    assert all(math.isfinite(row["noisy"]) and row["noisy"] >= 0 for row in rows.values())
-    # Without its sensor the adapter does nothing at all.
-    assert rows["audio, the adapter without a sensor"]["noisy"] == rows["audio only"]["noisy"]
-    assert rows["audio, LoRA without a sensor"]["parameters"] == pytest.approx(
-        rows["audio and sensor"]["parameters"], rel=0.05
-    )
-    assert content["held_out"] == 16
-    assert "16 utterances of 8 voices" in (spoken_run / "table.md").read_text()
-    assert (spoken_run / "loss.png").is_file()
-    assert (spoken_run / "samples.txt").read_text().count("said") == 16
-    logged = {json.loads(line)["model"] for line in (spoken_run / "metrics.jsonl").read_text().splitlines()}
-    assert logged == {"recogniser", "encoder of the sensor", "adapter", "LoRA"}
-
-
+@pytest.mark.slow
 def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, spoken_run: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -205,8 +135,8 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
     model = mmattn.load(model, spoken_run / "adapter", "sensor")
     memory = {"audio": mmattn.Memory(torch.randn(3, 63, 16)), "sensor": mmattn.Memory(torch.randn(3, 63, 2 * 16 + 2))}
     with torch.no_grad():
-        logits = model(torch.full((3, 1), recipe.speech.START), memory=memory).logits
-    assert logits.shape == (3, 1, recipe.speech.VOCABULARY) and logits.isfinite().all()
+        logits = model(torch.full((3, 1), recipe.data.START), memory=memory).logits
+    assert logits.shape == (3, 1, recipe.data.VOCABULARY) and logits.isfinite().all()
 
 
 def save_tiny_whisper(recipe: SimpleNamespace, folder: Path) -> Path:
@@ -233,6 +163,7 @@ def save_tiny_whisper(recipe: SimpleNamespace, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_with_whisper_has_its_controls(recipe: SimpleNamespace, toneful: None, tmp_path: Path) -> None:
     run = recipe.train.main(
         {
@@ -249,7 +180,7 @@ def test_a_run_with_whisper_has_its_controls(recipe: SimpleNamespace, toneful: N
         }
     )
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-    assert list(rows) == SPOKEN and "parameters" not in rows["audio only"]
+    assert tuple(rows) == SENSOR and "parameters" not in rows["audio only"]
     assert all(math.isfinite(row["noisy"]) for row in rows.values())
     blind = rows["audio, the adapter without a sensor"]
     assert blind == {**rows["audio only"], "name": blind["name"]}
@@ -268,11 +199,11 @@ def test_whisper_writes_words_of_the_list(recipe: SimpleNamespace, tmp_path: Pat
     assert all(len(row) <= 5 and set(row) <= set(range(len(recipe.voices.WORDS))) for row in rows)
     # Teacher forcing gives the words that were generated.
     row = rows[0]
-    logits = whisper.logits(torch.tensor([[recipe.speech.START, *row]]), states[:1])
-    assert logits.shape == (1, 1 + len(row), recipe.speech.END + 1) and logits.argmax(-1)[0, : len(row)].tolist() == row
+    logits = whisper.logits(torch.tensor([[recipe.data.START, *row]]), states[:1])
+    assert logits.shape == (1, 1 + len(row), recipe.data.END + 1) and logits.argmax(-1)[0, : len(row)].tolist() == row
     # Words in turn, and nothing else of a slot, tell the words that are felt.
     felt = torch.tensor([[30, 4, 4, 30, 4, 7, 7, 30]])
-    memory = whisper.sense(torch.nn.functional.one_hot(felt, recipe.speech.VOCABULARY) * 99.0, states[:1])
+    memory = whisper.sense(torch.nn.functional.one_hot(felt, recipe.data.VOCABULARY) * 99.0, states[:1])
     most = recipe.settings.VoiceSettings().most
     assert memory.tokens.shape == (1, 8, whisper.dim)
     assert memory.tokens[0, :, :31].argmax(-1).tolist() == felt[0].tolist()
@@ -337,35 +268,3 @@ def test_sentences_are_read_as_they_are_written(recipe: SimpleNamespace) -> None
         assert ids[0] == series.START and ids[-1] == series.END and series.parse(ids[1:]) == told
         assert series.parse([*ids[1:], 0, 1]) == told and len(ids) - 2 < recipe.train_series.LONGEST
     assert series.parse([series.IDS["samples"]]) == series.Description("?", "?", "?", "?")
-
-
-@pytest.fixture(scope="module")
-def series_settings() -> dict[str, Any]:
-    """Settings of a run over series that takes seconds."""
-    return {
-        "progress": False,
-        "part": "series",
-        "series": {"samples": 1100, "patch": 50, "train": 7, "held_out": 11},
-        "lm": {**STEPS, "width": 16, "heads": 2, "layers": 2},
-        "describing": {"optim": STEPS, "adapter": SMALL},
-    }
-
-
-def test_a_run_over_series_has_its_controls(
-    recipe: SimpleNamespace, series_settings: dict[str, Any], tmp_path: Path
-) -> None:
-    run = recipe.train.main(series_settings | {"out": str(tmp_path / "run")})
-    content = json.loads((run / "table.json").read_text())
-    assert [row["name"] for row in content["rows"]] == [
-        "frozen LM, no series",
-        "adapter, its series",
-        "adapter, another's series",
-        "adapter, no series",
-        "LoRA, no series",
-    ]
-    shares = [row[name] for row in content["rows"] for name in (*recipe.series.ATTRIBUTES, "all")]
-    assert all(0 <= share <= 1 for share in shares) and content["patches"] == 22
-    rows = {row["name"]: row for row in content["rows"]}
-    for name in recipe.series.ATTRIBUTES:
-        assert rows["adapter, no series"][name] == rows["frozen LM, no series"][name]
-    assert "22 patches" in (run / "table.md").read_text() and (run / "samples.txt").read_text().count("true:") == 11

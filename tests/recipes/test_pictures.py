@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from PIL import Image
 
 from mmattn.inspect import plot_curves
 
@@ -40,20 +38,3 @@ def test_steps_are_whole(load_files: Callable[..., SimpleNamespace], tmp_path: P
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     load_files("finetune", "report").report.plot_metrics(tmp_path / "loss.svg", tmp_path / "metrics.jsonl")
     assert "1.25" not in texts(tmp_path / "loss.svg") and {"1", "2", "3"} <= set(texts(tmp_path / "loss.svg"))
-
-
-@pytest.mark.parametrize(("size", "scale"), [(16, 4), (13, 5), (97, 1)])
-def test_a_grid_shows_every_pixel_as_a_square(
-    load_files: Callable[..., SimpleNamespace], tmp_path: Path, size: int, scale: int
-) -> None:
-    recipe = load_files("diffusion", "pictures").pictures
-    board = (torch.arange(size)[:, None] + torch.arange(size)) % 2 * 2.0 - 1  # the finest there is
-    recipe.grid(board.expand(6, 1, size, size), 3, tmp_path / "grid.png", ["first", "second"], ["a", "b", "c"])
-    with Image.open(tmp_path / "grid.png") as image:
-        grey = torch.frombuffer(bytearray(image.convert("L").tobytes()), dtype=torch.uint8).view(image.height, -1)
-    cell = (-127.5 * (board - 1)).round().to(torch.uint8).repeat_interleave(scale, 0).repeat_interleave(scale, 1)
-    windows = grey.unfold(0, size * scale, 1).unfold(1, size * scale, 1)
-    rows = [y for y in range(windows.shape[0]) if any(torch.equal(window, cell) for window in windows[y])]
-    assert len(rows) == 2, "both rows of pictures, pixel by pixel"
-    left, top = grey[:, : grey.shape[1] - 3 * (size * scale + 6)], grey[: rows[0]]
-    assert left.min() < 100 and top.min() < 100, "labels and headings"

@@ -14,6 +14,7 @@ import torch
 import mmattn
 from mmattn import models, pipelines, training
 from tests.models.test_pretrained import need, need_espeak
+from tests.recipes.runs import settings_of
 
 
 @pytest.fixture(scope="module")
@@ -68,36 +69,10 @@ def test_the_shipped_adapter(recipe: SimpleNamespace, dtype: torch.dtype) -> Non
     assert len(rows) == 25 and right(pictures) >= 22 and right([*pictures[7:], *pictures[:7]]) <= 20
 
 
-SMALL = {"num_heads": 2, "head_dim": 8, "feed_forward": 0.5}
-
-
-def short(folder: Path, **more: Any) -> dict[str, Any]:
-    """Settings of a run of three steps."""
-    settings = {
-        "out": str(folder / "run"),
-        "train_questions": 23,
-        "test_questions": 17,
-        "cache": str(folder / "cache"),
-        "progress": False,
-        "adapter": {"layers": [28], **SMALL},
-        "optim": {"max_steps": 3, "per_device_train_batch_size": 7, "warmup_steps": 1, "lora_steps": 2},
-    }
-    return settings | more
-
-
-def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    settings = short(tmp_path)
-    run = recipe.train.main(settings)
-    rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-    bare, blind = rows["frozen model, no picture"], rows["adapter, no picture"]
-    assert [bare[kind] for kind in ("all", "yes or no")] == [blind[kind] for kind in ("all", "yes or no")]
-    assert {"adapter, right picture", "adapter, shuffled pictures", "LoRA, questions only"} <= set(rows)
-    sizes = [rows[name]["parameters"] for name in ("adapter, right picture", "LoRA, questions only")]
-    assert abs(sizes[1] / sizes[0] - 1) < 0.05
+@pytest.mark.slow
+def test_the_adapter_of_a_run(recipe: SimpleNamespace, finished: Callable[[str], Path]) -> None:
+    run = finished("vqa")
     assert (run / "answers.png").stat().st_size > 10_000 and (run / "loss.png").is_file()
-    written = (run / "table.json").stat().st_mtime_ns
-    recipe.train.main(settings)
-    assert (run / "table.json").stat().st_mtime_ns == written, "a finished run is left as it is"
     pipe, asked = mmattn.pipeline(run / "adapter", device="cpu"), models.load_easy_vqa("test")[0]
     data = recipe.data.load_data(pipe.tokenizer, 5, 5)
     assert pipe.make_prompt(data.texts[0].capitalize()) == data.prompts[0]
@@ -112,8 +87,9 @@ def test_a_short_run(recipe: SimpleNamespace, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_short_run_with_spoken_questions(recipe: SimpleNamespace, tmp_path: Path) -> None:
     need("whisper-base"), need_espeak()
-    speech = {"voices": 1, "max_steps": 3, "adapter": {"layers": [26], **SMALL}}
-    run = recipe.train.main(short(tmp_path, train_questions=9, spoken=True, speech=speech))
+    settings = settings_of("vqa", tmp_path)
+    speech = {"voices": 1, "max_steps": 3, "adapter": settings["adapter"] | {"layers": [26]}}
+    run = recipe.train.main(settings | {"train_questions": 9, "spoken": True, "speech": speech})
     content = json.loads((run / "table.json").read_text())
     rows = {row.pop("name"): row for row in content["rows"]}
     bare, neither = rows["frozen model, neither"], rows["adapters, neither"]

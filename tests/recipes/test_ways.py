@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -18,31 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mmattn
+from tests.recipes.runs import WAY_ROWS, settings_of
 from tests.tiny_texts import tiny_tokenizer
-
-SMALL: dict[str, Any] = {
-    "progress": False,
-    "parameters": 30_000,
-    "gated": {"every": 1, "num_heads": 2, "head_dim": 8, "feed_forward": 0.0},
-    "reader": {"width": 32, "depth": 2, "heads": 4, "max_steps": 2, "tokens": 256},
-    "texts": {"passages": 3, "statements": 5, "entries": 10, "ask": 4, "requests": 3, "recomputed_tokens": 2},
-    "documents": {"documents": 4, "statements": 12, "times_fewer": 8},
-    "optim": {"max_steps": 2, "per_device_train_batch_size": 3},
-}
-ROWS = [
-    "no memory",
-    "LoRA, no memory",
-    "in the prompt",
-    "passages read before",
-    "passages, first tokens read again",
-    "in the prompt, tuned as long",
-    "gated cross-attention",
-    "inserted tokens",
-    "joined in the model's own attention",
-    "a trained prefix",
-    "passages read before, block-tuned",
-    "passages, first tokens read again, block-tuned",
-]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +28,11 @@ def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def small(recipe: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def small(finished: Callable[[str], Path], run_folder: Path) -> dict[str, Any]:
     """Settings of runs that take seconds, with a reader that has hardly learned to read."""
-    run = recipe.train.main({**SMALL, "task": "reader", "out": str(tmp_path_factory.mktemp("reader") / "run")})
-    return SMALL | {"texts": {**SMALL["texts"], "lm": str(run / "lm")}}
+    finished("ways reader")
+    settings = settings_of("ways passages", run_folder)
+    return {name: value for name, value in settings.items() if name not in ("task", "out")}
 
 
 @pytest.fixture
@@ -68,12 +45,11 @@ def texts(recipe: SimpleNamespace, small: dict[str, Any]) -> Any:
 def test_the_reader(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
     """A run leaves the reader and how well it reads; without one nothing is read, and the error says what to run."""
     content = json.loads((Path(small["texts"]["lm"]).parent / "table.json").read_text())
-    assert [row["name"] for row in content["rows"]] == ["5 statements", "10 statements", "15 statements"]
-    again = {**SMALL, "task": "reader", "reader": {"lm": small["texts"]["lm"]}, "out": str(tmp_path / "measured")}
+    again = {**small, "task": "reader", "reader": {"lm": small["texts"]["lm"]}, "out": str(tmp_path / "measured")}
     measured = json.loads((recipe.train.main(again) / "table.json").read_text())
     assert (measured["rows"], measured["parameters"]) == (content["rows"], content["parameters"]), "of a trained one"
     with pytest.raises(mmattn.errors.ConfigError, match=r"config_reader\.yaml"):
-        recipe.train.main({**SMALL, "texts": {"lm": str(tmp_path / "none")}, "out": str(tmp_path / "run")})
+        recipe.train.main({**small, "texts": {"lm": str(tmp_path / "none")}, "out": str(tmp_path / "run")})
 
 
 def _tokenizer(pieces: str) -> PreTrainedTokenizerFast:
@@ -116,16 +92,17 @@ def test_a_language_model_without_the_words(recipe: SimpleNamespace) -> None:
         recipe.data.World(tiny_tokenizer())
 
 
-def test_another_language_model(recipe: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_another_language_model(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
     """A GPT-2 with its own tokenizer reads the texts; what its learned positions cannot do is refused beforehand."""
     tokenizer = _tokenizer("bytes")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 307, "vocab_size": len(tokenizer)}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "lm")
     tokenizer.save_pretrained(tmp_path / "lm")
-    small = {**SMALL, "texts": {**SMALL["texts"], "lm": str(tmp_path / "lm"), "recomputed_tokens": 0}}
+    small = small | {"texts": {**small["texts"], "lm": str(tmp_path / "lm"), "recomputed_tokens": 0}}
     run = recipe.train.main({**small, "task": "facts", "out": str(tmp_path / "run")})
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-    assert list(rows) == [name for name in ROWS if "read again" not in name]
+    assert list(rows) == [name for name in WAY_ROWS if "read again" not in name]
     with pytest.raises(mmattn.errors.ConditionError, match="cannot be turned to stand one after the other"):
         one_step = {**small, "optim": {"max_steps": 1, "per_device_train_batch_size": 3}}
         recipe.train.main({**one_step, "task": "documents", "out": str(tmp_path / "documents")})
@@ -219,40 +196,8 @@ def test_what_is_trained_apart_is_what_is_read_apart(
     way.close()
 
 
-@pytest.fixture(scope="module")
-def run(recipe: SimpleNamespace, small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that takes seconds."""
-    return recipe.train.main({**small, "task": "passages", "out": str(tmp_path_factory.mktemp("ways") / "run")})
-
-
-def test_a_run_has_its_controls(run: Path, recipe: SimpleNamespace) -> None:
-    """No memory, another's memory, a LoRA of equal size, passages as they are and tuned; and what each costs."""
-    content = json.loads((run / "table.json").read_text())
-    rows = {row["name"]: row for row in content["rows"]}
-    assert list(rows) == ROWS
-    for name, row in rows.items():
-        assert 0 <= row["accuracy"] <= 1 and math.isfinite(row["bits"])
-        assert (row["shuffled"] is None) == ("no memory" in name)
-        assert row["parameters"] is None or abs(row["parameters"] - 30_000) <= 1500
-    assert rows["LoRA, no memory"]["bits"] == 0
-    assert "| passages read before, block-tuned" in (run / "table.md").read_text()
-    assert (run / "metrics.jsonl").is_file()
-    assert recipe.train.table([content, content]).count("±") > 20
-
-
-def test_documents(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
-    """Prefixes of documents stand beside the whole document, its beginning, and those of others."""
-    run = recipe.train.main({**small, "task": "documents", "out": str(tmp_path / "run")})
-    content = json.loads((run / "table.json").read_text())
-    rows = {row["name"]: row for row in content["rows"]}
-    assert content["tokens"] == 48 and len(rows) == 11
-    assert rows["prefix, self-study"]["slots"] == 6 and rows["the whole document in the prompt"]["slots"] == 48
-    assert rows["prefixes, self-study, of two documents"]["slots"] == 12
-    assert all(0 <= row["accuracy"] <= 1 for row in rows.values())
-    assert (run / "adapter" / "adapter_config.json").is_file()
-
-
-def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_pictures(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
     """Ways that take vectors are compared on a folder of pictures; passages are for texts."""
     described, folder = {}, tmp_path / "pictures"
     for place, name in enumerate(("aster", "broom", "clover")):
@@ -270,7 +215,7 @@ def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
     }  # fmt: skip
     run = recipe.train.main(
         {
-            **SMALL,
+            **small,
             "task": "pictures",
             "parameters": 300_000,
             "joined": {"layers": [1, 3]},
@@ -280,5 +225,5 @@ def test_pictures(recipe: SimpleNamespace, tmp_path: Path) -> None:
         }
     )
     rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
-    assert list(rows) == ["no memory", "LoRA, no memory", *ROWS[6:10]]
+    assert list(rows) == ["no memory", "LoRA, no memory", *WAY_ROWS[6:10]]
     assert all(abs(row["parameters"] - 300_000) <= 15_000 for row in rows.values() if row["parameters"])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from mmattn.recipes import load_recipe
-from tests.recipes.rag.small import TOPICS
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +32,6 @@ def facts(recipe: SimpleNamespace) -> Any:
 
 
 @pytest.fixture(scope="module")
-def lm(make_lm: ModuleType, facts: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lm(run_folder: Path) -> Path:
     """A folder with a random language model and a tokenizer that knows the words of some questions."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("lm")
-    texts = list(make_lm.questions(facts[0], 50, Random(0)))
-    tokenizer = make_lm.train_tokenizer([*texts, *TOPICS.values()], 500)
-    make_lm.build(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return run_folder / "lm"

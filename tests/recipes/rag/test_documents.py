@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -14,9 +15,7 @@ import torch
 import mmattn
 from mmattn import inspect
 from tests import tiny
-from tests.recipes.rag.small import TOPICS, small
-
-HELD = {"tests": "A test calls a function and compares the value.\n\nArguments may be given by name."}
+from tests.recipes.runs import HELD, TOPICS, settings_of
 
 
 @pytest.fixture
@@ -125,34 +124,12 @@ def test_every_paragraph_of_the_documents_stands_once(recipe: SimpleNamespace) -
 
 
 @pytest.mark.slow
-def test_a_run_over_documents_has_its_controls(
-    recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def topics(copies: bool = False) -> tuple[dict[str, str], dict[str, str]]:
-        return (TOPICS | {"copy": HELD["tests"]} if copies else TOPICS), HELD
-
-    monkeypatch.setattr(recipe.train_docs, "load_topics", topics)
-    out = recipe.train.main(small(lm, tmp_path / "docs", part="docs"))
-    table = json.loads((out / "table.json").read_text())
-    rows = {row["name"]: row["bits"] for row in table["rows"]}
-    assert rows["both, copies left in the library"] != rows["both"] and 0.1 < table["copies"] < 0.3
-    assert (out / "samples.txt").read_text().startswith("tests: A test calls")
-    assert len(rows) == 11 and rows["both, no memory"] != rows["frozen LM"], "the LoRA stays"
-    assert {"neighbours", "continuations", "both", "both, random ones instead", "LoRA, text only"} <= set(rows)
-    assert all(2 < bits < 20 for bits in rows.values())
-    assert (out / "adapter" / "adapter_model.safetensors").is_file() and (out / "lora").is_dir()
-    (held,) = inspect.load_traces(out)
-    assert held.title == " ".join(HELD["tests"].split()) and (held.weights.sum(-1) < 1).all()
-    assert f"-> {held.words[0].strip()}" in (out / "samples.txt").read_text()
-
-
-@pytest.mark.slow
 def test_documents_with_states_below_the_adapter_cached(
     recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on SmolLM2: the adapter in one upper layer is calibrated, its LoRA and the control's are above it."""
     monkeypatch.setattr(recipe.train_docs, "load_topics", lambda copies=False: (TOPICS, HELD))
-    settings = small(lm, tmp_path / "docs", part="docs")
+    settings = settings_of("rag documents", tmp_path) | {"lm": str(lm)}
     settings["docs"] |= {"rows": ["both"], "copies": False, "calibrate": True, "adapter": {"layers": [3]}}
     settings["optim"] |= {"cache_hidden_states": True}
     out = recipe.train.main(settings)
@@ -161,6 +138,16 @@ def test_documents_with_states_below_the_adapter_cached(
     assert len(set(rows.values())) == 5 and any((tmp_path / "cache" / "hidden_states").rglob("*.safetensors"))
     lora = json.loads((out / "lora" / "adapter_config.json").read_text())
     assert {name.split("\\.")[2] for name in lora["alpha_pattern"]} == {"4", "5"}
+
+
+@pytest.mark.slow
+def test_the_samples_of_a_run(finished: Callable[[str], Path]) -> None:
+    out = finished("rag documents")
+    assert 0.1 < json.loads((out / "table.json").read_text())["copies"] < 0.3
+    assert (out / "samples.txt").read_text().startswith("tests: A test calls") and (out / "lora").is_dir()
+    (held,) = inspect.load_traces(out)
+    assert held.title == " ".join(HELD["tests"].split()) and (held.weights.sum(-1) < 1).all()
+    assert f"-> {held.words[0].strip()}" in (out / "samples.txt").read_text()
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
@@ -14,17 +14,15 @@ import pytest
 import torch
 
 import mmattn
-from mmattn import inspect
 from mmattn.cli.app import main
 from mmattn.encoders import NameEncoder
 from tests import tiny
-from tests.recipes.rag.small import small
 
 
 @pytest.fixture(scope="module")
-def run(recipe: SimpleNamespace, lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run over facts."""
-    return recipe.train.main(small(lm, tmp_path_factory.mktemp("facts") / "run"))
+def run(finished: Callable[[str], Path]) -> Path:
+    """A finished run of a few steps."""
+    return finished("rag")
 
 
 def test_facts_are_real_and_divided_by_their_keys(facts: Any) -> None:
@@ -155,25 +153,6 @@ def test_counts_are_what_their_heads_say(recipe: SimpleNamespace) -> None:
     answers = [{"right": right, "answer": text, "attended_right": top} for right, text, top in lines]
     wanted = {"accuracy": 0.5, "attended": 0.5, "precision": 0.5, "recall": 0.5}
     assert recipe.measure.shares(answers) == wanted
-
-
-@pytest.mark.slow
-def test_a_run_over_facts_has_its_controls(recipe: SimpleNamespace, run: Path) -> None:
-    names = {"config.resolved.yaml", "metrics.jsonl", "table.json", "table.md", "index", "adapter"}
-    assert names <= {path.name for path in run.iterdir()}
-    traces = inspect.load_traces(run)
-    assert len(traces) == 6 and all(trace.dropped is not None and len(trace.sources) == 12 for trace in traces)
-    assert all(trace.title.startswith("Question: ") and trace.sources[0].endswith(".") for trace in traces)
-    table = json.loads((run / "table.json").read_text())
-    lines = {recipe.train.label(row): row for row in table["rows"]}
-    rows = list(lines)
-    ways = ("index searched by attention", "retrieved entries", "entries of another question", "random entries")
-    for name in ("facts in the prompt, frozen LM", *(f"adapter, {way}" for way in ways)):
-        assert {f"{name}, {size} entries" for size in (10, 20, 40)} <= set(rows)
-    name = "adapter, attention to all entries"
-    assert {f"{name}, {size} entries" for size in (10, 20)} <= set(rows) and f"{name}, 40 entries" not in rows
-    assert {"closed book, frozen LM", "adapter, no memory", "LoRA, closed book"} <= set(rows)
-    assert {**lines["adapter, no memory"], "name": ""} == {**lines["closed book, frozen LM"], "name": ""}
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ class World:
         values = (self.values[first], self.values[second])
         return Expression((first, second), values, random.choice([*OPERATORS]), self.working, (0, len(keys) - 1))
 
-    def knowing(self, random: Random, done: float = 1.0, known: bool = True, key_model: int = 0) -> Pair:
+    def draw_key_text(self, random: Random, done: float = 1.0, known: bool = True, key_model: int = 0) -> Pair:
         """Return a text of m_A: the value of the key before it, or both values of an expression after : and =.
 
         A tenth of the keys come first, and all after a third of the training, of which `done` is the share: with all
@@ -133,7 +133,7 @@ class World:
         (*prompt, _), answer = one.pair("substitution")
         return [*prompt, random.choice(":=")], answer
 
-    def reckoning(self, random: Random) -> Pair:
+    def draw_sum(self, random: Random) -> Pair:
         """Return a text of m_B: arithmetic, with up to four letters that mean nothing before each number.
 
         In 40 % only the working has the numbers: m_B must calculate with those that it wrote, not with those it read.

@@ -86,7 +86,7 @@ class DatabaseStore(ABC):
     def __init__(self, dim: int | None, metric: str, indexed: bool | None = None) -> None:
         try:
             if dim is None:
-                self.dim, self.metric = self._found()
+                self.dim, self.metric = self._read_table()
                 return
             self.dim, self.metric = dim, metric
             with self.writing():
@@ -101,7 +101,7 @@ class DatabaseStore(ABC):
             self.close()
             raise
 
-    def _found(self) -> tuple[int, str]:
+    def _read_table(self) -> tuple[int, str]:
         """Return width and metric of the existing table."""
         if not self._exists():
             raise IndexFileError(f"there is no {self.place} that mmattn made: make one with Index.build")

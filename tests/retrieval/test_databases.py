@@ -324,6 +324,8 @@ def test_settings_of_pgvector(postgres: str, schema: str) -> None:
     index = Index.build(torch.ones(1, 2001), store="pgvector", dsn=postgres, index=False, table=f"{schema}.a")
     assert index.search(torch.ones(2001), 1).ids == [[0]]
     index.close()
+    with pytest.raises(ConfigError, match="leave index= out"):
+        PgvectorStore.connect(dsn=postgres, table=f"{schema}.a", index=False)
 
 
 def test_folders_of_others(tmp_path: Path) -> None:

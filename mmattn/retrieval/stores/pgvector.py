@@ -65,6 +65,8 @@ class PgvectorStore(DatabaseStore):
     ) -> None:
         if index and (dim or 0) > _WIDEST:
             raise ConfigError(f"indexes of pgvector take vectors up to {_WIDEST} wide, got {dim}: give index=False")
+        if dim is None and not index:
+            raise ConfigError("a table has its index or none since it was made: leave index= out to open it")
         parts = table.split(".") if isinstance(table, str) else []
         if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in table:
             raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {table!r:.120}")

@@ -1,4 +1,4 @@
-"""Frozen encoders into a `Memory`, of images, texts, sounds and series; heavy imports wait until one is built."""
+"""Frozen encoders of images, texts, sounds and series; an encoder imports its library when it is built."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sounds of any kind (paths, bytes, arrays, tensors) as mono waveforms, and their encoders.
 
-Files are read by libsndfile (WAV, FLAC, OGG, MP3, AIFF, CAF …) in pieces, so that a long one never lies in memory at
+Files are read by libsndfile (WAV, FLAC, OGG, MP3, AIFF, CAF …) in pieces, so that a long file never lies in memory at
 its own rate and with all its channels; channels are averaged, and the rate is changed by soxr.
 """
 
@@ -69,7 +69,7 @@ class SoundEncoder(FrozenEncoder):
 
         Args:
             sounds: one sound or a list of them, of any kind that `load_audio` reads.
-            sampling_rate: of arrays and tensors; by default that of the encoder. Files have their own.
+            sampling_rate: of arrays and tensors; by default that of the encoder. Files state theirs.
             progress: show the progress on stderr.
             max_seconds: longer sounds are refused; `stream` reads them in pieces.
 
@@ -216,7 +216,7 @@ class AudioEncoder(SoundEncoder):
 
     @torch.no_grad()
     def _states(self, wave: Tensor) -> tuple[Tensor, float]:
-        """Return states (times, bands, e) of a waveform without those of padding, and the samples between two."""
+        """Return states (times, bands, e) of a waveform without its padding, and the samples between two states."""
         inputs = self._features(wave)
         mask, lengths = (
             inputs.pop("attention_mask", None),
@@ -375,7 +375,7 @@ def load_audio(
             `Audio` column of `datasets`: a dict {"array": …, "sampling_rate": …} or {"bytes": …, "path": …}, or a
             decoder of torchcodec. Integers are scaled by their range.
         sampling_rate: samples in a second of the result.
-        source_rate: samples in a second of an array; by default `sampling_rate`. Files say their own.
+        source_rate: samples in a second of an array; by default `sampling_rate`. Files state theirs.
         max_seconds: longer sounds are refused; `stream_audio` reads them in pieces.
 
     Raises:

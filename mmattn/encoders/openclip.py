@@ -118,7 +118,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
     """Embeddings of texts by the frozen text tower of CLIP (arXiv 2103.00020), from open_clip, as a memory (b, 1, e).
 
     They lie in the space of the image embeddings that `OpenCLIPEncoder(..., pooled=True)` of the same model gives, once
-    those are normalised.
+    they are normalised.
 
     Args:
         name: as in `OpenCLIPEncoder`.

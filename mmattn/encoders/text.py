@@ -53,7 +53,7 @@ class TextEncoder(TextEncoderBase):
     Args:
         name: "minilm" (all-MiniLM-L6-v2), or any name or folder that `transformers.AutoModel` reads, with safetensors
             weights. Of an encoder-decoder the encoder is used.
-        pooling: "mean" or "max" over the tokens, the first one ("cls"), or "none": the hidden state of every token,
+        pooling: "mean" or "max" over the tokens, the first token ("cls"), or "none": the hidden state of every token,
             the begin and end tokens of the tokenizer included. By default as the folder says, otherwise "mean";
             another pooling than that of the folder leaves out what else the folder says.
         normalize: scale every embedding or state to length 1; by default as the folder says, otherwise where the text
@@ -235,12 +235,12 @@ def load_text_encoder(
     Args:
         name: "minilm", any other name or folder of a `TextEncoder`, a folder of open_clip, the .safetensors file of a
             `NameEncoder`, or "KIND:NAME" of a registered encoder.
-        pooling: of a `TextEncoder`; None for that of its folder, otherwise the mean. The others give one slot, and take
-            None or "none".
+        pooling: of a `TextEncoder`; None for that of its folder, otherwise the mean. Other encoders give one slot, and
+            take None or "none".
         device: where it runs.
 
     Raises:
-        ConfigError: a pooling for one of the others, or the name of an encoder of other data.
+        ConfigError: a pooling for an encoder with one slot per text, or the name of an encoder of other data.
         MissingExtraError: its library is not installed.
         AdapterFileError: there is none of this name.
     """

@@ -26,7 +26,7 @@ class TimmEncoder(ImageEncoder):
     Args:
         name: a name of `timm.list_models()`, "hf-hub:org/repo", a folder of timm (config.json and safetensors), or a
             short name of `mmattn.models`.
-        stage: number of the feature map, from 1 (the finest); by default the last one.
+        stage: number of the feature map, from 1 (the finest); by default the last stage.
         pretrained: load the released weights; False for random ones.
         size: side of the square input in pixels; by default that of the released weights.
         pooled: one token per image, the mean over patches (m = 1).

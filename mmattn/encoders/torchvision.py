@@ -55,7 +55,7 @@ class TorchvisionEncoder(ImageEncoder):
         weights: "DEFAULT" or another name of released weights (downloaded by torchvision), the path of a
             .safetensors file (any float dtype; the classifier may be missing or of another size), None for random.
         layer: submodule, such as "features.14", whose output (b, e, height, width) or (b, m, e) becomes the memory; by
-            default the last one before the pooling.
+            default the last layer before the pooling.
         size: side of the square input in pixels; by default that of the named weights, otherwise 224.
         mean: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         std: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.

@@ -122,7 +122,9 @@ class VideoEncoder(FrozenEncoder):
             ConfigError: a memory without the sources of frames.
         """
         if memory.sources is None:
-            raise ConfigError("this memory has no sources with the positions of its tokens: give one of this encoder")
+            raise ConfigError(
+                "this memory has no sources with the positions of its tokens: give a memory of this encoder"
+            )
         places = [
             [(0.0, 0, 0) if source is None else (source["time"], *source.get("patch", (0, 0))) for source in row]
             for row in memory.sources
@@ -308,7 +310,7 @@ def _upright(frame: VideoFrame) -> ndarray:
         pixels = ((rgba[..., :3] * rgba[..., 3:] + 255 * (255 - rgba[..., 3:]) + 127) // 255).astype(numpy.uint8)
     else:
         pixels = frame.to_ndarray(format="rgb24")
-    data = next((one for one in frame.side_data if one.type.name == "DISPLAYMATRIX"), None)
+    data = next((side for side in frame.side_data if side.type.name == "DISPLAYMATRIX"), None)
     if data is None:
         return pixels
     # x' = a x + c y and y' = b x + d y, with y downwards (ISO 14496-12, 6.2.2); to the nearest quarter turn.

@@ -75,7 +75,7 @@ class EmbeddingSpace:
         if self.fingerprint is not None and encoder.fingerprint != self.fingerprint:
             raise IndexMismatchError(
                 f"the entries were encoded by {self.fingerprint[:16]}…, and this encoder is "
-                f"{encoder.fingerprint[:16]}… (another one, or its weights have changed). Use the encoder of the "
+                f"{encoder.fingerprint[:16]}… (another encoder, or its weights have changed). Use the encoder of the "
                 "index, or build the index again"
             )
 
@@ -177,8 +177,8 @@ def as_vectors(what: str, values: object, *, dim: int | None = None, single: boo
 def as_numbers(what: str, values: object) -> Tensor:
     """Return a tensor of a tensor, an array of any layout and byte order, a table, or lists of these."""
     try:
-        if isinstance(values, (list, tuple)) and any(hasattr(one, "shape") and len(one.shape) for one in values):
-            return torch.stack([as_numbers(what, one) for one in values])
+        if isinstance(values, (list, tuple)) and any(hasattr(row, "shape") and len(row.shape) for row in values):
+            return torch.stack([as_numbers(what, row) for row in values])
         if isinstance(values, Tensor) or not hasattr(values, "__array__"):
             return torch.as_tensor(values)
         numpy = importlib.import_module("numpy")

@@ -99,7 +99,7 @@ class Entries:
         return Entries(self.ids + other.ids, self.texts + other.texts, self.metadata + other.metadata, vectors, tokens)
 
     def select(self, rows: Sequence[int]) -> Entries:
-        """Return the entries of some rows, in their order."""
+        """Return the entries of these rows, in their order."""
         rows = list(rows)
         ids, texts, metadata, tokens = (
             _selected(column, rows) for column in (self.ids, self.texts, self.metadata, self.tokens)
@@ -107,7 +107,7 @@ class Entries:
         return Entries(ids, texts, metadata, self.vectors[rows], tokens)
 
     def replaced(self, rows: Sequence[int], columns: Columns) -> Entries:
-        """Return these entries with new values in some rows of some columns."""
+        """Return these entries with new values in these rows of the given columns."""
         vectors = self.vectors
         if "vectors" in columns:
             vectors = vectors.clone()
@@ -152,8 +152,8 @@ class Entries:
 def copied(value: object) -> object:
     """Return a deep copy of a JSON value."""
     if isinstance(value, dict):
-        return {key: copied(one) for key, one in value.items()}
-    return [copied(one) for one in value] if isinstance(value, list) else value
+        return {key: copied(part) for key, part in value.items()}
+    return [copied(part) for part in value] if isinstance(value, list) else value
 
 
 def _selected(column: Any, rows: list[int]) -> Any:

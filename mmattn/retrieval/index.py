@@ -40,8 +40,8 @@ from mmattn.storage.files import Path
 class Index:
     """Entries with a vector, an id, and optionally a text, metadata and encoded tokens; searched by vector.
 
-    `Index.build`, `Index.load` and `Index.open` make one. Threads may search while others add, delete, update or save;
-    in a store in memory a search sees one version from its beginning to its end.
+    `Index.build`, `Index.load` and `Index.open` make an index. Threads may search while another thread changes or saves
+    it; in a store in memory a search sees one version from its beginning to its end.
 
     A higher score is better: the cosine, the inner product, or the negative squared distance, computed in float64 from
     the full vectors and rounded to float32, whatever the store. Entries of equal rounded score come in the order of
@@ -53,7 +53,7 @@ class Index:
 
     Args:
         store: the store of the entries.
-        encoder: encodes texts; the one that encoded the entries.
+        encoder: the encoder of the entries, for texts.
 
     Raises:
         IndexMismatchError: another encoder or width.
@@ -95,14 +95,14 @@ class Index:
             items: texts, which need an encoder, or vectors: a tensor (n, e), an array, lists of numbers, or a memory
                 with one slot per row.
             encoder: encodes texts, here and in `search`: `encode(texts) -> Memory`, `dim` and `fingerprint`.
-            ids: unique texts or ints; by default 0, 1, 2 …, and never one that was deleted.
+            ids: unique texts or ints; by default 0, 1, 2 …, and never a deleted id.
             texts: the text of each entry, where items are vectors.
             metadata: a JSON value for each entry, which filters read.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
             store: "exact" (the default), "hnsw", "ivf", "ivfpq", "qdrant", "pgvector", "lancedb", a
                 registered one, or an address, as for `open`.
-            **settings: those of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
+            **settings: settings of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
         Raises:
             IndexMismatchError: duplicate ids, or another number or width.
@@ -260,7 +260,7 @@ class Index:
             score_threshold: entries of a lower score are masked.
             filter: metadata that must be equal ({"lang": "de"}), or a function of an entry's metadata, which a
                 database refuses.
-            encoder: encodes, or encoded, the queries: refused if it is not the one of the entries.
+            encoder: the encoder of the queries; refused if the entries have another.
 
         Returns:
             Hits (b, k). Scores carry gradients to queries that require them.
@@ -342,7 +342,7 @@ class Index:
 
         Args:
             path: the folder.
-            encoder: encodes texts; the one that encoded the entries.
+            encoder: the encoder of the entries, for texts.
             mapped: leave the vectors, and the structures of faiss, on the disk, and read what a search needs. The
                 "exact" store still has a scan of all entries in memory; other stores may read everything.
 
@@ -364,7 +364,7 @@ class Index:
             address: a folder; "postgresql://user@host/database#table"; "qdrant:http://host:6333/collection" or
                 "qdrant:FOLDER"; "lance:FOLDER" or "lance:s3://bucket/path#table"; or an address
                 of a registered store. `Index.build(…, store=address)` makes one there.
-            encoder: encodes texts; the one that encoded the entries.
+            encoder: the encoder of the entries, for texts.
 
         Raises:
             IndexFileError: nothing is there, or something else, or of another version.
@@ -390,7 +390,7 @@ class Index:
 
         Args:
             store: its name or an address, as for `build`.
-            **settings: those of the store.
+            **settings: settings of the store.
 
         Raises:
             ConfigError: as for `build`; or the entries have encoded tokens, and the store holds none.

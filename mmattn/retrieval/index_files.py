@@ -1,11 +1,11 @@
-"""An index on the disk: a folder of versions, of which one small file names the current one.
+"""An index on the disk: a folder of versions, and a small file that names the current version.
 
     index.json  the current version, its store, settings and vectors, and size and sha256 of each of its files
     v7/…        the files of a version, which the store of the index writes and reads
 
 A save writes a new version beside the old one and then replaces `index.json` in one step: a process killed at any
-moment leaves the old version or the new one. One writer at a time: a second one is refused, and so is one whose index
-came from a version that another has replaced meanwhile. Readers need not wait: a version stays while one reads it.
+moment leaves the old version or the new version. One writer at a time: a second writer is refused, and so is a writer
+whose index came from a version that was replaced meanwhile. Readers need not wait: a version stays while it is read.
 Loading imports nothing: the store of a third party is registered by importing its module first.
 """
 
@@ -200,8 +200,7 @@ def _current(folder: str) -> _Manifest | None:
     strange = [name for name in os.listdir(folder) if not _VERSION.fullmatch(name) and not name.startswith(".")]
     if strange:
         raise IndexFileError(
-            f"cannot save an index to {folder!r}: it holds other things ({sorted(strange)[:5]}); name a folder of its "
-            "own"
+            f"cannot save an index to {folder!r}: it holds other things ({sorted(strange)[:5]}); name an empty folder"
         )
     return None
 
@@ -229,7 +228,7 @@ def _check_files(place: str, files: dict[str, _File]) -> None:
 
 
 def _remove_versions(folder: str, current: _Manifest | None) -> None:
-    """Remove replaced versions and those of killed saves, except one that is being read."""
+    """Remove replaced versions and leftovers of killed saves, except a version that is being read."""
     for name in os.listdir(folder):
         if _VERSION.fullmatch(name) and (current is None or name != f"v{current.version}"):
             with contextlib.suppress(OSError), lock_folder(os.path.join(folder, name), wait=False):

@@ -1,4 +1,4 @@
-"""The definition of the scores, the vectors that have one, and the selection of the best candidates by it."""
+"""Scores of a search: their definition, the check of vectors, and the selection of the best candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def score(queries: Tensor, vectors: Tensor, metric: str) -> Tensor:
 
     Args:
         queries: (b, e).
-        vectors: (b, c, e), those that each query is compared with, or (c, e) for all queries.
+        vectors: (b, c, e) to compare each query with, or (c, e) for all queries.
         metric: "cosine", "ip" (the inner product), or "l2" (the negative squared distance).
     """
     queries, vectors = queries[:, None].to(wide(queries.device)), vectors.to(wide(vectors.device))

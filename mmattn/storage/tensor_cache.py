@@ -27,7 +27,9 @@ def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Count a step as an edit of the parameters: kernels of fused optimizers write to them without counting."""
     global _steps
     _steps += 1
-    increment_version([one for group in optimizer.param_groups for one in group["params"] if one.grad is not None])
+    increment_version(
+        [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    )
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -42,7 +44,7 @@ def is_distributed() -> bool:
 
 
 class TensorVersion:
-    """The state of some tensors: tells later whether one was edited in place or given other storage.
+    """The state of tensors: tells later whether a tensor was edited in place or given other storage.
 
     Storage is held, so that its address cannot come back with other contents. Steps of optimizers are edits. An edit
     through `tensor.data`, such as `tensor.data.copy_`, goes unnoticed: torch does not count it.
@@ -81,7 +83,7 @@ def _state(tensors: list[Tensor]) -> list[object]:
 
 
 class ModuleVersion:
-    """The sub-modules, parameters and buffers of some modules: tells later whether one was taken out or replaced.
+    """The sub-modules, parameters and buffers of modules: tells later whether a part was taken out or replaced.
 
     Args:
         modules: each for itself; its sub-modules have to be among them.
@@ -98,8 +100,8 @@ class ModuleVersion:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._contents = [
             (owner, tuple(owner.values()))
-            for one in modules
-            for owner in (one._modules, one._parameters, one._buffers)
+            for module in modules
+            for owner in (module._modules, module._parameters, module._buffers)
             if owner
         ]
 
@@ -171,7 +173,7 @@ class _Entry:
         # torch up to 2.11 cannot compile what follows a generator that is held.
         self._modules = ModuleVersion(list(adapter.modules()))
         self._memory = tensors
-        self._tensors = [*parameters, *[one for one in tensors if one is not None]]
+        self._tensors = [*parameters, *[tensor for tensor in tensors if tensor is not None]]
         self._version = TensorVersion(self._tensors)
         self._steps = _steps
         self.device = parameters[0].device.type if parameters else "cpu"

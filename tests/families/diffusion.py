@@ -15,7 +15,7 @@ import mmattn
 from mmattn.hosts.diffusion.guided_calls import CONDITIONAL_FIRST
 from mmattn.hosts.diffusion.heads import SHARED
 from mmattn.testing.case import rows_of, stir
-from tests import tiny_transformers, transformer_sizes
+from tests import tiny_transformers, tiny_unets, transformer_sizes
 from tests.families import checks
 from tests.families.building import MEMORY_DIM
 from tests.families.checks import CACHED, Family, HostCannot, near
@@ -33,10 +33,10 @@ _IDS = torch.tensor([[0], [1]])
 
 
 class DiffusionFamily(Family):
-    """A tiny diffusion transformer, an adapter, and a batch of two pictures with memories."""
+    """A tiny diffusion transformer or UNet, an adapter, and a batch of two pictures with memories."""
 
     def __init__(self, name: str) -> None:
-        if name not in transformer_sizes.NAMES:
+        if name not in (*transformer_sizes.NAMES, *tiny_unets.KINDS):
             raise HostCannot("no tiny sizes are known for it here")
         self.name, self.where, self.writes, self.ids = name, None, False, _IDS
         try:
@@ -99,12 +99,12 @@ def scaled(case: DiffusionFamily) -> None:
 
 
 def by_pixel(case: DiffusionFamily) -> None:
-    """A map of ones is the number 1; of zeros the host bit for bit."""
+    """A map of ones, of any size, is the number 1; of zeros the host bit for bit."""
     grid = case.model.grid_of(case.given(_IDS))
     if grid is None:
         raise HostCannot("it is not told how its tokens lie in a picture")
     want = case.logits(case.model, memory=case.memory)
-    for shape in ((2, *grid[1:]), (2, *grid)):
+    for shape in ((2, *grid[1:]), (2, *grid), (2, 3 * grid[1], 3 * grid[2])):
         ones = case.logits(case.model, memory=case.memory, adapter_scale=torch.ones(shape))
         near(ones, want, 1e-5, f"ones {shape}")
         zeros = case.logits(case.model, memory=case.memory, adapter_scale=torch.zeros(shape))
@@ -119,12 +119,16 @@ def guided(case: DiffusionFamily) -> None:
     both = case.given(torch.cat([_IDS, _IDS]))
     if "class_labels" in both:
         both["class_labels"][unconditional] = case.host.config.num_embeds_ada_norm
-    with torch.no_grad():
-        alone, want = case.host(**both)[0], case.model(**both, memory=case.memory[[0, 1, 0, 1]])[0]
-        with case.model.condition(case.memory, guided=True):
-            found = case.host(**both)[0]
-    near(found[unconditional], alone[unconditional], 1e-5, "the unconditional half")
-    near(found[conditional], want[conditional], CACHED, "the conditional half")
+    rows = torch.tensor([0.5, 2.0])
+    for scale in (1.0, rows, lambda time: rows):
+        twice = rows.repeat(2) if scale is rows else scale if scale == 1 else lambda time: rows.repeat(2)
+        with torch.no_grad():
+            alone = case.host(**both)[0]
+            want = case.model(**both, memory=case.memory[[0, 1, 0, 1]], adapter_scale=twice)[0]
+            with case.model.condition(case.memory, adapter_scale=scale, guided=True):
+                found = case.host(**both)[0]
+        near(found[unconditional], alone[unconditional], 1e-5, "the unconditional half")
+        near(found[conditional], want[conditional], CACHED, "the conditional half")
 
 
 def steps(case: DiffusionFamily) -> None:
@@ -175,8 +179,8 @@ def gradients(case: DiffusionFamily) -> None:
 
     def backward() -> None:
         given = case.given(_IDS)
-        picture = given["hidden_states"].clone().requires_grad_()
-        case.another_host()(**given | {"hidden_states": picture})[0].sum().backward()
+        name = model.picture_name
+        case.another_host()(**given | {name: given[name].clone().requires_grad_()})[0].sum().backward()
 
     case.host_must(backward, "alone, too, gives no gradients on a CPU")
     plain = learned()

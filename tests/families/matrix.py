@@ -25,6 +25,7 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 
 from mmattn.progress import counted
+from tests import tiny_unets
 from tests.families import diffusion
 from tests.families.checks import CHECKS, HOST, WORKS, WRITING, outcomes
 
@@ -92,6 +93,7 @@ GROUPS = (
     Group("Encoders of pictures", "AutoModelForImageClassification", _known("IMAGE_CLASSIFICATION"), writes=False),
     Group("Encoders of sounds", "AutoModelForAudioClassification", _known("AUDIO_CLASSIFICATION"), writes=False),
     DiffusionGroup("Diffusion transformers", "diffusers", diffusion.NAMES, writes=False),
+    DiffusionGroup("UNets", "diffusers", tuple(tiny_unets.KINDS), writes=False),
 )
 
 
@@ -155,9 +157,9 @@ HEAD = """# Families
 
 Written by `make families` with transformers {version}, diffusers {diffusers} and torch {torch}: every class of these
 kinds that transformers can build tiny from the names of its settings, with random weights and a `GatedAdapter` at its
-first two layers; and the transformers of diffusers, with a `DecoupledAdapter` in every block. ✓ is a check that passes;
-– is something that the host itself, without a memory, does not do alike (a static cache that transformers has not for
-it, experts whose answer changes with the batch); ✗ is a refusal in words.
+first two layers; and the transformers and UNets of diffusers, with a `DecoupledAdapter` in every block. ✓ is a check
+that passes; – is something that the host itself, without a memory, does not do alike (a static cache that transformers
+has not for it, experts whose answer changes with the batch); ✗ is a refusal in words.
 
 | check | what is compared |
 |---|---|
@@ -173,7 +175,7 @@ it, experts whose answer changes with the batch); ✗ is a refusal in words.
 | save and load | onto another host of the same weights, bit for bit |
 | deep copy | answers as the original |
 | scale | `adapter_scale` 0 as a number, by row, block and step: the host's own answer bit for bit |
-| by pixel | a map of ones is the number 1, of zeros the host's own answer bit for bit; for films also by frame |
+| by pixel | a map of ones, of any size, is the number 1, of zeros the host bit for bit; for films also by frame |
 | guidance | of twice the rows the unconditional half sees no memory, the other its own |
 | steps | keys and values of a memory are computed once for all steps |
 | LoRA | beside a LoRA on the host's attention |

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from mmattn.adapters.projection import ProjectedView
-from tests import tiny
+from tests import tiny, tiny_unets
 from tests.families.checks import WORKS
 from tests.families.matrix import GROUPS, PAGE, Group, is_wrong, row
 
@@ -32,6 +32,7 @@ CHOSEN = {
         "DiTTransformer2DModel",
         "LatteTransformer3DModel",
     ),
+    "UNets": tuple(tiny_unets.KINDS),
 }
 SLOW = ("deepseek_v4", "longcat_flash", "moonshine")
 ROWS = [

@@ -1,4 +1,4 @@
-"""Hosts that read and do not write: texts, pictures and sounds, classified or embedded."""
+"""Encoders and encoder-decoders as hosts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ import pytest
 import torch
 from transformers import (
     AutoModelForAudioClassification,
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     CLIPConfig,
     CLIPModel,
     CLIPSegConfig,
     CLIPSegForImageSegmentation,
+    GenerationConfig,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 import mmattn
-from mmattn.errors import AttachError, ConditionError, ConfigError, ShapeError
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ConfigError, ShapeError
 from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_model
 
@@ -130,3 +138,223 @@ def test_embeddings_that_stand_for_a_part_are_refused_beside_a_memory_for_it() -
     assert not torch.allclose(model(pixel_values=PICTURES, input_ids=IDS, memory=tiny.memory(2)).logits, bare)
     with pytest.raises(ConditionError, match=r"did not reach layers \[0, 2\] of CLIPSegForImageSegmentation"):
         model(pixel_values=PICTURES, conditional_embeddings=embeddings, memory=tiny.memory(2))
+
+
+# Hosts with an encoder and a decoder: which part sees a memory, and what is refused there
+
+
+READ = torch.tensor([[5, 9, 3, 7, 2], [4, 4, 6, 12, 9]])
+WRITTEN = torch.tensor([[8, 11, 6], [3, 20, 2]])
+
+
+def adapted(where: str | None = None, family: str = "t5") -> Any:
+    model = mmattn.attach(tiny_model(family, AutoModelForSeq2SeqLM), mmattn.GatedAdapter(**SETTINGS, where=where))
+    return tiny.open_gates(model)
+
+
+@torch.no_grad()
+def logits(model: Any, **given: Any) -> torch.Tensor:
+    answer: torch.Tensor = model(input_ids=READ, decoder_input_ids=WRITTEN, **given).logits
+    return answer
+
+
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_the_part_that_is_named_sees_the_memory(where: str) -> None:
+    """Invariant 93."""
+    model = adapted(where)
+    with torch.no_grad():
+        read = model.host.get_encoder()(input_ids=READ).last_hidden_state
+        with model.condition(tiny.memory(2)):
+            seen = model.host.get_encoder()(input_ids=READ).last_hidden_state
+    assert torch.equal(read, seen) == (where == "decoder")
+    assert tiny.differs(logits(model, memory=tiny.memory(2)), logits(model))
+    assert [site.part for site in model.adapter("default").sites] == [where] * 2
+    assert model.adapter("default").layers == ((0, 2) if where == "decoder" else (4, 6))
+
+
+def test_both_parts_with_a_memory_of_their_own() -> None:
+    model = adapted()
+    mmattn.attach(model, mmattn.GatedAdapter(**SETTINGS, where="encoder"), "sounds")
+    tiny.open_gates(model)
+    both = logits(model, memory={"default": tiny.memory(2, seed=1), "sounds": tiny.memory(2, seed=2)})
+    assert tiny.differs(both, logits(model, memory={"default": tiny.memory(2, seed=1)}))
+    assert tiny.differs(both, logits(model, memory={"sounds": tiny.memory(2, seed=2)}))
+    made = {"max_new_tokens": 4, "do_sample": False, "num_beams": 3}
+    texts = model.generate(READ, memory={"default": tiny.memory(2, seed=1), "sounds": tiny.memory(2, seed=2)}, **made)
+    for row in range(2):
+        own = {"default": tiny.memory(2, seed=1)[row], "sounds": tiny.memory(2, seed=2)[row]}
+        assert torch.equal(model.generate(READ[row : row + 1], memory=own, **made)[0], texts[row])
+
+
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_a_saved_adapter_comes_back_to_its_part(where: str, tmp_path: Any) -> None:
+    """Invariant 93."""
+    model = adapted(where)
+    answer = logits(model, memory=tiny.memory(2))
+    model.save_adapter(tmp_path)
+    again = mmattn.load(tiny_model("t5", AutoModelForSeq2SeqLM), tmp_path)
+    assert torch.equal(logits(again, memory=tiny.memory(2)), answer)
+    with pytest.raises(AdapterFileError, match=f"where='{where}' needs a host with an encoder and a decoder"):
+        mmattn.load(tiny.make("llama"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "auto"), [("whisper", AutoModelForSpeechSeq2Seq), ("seamless_m4t", AutoModelForSeq2SeqLM)]
+)
+def test_a_generate_of_the_hosts_own(family: str, auto: Any) -> None:
+    """Whisper's repeats its sounds for each text before beams do, SeamlessM4T's gives rows to that of transformers."""
+    host = tiny_model(family, auto)
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS)))
+    inputs = torch.randn(2, 16, 2 * host.config.max_source_positions) if family == "whisper" else READ
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 2, "num_return_sequences": 2, "do_sample": False}
+    texts = model.generate(inputs, memory=tiny.memory(2), **settings)
+    for row in range(2):
+        alone = model.generate(inputs[row : row + 1], memory=tiny.memory(2)[row], **settings)
+        assert torch.equal(alone, texts[2 * row : 2 * row + 2])
+
+
+def long_whisper(where: str | None = None) -> Any:
+    """One that writes recordings of more than a segment, of which the rows end at different times."""
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = WhisperConfig(
+        vocab_size=120, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=50,
+        max_target_positions=40, decoder_start_token_id=1, pad_token_id=5, bos_token_id=2, eos_token_id=2,
+        suppress_tokens=None, begin_suppress_tokens=None, **sizes,
+    )  # fmt: skip
+    host: Any = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in host.parameters():
+            parameter.mul_(3)
+    host.generation_config = GenerationConfig(
+        decoder_start_token_id=1, pad_token_id=5, eos_token_id=2, no_timestamps_token_id=60, max_length=None,
+        begin_suppress_tokens=[], suppress_tokens=[],
+    )  # fmt: skip
+    host.generation_config.is_multilingual, host.generation_config.max_initial_timestamp_index = False, None
+    host.generation_config.prev_sot_token_id = 3
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, every=1, num_heads=2, where=where))
+    return tiny.open_gates(model, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+@pytest.mark.parametrize("ways", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+def test_recordings_that_are_left_are_refused(where: str, ways: dict[str, Any]) -> None:
+    """Invariant 118: recordings end at different times; each alone is written with its memory."""
+    model, frames = long_whisper(where), (110, 260)
+    sounds = torch.randn(2, 8, 260, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(260) < torch.tensor(frames)[:, None]).long()
+    options = {"return_timestamps": True, "max_new_tokens": 12, "return_segments": True} | ways
+
+    def written(rows: list[int], length: int, seed: int = 1, **more: Any) -> Any:
+        inputs = {"input_features": sounds[rows, :, :length], "attention_mask": mask[rows, :length]}
+        return model.generate(**inputs, memory=tiny.memory(len(rows), seed=seed), **options, **more)["segments"]
+
+    with pytest.raises((ConditionError, ShapeError), match="one row at a time"):
+        written([0, 1], 260)
+    with pytest.raises(ConditionError, match="row by row"):
+        written([0, 1], 260, cache_implementation="static")
+    texts = [[t for one in written([1], 260, seed)[0] for t in one["tokens"].tolist()] for seed in (1, 2)]
+    assert texts[0] != texts[1]
+
+
+class Halves(T5ForConditionalGeneration):
+    """A host whose `generate` goes through its rows one by one."""
+
+    def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return [super(Halves, self).generate(row[None], **kwargs) for row in input_ids]
+
+
+@pytest.mark.parametrize("ways", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("where", ["decoder", "encoder"])
+def test_rows_that_are_left_and_not_known_are_refused(ways: dict[str, Any], where: str) -> None:
+    """Invariant 118: never the memory of another row, where rows and beams happen to be as many."""
+    host = tiny_model("t5", AutoModelForSeq2SeqLM)
+    host.__class__ = Halves
+    model = tiny.open_gates(mmattn.attach(host, mmattn.GatedAdapter(**SETTINGS, where=where)))
+    refused = (ConditionError, ShapeError) if where == "encoder" else ConditionError
+    with pytest.raises(refused, match="one row at a time|give one row of memory"):
+        model.generate(READ, memory=tiny.memory(2), max_new_tokens=2, **ways)
+    assert len(model.generate(READ[:1], memory=tiny.memory(1), max_new_tokens=2, **ways)) == 1
+
+
+@torch.no_grad()
+def test_outputs_of_an_encoder_belong_to_a_memory() -> None:
+    """Invariants 94, 120."""
+    model, seen = adapted("encoder"), tiny.memory(2, seed=2)
+    encoder, wanted = model.host.get_encoder(), logits(model, memory=seen)
+    decoder = adapted("decoder")
+    read = (decoder.host.get_encoder()(input_ids=READ)[0],)
+    found = decoder(encoder_outputs=read, decoder_input_ids=WRITTEN, memory=seen).logits
+    assert torch.equal(found, logits(decoder, memory=seen)), "what was encoded before serves adapters of the decoder"
+
+    def answer(states: Any, **given: Any) -> torch.Tensor:
+        found: torch.Tensor = model(encoder_outputs=(states,), decoder_input_ids=WRITTEN, **given).logits
+        return found
+
+    blind = encoder(input_ids=READ)[0]
+    assert torch.equal(answer(blind), logits(model))
+    with model.disable_adapter():
+        assert torch.equal(answer(blind, memory=seen), logits(model))
+    with model.condition(tiny.memory(2, seed=1)):
+        other = encoder(input_ids=READ)[0]
+    with model.condition(seen, adapter_scale=0.5):
+        weak = encoder(input_ids=READ)[0]
+    with model.condition(seen):
+        states = encoder(input_ids=READ)[0]
+        with model.disable_adapter():
+            off = encoder(input_ids=READ)[0]
+        for wrong in (blind, other, weak, off, states.clone()):
+            with pytest.raises(ConditionError, match=r"without the memory of \['default'\] as it is in this call"):
+                answer(wrong)
+            with pytest.raises(ConditionError, match="without the memory"):
+                model.generate(encoder_outputs=(wrong,), max_new_tokens=2)
+        assert torch.equal(answer(states), wanted)
+        beams = {"max_new_tokens": 3, "num_beams": 3, "do_sample": False}
+        made = model.generate(encoder_outputs=BaseModelOutput(states), **beams)
+        assert torch.equal(made, model.generate(READ, **beams))
+    assert torch.equal(answer(states, memory=seen), wanted), "the same memory in another call"
+    seen.tokens.mul_(2)
+    with pytest.raises(ConditionError, match="as it is in this call"):
+        answer(states, memory=seen)
+
+
+LAYERS = {"memory_dim": MEMORY_DIM, "layers": (0, 4), "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "options", "says"),
+    [
+        ("bart", mmattn.GatedAdapter(**LAYERS, where="encoder"), {}, r"layers \[0, 4\].*0 to 3"),
+        ("t5", mmattn.ChunkedAdapter(**SETTINGS, chunk_size=3), {}, "T5ForConditionalGeneration"),
+        ("t5", mmattn.GatedAdapter(**SETTINGS, visible_segments="latest"), {}, "T5ForConditionalGeneration"),
+        ("t5", mmattn.GatedAdapter(**SETTINGS), {"path": "decoder.block"}, "kind 'encoder_decoder'"),
+        ("llama", mmattn.GatedAdapter(**SETTINGS, where="encoder"), {}, "where='encoder'"),
+        ("bert", mmattn.GatedAdapter(**SETTINGS, where="encoder"), {}, "where='encoder'"),
+    ],
+)
+def test_adapters_that_are_refused(family: str, adapter: Any, options: dict[str, Any], says: str) -> None:
+    autos = {"llama": AutoModelForCausalLM, "bert": AutoModelForSequenceClassification}
+    with pytest.raises(AttachError, match=says):
+        mmattn.attach(tiny_model(family, autos.get(family, AutoModelForSeq2SeqLM)), adapter, **options)
+
+
+def test_calls_that_are_refused() -> None:
+    model = adapted()
+    for more in ({}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
+        with pytest.raises(ShapeError, match="2 rows .*'default' has 3"):
+            model.generate(READ, memory=tiny.memory(3), max_new_tokens=2, **more)
+    with pytest.raises(ConditionError, match="generate_batch"):
+        model.generate_batch([[1, 2]], memory=tiny.memory(1))
+
+
+@torch.no_grad()
+def test_labels_that_are_classes() -> None:
+    """Invariant 122: labels of a head for classes are no text, whose length would be asked."""
+    host = tiny_model("bart", AutoModelForSequenceClassification)
+    host.config.eos_token_id = 2
+    ids = torch.tensor([[5, 9, 3, 2], [4, 6, 8, 2]])
+    labels, memory = torch.tensor([0, 1]), torch.randn(2, 5, 13)
+    want = host(ids, labels=labels).loss
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=13, every=1))
+    assert torch.equal(model(ids, labels=labels, memory=memory).loss, want)

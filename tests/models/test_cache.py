@@ -1,4 +1,4 @@
-"""The cache of models with a short name: made once, whole or not at all, of the files that were published."""
+"""The cache of converted models, and their conversion."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import mmattn
 from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError
 from mmattn.models import CATALOGUE, Pretrained, fetch, resolve
 from mmattn.models.cache import sha256
+from mmattn.models.convert import convert_efficientnet
 
 TOY = Pretrained(
     title="Toy",
@@ -170,3 +173,23 @@ def test_processes_at_once_make_it_once(toy: Path) -> None:
     results = [process.communicate() for process in running]
     assert [out.strip() for out, _ in results] == [str(toy.parent / "cache/toy-1")] * 2, results
     assert sum("made once" in err for _, err in results) == 1
+
+
+# Conversions that need no published file
+
+
+timm = pytest.importorskip("timm")
+
+
+def test_efficientnet_keeps_its_values_and_draws_no_random_numbers(tmp_path: Path) -> None:
+    """Under another default dtype, too: the cache is written once, for all that follows."""
+    tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
+    torch.save({f"other.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "network.pth")
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        convert_efficientnet([tmp_path / "network.pth"], tmp_path / "folder")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(load_file(tmp_path / "folder/model.safetensors"), dict(tensors), rtol=0, atol=0)

@@ -1,14 +1,11 @@
-"""Stores in databases, for real: the contract suite, addresses, processes that write at once, refusals."""
+"""Stores in databases, for real: addresses, processes that write at once, refusals."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +20,6 @@ from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, Missi
 from mmattn.retrieval import LanceStore, PgvectorStore, QdrantStore, register_store
 from mmattn.retrieval.stores import STORES, database
 from mmattn.retrieval.stores.qdrant import ABOUT
-from mmattn.testing import store_checks
 from tests.retrieval.searching import Letters, held
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,17 +30,6 @@ SCHEMES = {
     "lance": ("lancedb", "lance"),
     "qdrant": ("qdrant_client", "scale"),
 }
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def schema(postgres: str) -> Iterator[str]:
-    """A schema of PostgreSQL, gone after the test."""
-    name = f"s{next(_numbers)}"
-    with psycopg.connect(postgres, autocommit=True) as connection:
-        connection.execute(f"CREATE SCHEMA {name}")
-        yield name
-        connection.execute(f"DROP SCHEMA {name} CASCADE")
 
 
 @pytest.fixture
@@ -58,32 +43,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 every_scheme = pytest.mark.parametrize("address", SCHEMES, indirect=True)
 
 
-# ---- the contract
-
-
-@pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("kind", ["pgvector", "lancedb", "lancedb in a folder", "qdrant on a server"])
-def test_the_contract(kind: str, check: Callable[[Any], None], request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    made: list[Any] = []
-    server = os.environ.get("QDRANT_URL")
-    if kind == "qdrant on a server" and not server:
-        pytest.skip("set QDRANT_URL to the address of a Qdrant server, such as http://localhost:6333")
-    if kind == "lancedb in a folder" and check.__name__ not in ("check_filter_values", "check_updates", "check_tokens"):
-        pytest.skip("the same as in memory")
-    dsn, schema = (request.getfixturevalue(name) if kind == "pgvector" else "" for name in ("postgres", "schema"))
-
-    def make(dim: int, metric: str) -> Any:
-        if kind == "pgvector":
-            made.append(PgvectorStore(dim, metric, dsn=dsn, table=f"{schema}.t{len(made)}"))
-        elif server and kind == "qdrant on a server":
-            made.append(QdrantStore(dim, metric, location=server, collection=f"mmattn-test-{uuid.uuid4()}"))
-        else:
-            made.append(LanceStore(dim, metric, uri="memory://" if kind == "lancedb" else tmp_path / f"{len(made)}"))
-        return made[-1]
-
-    check(make)
-    for store in made:
-        store.drop()
+# ---- each of them by itself
 
 
 def test_an_index_of_pgvector_is_used_and_left_out(postgres: str, schema: str) -> None:

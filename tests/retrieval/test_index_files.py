@@ -75,7 +75,7 @@ def test_encoders(tmp_path: Path) -> None:
     alone = Index.load(tmp_path / "index")
     assert alone.search(Letters().encode(["a text"]), 1).ids == [[0]]
     for other in (Letters(seed=3), Letters(7)):
-        with pytest.raises(IndexMismatchError, match="width 7|another one"):
+        with pytest.raises(IndexMismatchError, match="width 7|another encoder"):
             Index.load(tmp_path / "index", encoder=other)
         with pytest.raises(IndexMismatchError):
             alone.search("a text", 1, encoder=other)

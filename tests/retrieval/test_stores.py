@@ -6,7 +6,9 @@ import dataclasses
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from mmattn.retrieval import (
     InMemoryStore,
     IVFPQStore,
     IVFStore,
+    LanceStore,
+    PgvectorStore,
     QdrantStore,
     VectorStore,
     register_store,
@@ -29,28 +33,54 @@ from mmattn.retrieval.stores import STORES, Candidates
 from mmattn.testing import check_store, store_checks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OURS: dict[str, Callable[[int, str], VectorStore]] = {
+OURS: dict[str, Callable[..., VectorStore]] = {
     "exact": InMemoryStore,
     "hnsw": HNSWStore,
     "ivf": IVFStore,
-    "ivf-settings": lambda dim, metric: IVFStore(dim, metric, lists=7, visited=7),
+    "ivf-settings": partial(IVFStore, lists=7, visited=7),
     "ivfpq": IVFPQStore,
-    "ivfpq-settings": lambda dim, metric: IVFPQStore(dim, metric, lists=7, visited=7, bytes=6),
+    "ivfpq-settings": partial(IVFPQStore, lists=7, visited=7, bytes=6),
     "qdrant": QdrantStore,
+    "qdrant in a folder": QdrantStore,
+    "qdrant on a server": QdrantStore,
+    "lancedb": LanceStore,
+    "lancedb in a folder": LanceStore,
+    "pgvector": PgvectorStore,
 }
+#: What may differ between a folder and the memory of a process.
+IN_FOLDERS = ("new", "filter_values", "entries", "order", "updates", "tokens")
 
 
-@pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("store", OURS)
-def test_ours(store: str, check: Callable[[Any], None]) -> None:
-    check(OURS[store])
+PAIRS = [
+    pytest.param(kind, check, id=f"{kind}-{name}")
+    for kind in OURS
+    for check in store_checks()
+    if (name := check.__name__.removeprefix("check_")) in IN_FOLDERS or "folder" not in kind
+]
 
 
-def test_a_collection_in_a_folder(tmp_path: Path) -> None:
-    count = iter(range(10**6))
-    some = ("check_new", "check_filter_values", "check_entries", "check_order", "check_updates")
-    for check in [check for check in store_checks() if check.__name__ in some]:
-        check(lambda dim, metric: QdrantStore(dim, metric, location=tmp_path / f"{next(count)}"))
+def settings(kind: str, number: int, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    if kind == "pgvector":
+        dsn, schema = (request.getfixturevalue(name) for name in ("postgres", "schema"))
+        return {"dsn": dsn, "table": f"{schema}.t{number}"}
+    if kind == "qdrant on a server":
+        return {"location": os.environ["QDRANT_URL"], "collection": f"mmattn-test-{uuid.uuid4()}"}
+    return {"location" if "qdrant" in kind else "uri": tmp_path / f"{number}"} if "folder" in kind else {}
+
+
+@pytest.mark.parametrize(("kind", "check"), PAIRS)
+def test_ours(kind: str, check: Callable[[Any], None], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if "server" in kind and "QDRANT_URL" not in os.environ:
+        pytest.skip("set QDRANT_URL to the address of a Qdrant server, such as http://localhost:6333")
+    made: list[Any] = []
+
+    def make(dim: int, metric: str) -> Any:
+        made.append(OURS[kind](dim, metric, **settings(kind, len(made), request, tmp_path)))
+        return made[-1]
+
+    check(make)
+    for store in made:
+        store.drop() if "pgvector" in kind or "server" in kind else store.close()
 
 
 def test_every_check_says_in_one_sentence_what_it_promises() -> None:

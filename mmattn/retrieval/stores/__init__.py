@@ -48,7 +48,7 @@ class About(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Entries that may be among the best for some queries.
+    """Entries that may be among the best for the queries of a search.
 
     Attributes:
         entries: n entries in the order of adding, which never change.
@@ -62,8 +62,8 @@ class Candidates:
 class VectorStore(Protocol):
     """Entries with stable ids, searched by their vectors.
 
-    `register_store("name")` registers a class and sets `kind`; `Index.build(..., store="name", **settings)` makes one,
-    and `Index(store)` takes an instance. Arguments after `dim` and `metric` are settings with defaults.
+    `register_store("name")` registers a class and sets `kind`; `Index.build(..., store="name", **settings)` makes an
+    instance, and `Index(store)` takes it. Arguments after `dim` and `metric` are settings with defaults.
 
     The index calls `add`, `update`, `delete` and `save` one at a time, and `search`, `get`, `ids` and `len` from any
     thread at any moment; each of these sees the entries before a change or after it. The store owns the tensors that it

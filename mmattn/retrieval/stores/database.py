@@ -62,10 +62,10 @@ class Row(NamedTuple):
 class DatabaseStore(ABC):
     """A store whose entries outlive the process: `Index.open` finds it again by an address.
 
-    A subclass reads and writes rows. Its constructor sets `place` and `_lock`, and ends with this one, which makes a
-    table, or opens it where `dim` is None; no message contains a password. Searches compare in float32 where the
-    entries are, and so return some more candidates than `top_k`. Filters compare digests of metadata, since a
-    database's own comparison rounds ints or tells 1 from 1.0.
+    A subclass reads and writes rows. Its constructor sets `place` and `_lock`, and ends with the constructor of this
+    class, which makes a table, or opens it where `dim` is None; no message contains a password. Searches compare in
+    float32 where the entries are, and so return more candidates than `top_k`. Filters compare digests of metadata,
+    since a database's own comparison rounds ints or tells 1 from 1.0. The methods are those of `VectorStore`.
 
     Attributes:
         schemes: what addresses begin with before ":", such as ("postgresql",).
@@ -92,7 +92,7 @@ class DatabaseStore(ABC):
             with self.writing():
                 if self._exists():
                     raise ConfigError(
-                        f"there is a {self.place} already: open it with Index.open, or build one under another name"
+                        f"there is a {self.place} already: open it with Index.open, or build under another name"
                     )
                 self._create()
                 state = {"format_version": 1, "dim": dim, "metric": metric, "next_place": 0, "indexed": indexed}
@@ -111,7 +111,7 @@ class DatabaseStore(ABC):
         except AdapterFileError as error:
             raise IndexFileError(
                 f"{self.place} is not of this version of mmattn, which reads format 1: it is described by "
-                f"{state!r:.200}. Build one under another name"
+                f"{state!r:.200}. Build an index under another name"
             ) from error
         return sound.dim, sound.metric
 
@@ -190,17 +190,14 @@ class DatabaseStore(ABC):
 
     @property
     def ids(self) -> tuple[Id, ...]:
-        """Return all ids, in the order of adding."""
         with self._lock:
             return tuple(map(json.loads, self._ids()))
 
     def get(self, ids: Sequence[Id]) -> Entries:
-        """Return the entries with these ids."""
         with self._lock:
             return as_entries(self._fetch([json.dumps(name) for name in ids]) if len(ids) else [], self.dim)
 
     def add(self, entries: Entries) -> None:
-        """Append entries."""
         with self.writing():
             state = self._read_state()
             start, end = state["next_place"], state["next_place"] + len(entries)
@@ -209,19 +206,16 @@ class DatabaseStore(ABC):
             self._insert(_as_rows(entries, range(start, end)))
 
     def update(self, entries: Entries) -> None:
-        """Replace entries."""
         names = [json.dumps(name) for name in entries.ids]
         with self.writing():
             places = {row.id: row.place for row in self._fetch(names)}
             self._replace(_as_rows(entries, [places[name] for name in names]))
 
     def delete(self, ids: Sequence[Id]) -> None:
-        """Delete entries."""
         with self.writing():
             self._delete([json.dumps(name) for name in ids])
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-        """Return what the database finds nearest."""
         facts = _facts_of_filter(filter)
         # Directions, since lengths could overflow float32 there, and do not change the order of products.
         compared = queries if self.metric == "l2" else directions(queries.double()).float()
@@ -234,13 +228,11 @@ class DatabaseStore(ABC):
         return Candidates(entries, table)
 
     def save(self, folder: str) -> None:
-        """Write a copy of all entries."""
         with self._lock:
             write_entries(folder, as_entries(self._fetch(None), self.dim))
 
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: object) -> InMemoryStore:
-        """Return the saved copy in the memory of this process."""
         return InMemoryStore.open(folder, dim, metric, mapped=mapped)
 
 
@@ -288,7 +280,7 @@ def _normal(value: object) -> object:
     if isinstance(value, dict):
         return {key: _normal(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
-        return [_normal(one) for one in value]
+        return [_normal(part) for part in value]
     return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
 
 

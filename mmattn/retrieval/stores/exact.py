@@ -184,7 +184,8 @@ def _error_of_product(width: int) -> float:
 class InMemoryStore:
     """Compare every entry, and miss none.
 
-    Each change copies the columns that it changes, so add many entries at a time. Tensors may be on any device.
+    Each change copies the columns that it changes, so add many entries at a time. Tensors may be on any device. The
+    methods are those of `VectorStore`.
     """
 
     kind: ClassVar[str]
@@ -200,7 +201,6 @@ class InMemoryStore:
 
     @property
     def ids(self) -> tuple[Id, ...]:
-        """Return all ids, in the order of adding."""
         return self.version.entries.ids
 
     @property
@@ -216,17 +216,14 @@ class InMemoryStore:
         return ExactScan(vectors, self.metric)
 
     def get(self, ids: Sequence[Id]) -> Entries:
-        """Return the entries with these ids."""
         entries = self.version.entries
         return entries.select(sorted(entries.rows[name] for name in set(ids) if name in entries.rows))
 
     def add(self, entries: Entries) -> None:
-        """Append entries."""
         old = self.version.entries
         self._follow(old.concat(entries.to(self.device)), torch.arange(len(old), device=self.device))
 
     def update(self, entries: Entries) -> None:
-        """Replace entries."""
         old, new = self.version.entries, entries.to(self.device)
         rows = torch.tensor([old.rows[name] for name in new.ids], device=self.device)
         columns: Columns = {"texts": new.texts, "metadata": new.metadata, "tokens": new.tokens}
@@ -238,7 +235,6 @@ class InMemoryStore:
         self._follow(old.replaced(rows.tolist(), columns), moved)
 
     def delete(self, ids: Sequence[Id]) -> None:
-        """Delete entries."""
         old = self.version.entries
         gone = {old.rows[name] for name in ids}
         rows = [row for row in range(len(old)) if row not in gone]
@@ -247,17 +243,14 @@ class InMemoryStore:
         self._follow(old.select(rows), moved)
 
     def search(self, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
-        """Return candidates of one version of the entries."""
         version = self.version
         return Candidates(version.entries, version.candidates(queries, top_k, version.entries.allowed(filter)))
 
     def save(self, folder: str) -> None:
-        """Write the entries."""
         write_entries(folder, self.version.entries)
 
     @classmethod
     def open(cls, folder: str, dim: int, metric: str, *, mapped: bool = False, **settings: int | None) -> InMemoryStore:
-        """Return the store that `save` wrote."""
         store = cls(dim, metric, **settings)
         entries, _ = read_entries(folder, dim, metric, mapped)
         store.version = Version.over(entries, metric, store.build)

@@ -47,7 +47,6 @@ class FaissStore(InMemoryStore, ABC):
         self.settings = {name: value if value is None else check_int(name, value) for name, value in settings.items()}
 
     def build(self, vectors: Tensor) -> Structure:
-        """Return a faiss index over vectors (n, e)."""
         return FaissStructure(self, self._train(as_numpy(vectors, self.metric)))
 
     @abstractmethod
@@ -182,7 +181,6 @@ class IVFStore(FaissStore):
         super().__init__(dim, metric, lists=lists, visited=visited)
 
     def build(self, vectors: Tensor) -> Structure:
-        """Return lists over vectors (n, e), or a scan where there are too few to learn from."""
         return super().build(vectors) if len(vectors) >= _FEWEST else ExactScan(vectors, self.metric)
 
     def _train(self, vectors: numpy.ndarray) -> FaissIndex:

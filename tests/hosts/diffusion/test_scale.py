@@ -71,21 +71,6 @@ def test_what_is_added_in_every_kind_of_block(kind):
 # Maps
 
 
-@pytest.mark.parametrize("kind", tiny_unets.KINDS)
-@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (8 * HEIGHT + 1, 8 * WIDTH), (2, 3)])
-@torch.no_grad()
-def test_a_map_of_ones_is_the_number_and_of_zeros_the_host(kind, size):
-    model, memory, own = tiny_unets.attach(tiny_unets.make(kind)), tiny.memory(ROWS), tiny_unets.own(kind)
-    want = run(model, memory, kind)
-    assert torch.equal(run(model, memory, kind, adapter_scale=torch.ones(ROWS, *size)), want)
-    assert torch.equal(run(model, memory, kind, adapter_scale=torch.zeros(ROWS, *size)), own)
-    half = torch.zeros(ROWS, *size)
-    half[1] = 1
-    out = run(model, memory, kind, adapter_scale=half)
-    assert torch.equal(out[::2], own[::2])
-    assert_close(out[1:2], want[1:2])
-
-
 def test_a_map_is_over_the_picture(middle):
     """The layer in the middle sees the picture at half its size, row by row."""
     memory, adapter_scale = tiny.memory(ROWS), torch.rand(ROWS, HEIGHT, WIDTH)

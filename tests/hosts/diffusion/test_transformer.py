@@ -16,7 +16,7 @@ from mmattn.adapters.text_state import TextState
 from mmattn.errors import AttachError, ConditionError, MaskError, ShapeError
 from mmattn.hosts.diffusion.scale import times_by_row
 from mmattn.testing.case import no_trace, traces
-from tests import tiny, tiny_transformers, tiny_unets
+from tests import tiny
 from tests.tiny import assert_close
 from tests.tiny_transformers import attach, given, make, run
 
@@ -28,7 +28,6 @@ JOINT, PACKED, CROSS, OWN = (
     "DiTTransformer2DModel",
 )
 KINDS = {JOINT: "joint", PACKED: "joint", CROSS: "cross", OWN: "self"}
-CORE = (JOINT, "PixArtTransformer2DModel", "SanaTransformer2DModel", CROSS, "LTXVideoTransformer3DModel")
 
 
 #: Families whose queries, their norm and the output projection have other names.
@@ -131,59 +130,6 @@ def test_a_map_acts_on_its_own_tokens(family):
     assert torch.equal(moved[1], first.bool())
 
 
-@pytest.mark.parametrize("family", CORE)
-@torch.no_grad()
-def test_padding_of_the_text_is_hidden(family):
-    """Invariant 96: joint attention, too, sees no masked token of its text (diffusers #8673); unmasked as it was."""
-    model = attach(make(family))
-    batch, memory = given(model), tiny.memory(ROWS)
-    batch |= {name: torch.ones_like(mask) for name, mask in batch.items() if name == "encoder_attention_mask"}
-    want, own = run(model, batch, memory=memory), run(model, batch)
-    model.use_core()
-    assert_close(run(model, batch, memory=memory), want, 2e-6)
-    assert_close(run(model, batch), own, 2e-6)
-    mask = torch.ones(ROWS, tiny_transformers.TEXT_LENGTH, dtype=torch.bool)
-    mask[1, 3:] = False
-    garbage = batch["encoder_hidden_states"].clone()
-    garbage[1, 3:] = 1e3
-    other = batch | {"encoder_hidden_states": garbage}
-    assert tiny.differs(run(model, other, memory=memory)[1:2], want[1:2])
-    seen = run(model, batch, memory=memory, text_mask=mask)
-    assert seen.isfinite().all()
-    assert_close(run(model, other, memory=memory, text_mask=mask), seen, 2e-6)
-    assert_close(seen[[0, 2]], want[[0, 2]], 2e-6)
-    # A row of three tokens is that of a text of three tokens.
-    short = {
-        name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == ROWS else value
-        for name, value in batch.items()
-    }
-    short |= {name: value[:, :3] for name, value in short.items() if name.startswith("encoder_")}
-    assert_close(run(model, short, memory=memory[1]), seen[1:2], 1e-5)
-    with pytest.raises(ShapeError, match="text_mask"):
-        run(model, batch, memory=memory, text_mask=mask[:, 1:])
-    model.use_core(False)
-    assert torch.equal(run(model, batch, memory=memory), want)
-
-
-@torch.no_grad()
-def test_keys_and_values_of_the_text_are_kept_over_steps():
-    model = attach(make("PixArtTransformer2DModel")).use_core()
-    batch = given(model)
-    batch.pop("encoder_attention_mask")
-    # The caption is projected at every step; keys and values are those of what is projected.
-    other = batch | {"encoder_hidden_states": batch["encoder_hidden_states"].roll(1, 0)}
-    layers = [model.layer(index).to_k for index in range(2)]
-    with tiny_unets.counting(*layers) as ran, model.condition(tiny.memory(ROWS)):
-        first, second = run(model.host, batch), run(model.host, other)
-        assert len(ran) == 4 and tiny.differs(first, second)
-        for _ in range(2):  # as guidance calls a host for each half in turn
-            assert torch.equal(run(model.host, batch), first)
-            assert torch.equal(run(model.host, other), second)
-        assert len(ran) == 4
-        batch["encoder_hidden_states"] *= 2
-        assert tiny.differs(run(model.host, batch), first) and len(ran) == 6
-
-
 @torch.no_grad()
 def test_attention_that_is_not_one_softmax():
     """Differential attention is refused; without it the same host is none too many."""
@@ -273,34 +219,6 @@ def test_hosts_that_do_not_fit_an_adapter(host, adapter, error, says):
     with pytest.raises(error, match=says):
         mmattn.attach(host, adapter)
     no_trace(host, before, "after it was refused")
-
-
-def changed(kind, change):
-    unet = make(kind)
-    change(unet)
-    return unet
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize(
-    ("host", "says"),
-    [
-        *((lambda family=family: make(family), "use_core") for family in (PACKED, OWN, "StableAudioDiTModel")),
-        (lambda: make("QwenImageTransformer2DModel"), "use_core"),
-        (lambda: make("PRXTransformer2DModel"), "use_core"),
-        (lambda: make("simple"), "AttnAddedKVProcessor2_0"),
-        (lambda: changed("stable", lambda unet: unet.fuse_qkv_projections()), "FusedAttnProcessor2_0"),
-        (lambda: changed("stable", lambda unet: unet.set_attention_slice("max")), "SlicedAttnProcessor"),
-    ],
-)
-def test_attention_that_the_core_cannot_stand_for(host, says):
-    model = attach(host())
-    before = [model.layer(index).processor for index in range(len(model.layer_names))]
-    with pytest.raises(ConditionError, match=says):
-        model.use_core()
-    assert all(model.layer(index).processor is one for index, one in enumerate(before))
-    with pytest.raises(ConditionError, match="use_core"):
-        model(**given(model), text_mask=torch.ones(ROWS, 5, dtype=torch.bool))
 
 
 @torch.no_grad()

@@ -1,28 +1,19 @@
-"""A UNet with an adapter: every kind of block, sizes, blocks and guidance, processors, LoRA, training."""
+"""A UNet with an adapter: sizes, blocks, processors, LoRA, training, and films."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 
 import pytest
 import torch
+from diffusers import UNet3DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 
 import mmattn
-from mmattn.errors import AdapterFileError, AttachError, ConditionError
-from mmattn.testing import HostCase
-from mmattn.testing.adapter_answers import (
-    check_masked_slots_are_nothing,
-    check_rows_keep_to_themselves,
-    check_rows_that_see_nothing,
-    check_starts_as_identity,
-)
-from mmattn.testing.adapter_life import check_unload_leaves_no_trace
-from mmattn.testing.case import no_trace, traces
-from mmattn.testing.hosts import check_checkpoint_is_untouched
+from mmattn.errors import AdapterFileError, AttachError, ConditionError, ShapeError
+from mmattn.testing.case import no_trace, stir, traces
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_unets import ROWS, run
@@ -34,24 +25,6 @@ MID = 3  # the number of the attention layer in the middle, the host's last
 def model():
     """A tiny UNet with an open adapter."""
     return tiny_unets.attach(tiny_unets.make())
-
-
-@pytest.mark.parametrize("kind", tiny_unets.KINDS)
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_starts_as_identity,
-        check_rows_that_see_nothing,
-        check_masked_slots_are_nothing,
-        check_rows_keep_to_themselves,
-        check_unload_leaves_no_trace,
-        check_checkpoint_is_untouched,
-    ],
-    ids=lambda check: check.__name__.removeprefix("check_"),
-)
-def test_every_kind_of_block(kind, check):
-    """Invariants 27, 28."""
-    check(HostCase(functools.partial(tiny_unets.make, kind), [tiny_unets.adapter(tokens=2)]))
 
 
 def test_a_layer_that_memory_does_not_reach(model):
@@ -119,20 +92,6 @@ def test_one_host_inside_the_forward_of_another():
     assert torch.equal(run(outer, memory, adapter_scale=map_), want)
     hook.remove()
     assert torch.equal(heard[0], alone)
-
-
-@torch.no_grad()
-def test_guidance_hides_the_memory_from_the_first_half(model):
-    memory, rows = tiny.memory(ROWS, lengths=[5, 0, 3]), torch.tensor([0.5, 1.0, 2.0])
-    args = tuple(torch.cat([one, one]) if isinstance(one, torch.Tensor) else one for one in tiny_unets.given()[0])
-    own = tiny_unets.make()(*args).sample
-    for scale in (1.0, rows, rows[:, None, None].expand(-1, 16, 24), lambda time: rows):
-        with model.condition(memory, adapter_scale=scale, guided=True):
-            out = model.host(*args).sample
-            assert torch.equal(out[:ROWS], own[:ROWS])
-            assert_close(out[ROWS:], run(model, memory, adapter_scale=scale))
-            # Without guidance the same block serves rows one by one.
-            assert torch.equal(run(model), run(model, memory, adapter_scale=scale))
 
 
 SWAPS = {
@@ -274,3 +233,113 @@ def test_autocast(core):
     for name, value in want[1].items():
         assert got[1][name].dtype is torch.float32
         assert_close(got[1][name], value, 0.3)
+
+
+# UNets of films, whose layers have a row for each frame: memory, scales and guidance stay with their own film
+
+
+FRAMES, FILMS = 3, 2
+_SIZES = {
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "cross_attention_dim": 12,
+    "in_channels": 5,
+    "out_channels": 5,
+}
+
+
+def blocks(kind: str) -> dict:
+    down, up = (f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"), (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}")
+    return {"down_block_types": down, "up_block_types": up}
+
+
+def three_d():
+    return UNet3DConditionModel(**_SIZES, **blocks("3D"), attention_head_dim=4)
+
+
+def motion():
+    return UNetMotionModel(**_SIZES, **blocks("Motion"), num_attention_heads=2, motion_num_attention_heads=2)
+
+
+def spatio_temporal():
+    sizes = {name: value for name, value in _SIZES.items() if name != "norm_num_groups"} | {
+        "block_out_channels": (32, 64)
+    }
+    times = {"addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 12}
+    return UNetSpatioTemporalConditionModel(**sizes, **blocks("SpatioTemporal"), **times, num_attention_heads=2)
+
+
+KINDS = {"3d": three_d, "motion": motion, "spatio-temporal": spatio_temporal}
+
+
+def batch(kind: str) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    sample = torch.randn(FILMS, 5, FRAMES, 8, 12, generator=drawn)
+    text = torch.randn(FILMS, 1 if kind == "spatio-temporal" else 7, 12, generator=drawn)
+    if kind == "motion":
+        text = text.repeat_interleave(FRAMES, 0)  # as AnimateDiff's pipeline gives it
+    given = {"sample": sample, "timestep": torch.tensor(11), "encoder_hidden_states": text}
+    if kind == "spatio-temporal":
+        given |= {"sample": sample.transpose(1, 2), "added_time_ids": torch.ones(FILMS, 3)}
+    return given
+
+
+@pytest.fixture(params=KINDS)
+def film(request):
+    torch.manual_seed(0)
+    host = KINDS[request.param]().eval()
+    model = mmattn.attach(host, mmattn.DecoupledAdapter(memory_dim=tiny.MEMORY_DIM))
+    stir(model.adapter("default"))
+    return model, batch(request.param)
+
+
+@torch.no_grad()
+def predict(model, given, **more):
+    return model(**given, **more)[0]
+
+
+def film_of(given, row):
+    """One film of a batch."""
+    return {
+        name: value.unflatten(0, (FILMS, -1))[row] if name != "timestep" else value for name, value in given.items()
+    }
+
+
+@torch.no_grad()
+def test_each_film_sees_its_own_memory(film):
+    model, given = film
+    memory, own = tiny.memory(FILMS, lengths=[5, 3]), predict(model, given)
+    out = predict(model, given, memory=memory)
+    assert all(differs(out[row], own[row]) for row in range(FILMS))
+    for row in range(FILMS):
+        assert_close(predict(model, film_of(given, row), memory=memory[row])[0], out[row], 1e-4)
+    half = predict(model, given, memory=tiny.memory(FILMS, lengths=[5, 0]))
+    assert torch.equal(half[1], own[1]) and differs(half[0], own[0])
+
+
+@torch.no_grad()
+def test_the_unconditional_half_of_guidance_sees_none(film):
+    model, given = film
+    memory = tiny.memory(FILMS)
+    twice = {name: value if name == "timestep" else torch.cat([value, value]) for name, value in given.items()}
+    with model.condition(memory, guided=True):
+        both = predict(model.host, twice)
+    assert_close(both[:FILMS], predict(model, given), 1e-5)
+    assert_close(both[FILMS:], predict(model, given, memory=memory), 1e-5)
+
+
+@torch.no_grad()
+def test_a_scale_for_each_film(film):
+    model, given = film
+    memory, own = tiny.memory(FILMS), predict(model, given)
+    out = predict(model, given, memory=memory, adapter_scale=torch.tensor([0.0, 1.0]))
+    assert_close(out[0], own[0], 1e-6)
+    assert_close(out[1], predict(model, given, memory=memory)[1], 1e-5)
+    ones, zeros = torch.ones(FILMS, 8, 12), torch.zeros(FILMS, 8, 12)
+    if any("temporal" in name for name in model.layer_names):
+        with pytest.raises(ShapeError, match="blocks="):
+            predict(model, given, memory=memory, adapter_scale=ones)
+        return
+    assert torch.equal(predict(model, given, memory=memory, adapter_scale=zeros), own)
+    assert_close(predict(model, given, memory=memory, adapter_scale=ones), predict(model, given, memory=memory), 1e-5)

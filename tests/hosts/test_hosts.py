@@ -1,16 +1,18 @@
-"""Heads that do not write: spans, choices, several outputs, tuples. A memory reaches all of them."""
+"""Hosts with heads of every kind, with pictures of their own, and with several residual streams."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import mmattn
 from mmattn import doctor
 from mmattn.data.text_batches import collate
-from mmattn.errors import NonFiniteError
+from mmattn.errors import AttachError, NonFiniteError
 from tests import tiny
 from tests.families.building import MEMORY_DIM, tiny_config, tiny_model
 
@@ -120,3 +122,80 @@ def test_logits_that_are_not_finite_are_refused_in_tuples_too() -> None:
         for by_name in (True, False):
             with pytest.raises(NonFiniteError, match="row 0, 1"):
                 model(IDS, memory=memory(), return_dict=by_name)
+
+
+# Hosts that already see: a further memory for their text part, beside pictures of their own
+
+
+HOSTS = {"llava": 16, "internvl": 4}  # tokens that stand for a picture
+PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=HOSTS)
+def told(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor]]:
+    """An adapted host, and two texts about a picture each."""
+    host = tiny_model(request.param, AutoModelForImageTextToText)
+    token = host.config.image_token_id
+    picture = torch.full((2, HOSTS[request.param]), token)
+    ids = torch.cat([torch.full((2, 1), 5), picture, torch.tensor([[7, 8, 9], [3, 2, 6]])], 1)
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 2), num_heads=2))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": PICTURES}
+
+
+@torch.no_grad()
+def test_its_own_pictures_and_a_memory(told: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    """Both are seen, each by its own row; a fresh adapter changes nothing."""
+    model, given = told
+    alone = model.host(**given).logits
+    assert torch.equal(model(**given, memory=tiny.memory(2)).logits, alone)
+    tiny.open_gates(model)
+    both = model(**given, memory=tiny.memory(2)).logits
+    assert tiny.differs(both, alone)
+    other = {**given, "pixel_values": torch.stack([PICTURES[0], PICTURES[1].flip(1)])}
+    changed = model(**other, memory=tiny.memory(2)).logits
+    tiny.assert_close(changed[0], both[0], 1e-5)
+    assert tiny.differs(changed[1:], both[1:], 1e-3), "its own picture is no longer seen"
+    assert torch.equal(model(**given).logits, alone)
+
+
+def test_it_writes_about_both(told: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    model, given = told
+    tiny.open_gates(model)
+    for ways in ({}, {"num_beams": 2}):
+        settings = {"max_new_tokens": 4, "do_sample": False, **ways}
+        texts = model.generate(**given, memory=tiny.memory(2), **settings)
+        for row in range(2):
+            own = {name: value[row : row + 1] for name, value in given.items()}
+            assert torch.equal(model.generate(**own, memory=tiny.memory(2)[row], **settings)[0], texts[row])
+
+
+# Hosts with several residual streams for each token: adapters read their mean, and add to every one
+
+
+SQUARE = torch.tensor([[5, 9, 3, 7], [4, 4, 6, 12], [8, 11, 6, 3]])  # as many tokens as streams
+
+
+@pytest.mark.parametrize("position", ["after", "before"])
+@pytest.mark.parametrize(("family", "axis"), [("deepseek_v4", 2), ("hy_v4", 2), ("gemma3n_text", 0)])
+def test_a_row_sees_its_memory_whatever_the_batch(family: str, axis: int, position: str) -> None:
+    """Also where as many rows or tokens are given as there are streams."""
+    host = tiny_model(family, AutoModelForCausalLM)
+    settings = mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 2), num_heads=2, position=position)
+    model = tiny.open_gates(mmattn.attach(host, settings))
+    assert model.stream_axis == axis
+    memory = mmattn.Memory(torch.randn(3, 5, MEMORY_DIM))
+    with torch.no_grad():
+        together = model(SQUARE, memory=memory).logits
+        assert tiny.differs(together, host(input_ids=SQUARE).logits)
+        for row in range(3):
+            tiny.assert_close(model(SQUARE[row : row + 1], memory=memory[row]).logits, together[row : row + 1], 1e-5)
+
+
+def test_layers_of_two_kinds_are_refused() -> None:
+    """A host of which some layers hand on several streams, and others one."""
+    host = tiny.make("llama")
+    host.model.layers[1].register_forward_hook(lambda layer, args, output: torch.stack([output] * 4, 2))
+    host.model.layers[2].register_forward_pre_hook(lambda layer, args: (args[0].mean(2), *args[1:]))
+    with pytest.raises(AttachError, match="some layers .* several residual streams"):
+        mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 1), num_heads=2))
+    mmattn.attach(host, mmattn.GatedAdapter(memory_dim=MEMORY_DIM, layers=(0, 2), num_heads=2))

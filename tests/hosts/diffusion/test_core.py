@@ -8,13 +8,24 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 import mmattn
 from mmattn.errors import ConditionError
+from mmattn.testing.case import rows_of
 from tests import tiny, tiny_unets
 from tests.tiny import assert_close, differs
+from tests.tiny_transformers import attach, given, make, run as ask
 from tests.tiny_unets import ROWS, run
 
 kinds = pytest.mark.parametrize("kind", tiny_unets.CORE_KINDS)
 LENGTHS = [7, 3, 5]
 MASK = torch.arange(tiny_unets.TEXT_LENGTH) < torch.tensor(LENGTHS)[:, None]
+TRANSFORMERS = (
+    "SD3Transformer2DModel",
+    "PixArtTransformer2DModel",
+    "SanaTransformer2DModel",
+    "WanTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+)
+hosts = pytest.mark.parametrize("host", [*tiny_unets.CORE_KINDS, *TRANSFORMERS])
+TEXT, PADDING = "encoder_hidden_states", "encoder_attention_mask"
 
 
 @pytest.fixture
@@ -27,23 +38,64 @@ def text_projections(model):
     return [model.layer(index).to_k for index in range(len(model.layer_names))]
 
 
+def unpadded(model):
+    """What a host is called with, and a mask (b, m) of ones for its text."""
+    batch = given(model)
+    ones = torch.ones(batch[TEXT].shape[:2])
+    return batch | ({PADDING: ones} if PADDING in batch else {}), ones
+
+
 # The same numbers
 
 
-@kinds
+@hosts
 @torch.no_grad()
-def test_unmasked_it_is_what_diffusers_gives(kind):
-    unet = tiny_unets.make(kind)
-    assert_close(run(mmattn.attach(unet).use_core(), None, kind), tiny_unets.own(kind))
-    model, memory = tiny_unets.attach(unet), tiny.memory(ROWS, lengths=[5, 0, 3])
-    want = run(model.use_core(False), memory, kind)
+def test_unmasked_it_is_what_diffusers_gives(host):
+    """Invariant 96: in UNets, and in transformers that read text beside the picture or joined with it."""
+    model, memory = attach(make(host)), tiny.memory(ROWS, lengths=[5, 0, 3])
+    batch, ones = unpadded(model)
+    want, own = ask(model, batch, memory=memory), ask(model, batch)
     model.use_core()
-    out = run(model, memory, kind)
-    assert_close(out, want)
-    assert torch.equal(out[1], run(model, None, kind)[1])
-    ones = torch.ones(ROWS, tiny_unets.TEXT_LENGTH)
-    assert_close(run(model, memory, kind, text_mask=ones.bool()), want)
-    assert_close(run(model, memory, kind, encoder_attention_mask=ones), want)
+    assert_close(ask(model, batch), own)
+    for more in ({}, {"text_mask": ones.bool()}, {PADDING: ones} if host in tiny_unets.KINDS else {}):
+        out = ask(model, batch, memory=memory, **more)
+        assert_close(out, want)
+        assert torch.equal(out[1], ask(model, batch, **more)[1])
+    model.use_core(False)
+    assert torch.equal(ask(model, batch, memory=memory), want)
+
+
+@hosts
+@torch.no_grad()
+def test_masked_text_is_the_shorter_text(host):
+    """Invariant 96: joint attention, too, sees no masked token of its text (diffusers #8673)."""
+    model, memory = attach(make(host)).use_core(), tiny.memory(ROWS)
+    batch, ones = unpadded(model)
+    lengths = [ones.shape[1], 3, 4]
+    mask = torch.arange(ones.shape[1]) < torch.tensor(lengths)[:, None]
+    filled = batch | {TEXT: batch[TEXT].masked_fill(~mask[..., None], 1e3)}
+    out = ask(model, filled, memory=memory, text_mask=mask)
+    assert out.isfinite().all() and differs(out[1:], ask(model, filled, memory=memory)[1:], 1e-3)
+    for block, more in (({"text_mask": mask}, {}), ({}, {"text_mask": mask})):
+        with model.condition(memory, **block):
+            assert torch.equal(ask(model, filled, **more), out)
+    # diffusers does not tell the first attention of "only_cross" of the padding, only text_mask reaches it
+    if host in tiny_unets.KINDS and host != "only_cross":
+        assert torch.equal(ask(model, filled | {PADDING: mask.long()}, memory=memory), out)
+    for row, length in enumerate(lengths):
+        alone = rows_of(batch, slice(row, row + 1), ROWS)
+        alone |= {name: value[:, :length] for name, value in alone.items() if name in (TEXT, PADDING)}
+        for core in (False, True):
+            assert_close(ask(model.use_core(core), alone, memory=memory[row]), out[row : row + 1])
+    if host not in tiny_unets.KINDS:
+        return
+    poisoned = batch[TEXT].masked_fill(~mask[..., None], float("nan")).requires_grad_()
+    with torch.enable_grad():
+        found = model(**batch | {TEXT: poisoned}, memory=memory, text_mask=mask).sample
+        found.square().mean().backward()
+    assert_close(found, out)
+    if host != "k":  # its layers normalise the text before it is masked
+        assert poisoned.grad.isfinite().all() and not poisoned.grad[~mask].any() and poisoned.grad[mask].any()
 
 
 @torch.no_grad()
@@ -61,36 +113,6 @@ def test_a_layer_that_is_given_a_picture_gives_a_picture(model):
         assert got.shape == x.shape
         assert_close(got, want)
     assert differs(found[1], found[0])
-
-
-@kinds
-@torch.no_grad()
-def test_masked_text_is_the_shorter_text(kind):
-    unet = tiny_unets.make(kind)
-    model, memory = tiny_unets.attach(unet).use_core(), tiny.memory(ROWS)
-    (sample, time, words), kwargs = tiny_unets.given(kind)
-    filled = words.masked_fill(~MASK[..., None], 1e4)
-    out = model(sample, time, filled, memory=memory, text_mask=MASK, **kwargs).sample
-    for block, more in (({"text_mask": MASK}, {}), ({}, {"text_mask": MASK})):
-        with model.condition(memory, **block):
-            assert torch.equal(model(sample, time, filled, **more, **kwargs).sample, out)
-    if kind != "only_cross":  # diffusers does not tell its first attention of the padding, only text_mask reaches it
-        by_host = model(sample, time, filled, memory=memory, encoder_attention_mask=MASK.long(), **kwargs).sample
-        assert torch.equal(by_host, out)
-    for i, length in enumerate(LENGTHS):
-        row = tiny_unets.row_of(((sample, time, words[:, :length]), kwargs), i)
-        alone = model(*row[0], memory=memory[i], **row[1]).sample
-        assert_close(alone, out[i : i + 1])
-        model.use_core(False)
-        assert_close(model(*row[0], memory=memory[i], **row[1]).sample, out[i : i + 1])
-        model.use_core()
-    poisoned = words.masked_fill(~MASK[..., None], float("nan")).requires_grad_()
-    with torch.enable_grad():
-        found = model(sample, time, poisoned, memory=memory, text_mask=MASK, **kwargs).sample
-        found.square().mean().backward()
-    assert_close(found, out)
-    if kind != "k":  # its layers normalise the text before it is masked
-        assert poisoned.grad.isfinite().all() and not poisoned.grad[~MASK].any() and poisoned.grad[MASK].any()
 
 
 @kinds
@@ -181,6 +203,25 @@ def test_text_that_a_layer_normalises_is_projected_once_too():
         assert differs(model.host(*args).sample, want)
 
 
+@torch.no_grad()
+def test_keys_and_values_of_the_text_are_kept_over_steps():
+    model = attach(make("PixArtTransformer2DModel")).use_core()
+    batch = given(model)
+    batch.pop("encoder_attention_mask")
+    # The caption is projected at every step; keys and values are those of what is projected.
+    other = batch | {"encoder_hidden_states": batch["encoder_hidden_states"].roll(1, 0)}
+    layers = [model.layer(index).to_k for index in range(2)]
+    with tiny_unets.counting(*layers) as ran, model.condition(tiny.memory(ROWS)):
+        first, second = ask(model.host, batch), ask(model.host, other)
+        assert len(ran) == 4 and differs(first, second)
+        for _ in range(2):  # as guidance calls a host for each half in turn
+            assert torch.equal(ask(model.host, batch), first)
+            assert torch.equal(ask(model.host, other), second)
+        assert len(ran) == 4
+        batch["encoder_hidden_states"] *= 2
+        assert differs(ask(model.host, batch), first) and len(ran) == 6
+
+
 # Processors that come and go
 
 
@@ -219,3 +260,34 @@ def test_the_very_same_processors_come_back():
         leave(model)
         assert unet.attn_processors.keys() == before.keys()
         assert all(got is want for got, want in zip(unet.attn_processors.values(), before.values(), strict=True))
+
+
+def changed(kind, change):
+    unet = make(kind)
+    change(unet)
+    return unet
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        *(
+            (lambda family=family: make(family), "use_core")
+            for family in ("FluxTransformer2DModel", "DiTTransformer2DModel", "StableAudioDiTModel")
+        ),
+        (lambda: make("QwenImageTransformer2DModel"), "use_core"),
+        (lambda: make("PRXTransformer2DModel"), "use_core"),
+        (lambda: make("simple"), "AttnAddedKVProcessor2_0"),
+        (lambda: changed("stable", lambda unet: unet.fuse_qkv_projections()), "FusedAttnProcessor2_0"),
+        (lambda: changed("stable", lambda unet: unet.set_attention_slice("max")), "SlicedAttnProcessor"),
+    ],
+)
+def test_attention_that_the_core_cannot_stand_for(host, says):
+    model = attach(host())
+    before = [model.layer(index).processor for index in range(len(model.layer_names))]
+    with pytest.raises(ConditionError, match=says):
+        model.use_core()
+    assert all(model.layer(index).processor is one for index, one in enumerate(before))
+    with pytest.raises(ConditionError, match="use_core"):
+        model(**given(model), text_mask=torch.ones(ROWS, 5, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""Diffusion hosts whose weights are brought in while a layer runs: group offloading, 8-bit storage, 4 bits."""
+"""Hosts whose weights are on the disk, in 8 bits, in 4, or in half precision."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from diffusers.hooks import apply_group_offloading
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from torch import nn
 
 import mmattn
-from mmattn.errors import AttachError
+from mmattn import training
+from mmattn.errors import AttachError, ConditionError
+from mmattn.testing.case import cast
 from tests import tiny, tiny_transformers, tiny_unets
 from tests.tiny import assert_close, differs
 from tests.tiny_transformers import given, make, run
+from tests.transformer_sizes import NAMES
 
 ROWS = 3
 CPU = torch.device("cpu")
@@ -153,3 +156,111 @@ def test_no_fingerprint_of_weights_that_are_not_there(tmp_path: Path) -> None:
     model.save_adapter(tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["host"]["fingerprint"] is None
     mmattn.load(make("SD3Transformer2DModel"), tmp_path / "adapter")
+
+
+# Language models whose weights are brought in while a layer runs: group offloading of diffusers, 8-bit storage
+
+
+def store_language_model(host: Any, way: str, folder: Path) -> Any:
+    """Keep its weights on the disk, or in 8 bits, while no layer runs."""
+    if way == "float8":
+        apply_layerwise_casting(host, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=("norm",))
+    else:
+        apply_group_offloading(host, CPU, offload_type=way, offload_to_disk_path=str(folder))
+    return host
+
+
+def test_no_loss_in_chunks_of_a_head_that_is_brought_in(tmp_path: Path) -> None:
+    """Invariant 155: the gradient of such a loss multiplies the weight itself."""
+    batch = training.collate([[5, 6, 7, 8]], tiny.memory(1))
+    for way in ("leaf_level", "float8"):
+        model = tiny.attach(store_language_model(tiny.make("llama"), way, tmp_path))
+        with pytest.raises(ConditionError, match="no loss in chunks: "):
+            training.token_nats(model, batch, chunk_size=2)
+        with torch.no_grad():
+            assert torch.equal(training.token_nats(model, batch, "auto"), training.token_nats(model, batch, None))
+    hooked = tiny.attach(tiny.make("llama"))
+    hooked.host.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ConditionError, match="hooks"):
+        training.token_nats(hooked, batch, chunk_size=2)
+
+
+@torch.no_grad()
+def test_packed_rows_of_a_host_in_8_bits(tmp_path: Path) -> None:
+    """Invariant 155: the mask that keeps documents of MPT apart has the dtype in which it computes."""
+    model = tiny.attach(store_language_model(tiny.make("mpt"), "float8", tmp_path))
+    ids, memory = tiny.text(1), tiny.memory(2)
+    packed = model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False, memory=memory).logits
+    parts = [
+        model(ids[:, part], memory=memory[torch.tensor([n])]).logits for n, part in enumerate((slice(3), slice(3, 7)))
+    ]
+    assert packed.isfinite().all()
+    assert_close(packed, torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [mmattn.adapters.InsertedAdapter(tiny.MEMORY_DIM), mmattn.adapters.PrefixAdapter(3)],
+    ids=lambda x: x.kind,
+)
+def test_frequencies_on_the_disk(adapter: Any, tmp_path: Path) -> None:
+    """Invariant 155: they are read at attach, and are not there."""
+    host = store_language_model(tiny.make("llama"), "leaf_level", tmp_path)
+    with pytest.raises(AttachError, match="leave offload_to_disk_path out, or attach before"):
+        mmattn.attach(host, adapter)
+    assert "_mmattn" not in vars(host)
+    ids = tiny.text(2)
+    with torch.no_grad():
+        assert_close(host(ids).logits, tiny.own(ids))
+
+
+# Loaded in half precision, where diffusers keeps some weights in float32
+
+#: diffusers itself makes none from this config.
+FAMILIES = ["stable", *(family for family in NAMES if family != "Transformer2DModel")]
+FAST = (
+    "stable",
+    "WanTransformer3DModel",
+    "SD3Transformer2DModel",
+    "PixArtTransformer2DModel",
+    "QwenImageTransformer2DModel",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "family", [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
+def test_hosts_in_half(family, dtype, tmp_path):
+    """Invariant 129: a host that can be attached to in float32 can be in half, and answers with and without memory."""
+    whole = make(family)
+    whole.save_pretrained(tmp_path)
+    host = type(whole).from_pretrained(tmp_path, dtype=dtype).eval()
+    host.requires_grad_(False)  # torch chooses between matrix products by it, even without gradients
+    try:
+        tiny_transformers.attach(whole)
+    except AttachError:
+        with pytest.raises(AttachError):
+            tiny_transformers.attach(host)
+        return
+    dtypes = {name: one.dtype for name, one in host.named_parameters()}
+    model = tiny_transformers.attach(host)
+    adapter = model.adapter("default")
+    with torch.no_grad():
+        for layer in adapter.layers:
+            adapter.attention(layer).v_proj.weight.mul_(32)  # well above the rounding of halves
+    assert {name: one.dtype for name, one in host.named_parameters()} == dtypes
+    batch = given(model, 2)
+    batch = cast(batch, dtype) if family == "stable" else batch
+    alone, out = run(model, batch), run(model, batch, memory=tiny.memory(2))
+    assert out.dtype == dtype and out.isfinite().all() and tiny.differs(out, alone, 2e-3)
+    assert torch.equal(run(model, batch, memory=tiny.memory(2), adapter_scale=0.0), alone)
+    model.unload()
+    assert torch.equal(run(host, batch), alone)
+
+
+def test_half_is_torchs():
+    """`model.half()` casts an adapted host."""
+    model = tiny_transformers.attach(make("FluxTransformer2DModel"))
+    assert model.half() is model and model.host.dtype == torch.float16

@@ -1,18 +1,28 @@
-"""What `attach` refuses, in words and with nothing changed: hosts of other shapes, names, options, hosts on meta."""
+"""What attach refuses, what it tells beforehand, and the modes around it."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
 import torch
+import transformers
+from accelerate import init_empty_weights
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 import mmattn
-from mmattn.errors import AttachError, ConditionError
+from mmattn.adapters import InsertedAdapter, JoinedAdapter
+from mmattn.errors import AdapterFileError, AttachError, ConditionError
+from mmattn.hosts import attach_check
 from mmattn.testing.case import no_trace, traces
 from tests import tiny, tiny_unets
-from tests.families.building import tiny_model
+from tests.cli.running import call
+from tests.families.building import tiny_config, tiny_model
 from tests.tiny import own
 
 GATED = mmattn.GatedAdapter(memory_dim=tiny.MEMORY_DIM, layers=(0, 2), num_heads=2, head_dim=8)
@@ -228,3 +238,194 @@ def test_an_end_token_that_is_none_of_the_hosts_refuses_nothing():
     assert host.config.eos_token_id > 53
     for adapter in (GATED, mmattn.adapters.JoinedAdapter(tiny.MEMORY_DIM, every=1), mmattn.adapters.PassageAdapter()):
         mmattn.attach(host, adapter).unload()
+
+
+# `attach_check` from a config alone, beside `attach` with weights
+
+
+HOSTS = [
+    ("llama", "AutoModelForCausalLM", None),
+    ("gemma3", "AutoModelForImageTextToText", None),
+    ("deepseek_v4", "AutoModelForCausalLM", None),
+    ("t5", "AutoModelForSeq2SeqLM", "encoder"),
+    ("whisper", "AutoModelForSpeechSeq2Seq", "decoder"),
+    ("bert", "AutoModelForSequenceClassification", None),
+    ("vit", "AutoModelForImageClassification", None),
+]
+
+
+@pytest.mark.parametrize(("family", "auto", "where"), HOSTS)
+def test_it_tells_what_attach_does(family: str, auto: str, where: str | None) -> None:
+    host = tiny_model(family, getattr(transformers, auto))
+    config = host.config
+    config.architectures = [type(host).__name__]
+    report = attach_check(config, memory_dim=13, every=2, where=where)
+    assert report.ok and report.undecided is None
+    model = mmattn.attach(host, mmattn.GatedAdapter(memory_dim=13, every=2, where=where))
+    adapter = model.adapter("default")
+    assert (report.host, report.kind, report.layers) == (type(host).__name__, model.kind, adapter.layers)
+    trained, whole = model.trainable_parameters()
+    assert report.parameters == (trained, whole - trained)
+    paths = {site.module.rpartition(".")[0] for site in model.sites("after")}
+    assert {path for _, path, _, _ in report.stacks} == paths
+
+
+@pytest.mark.parametrize(("family", "why"), [("xlnet", "no adapter can be put on it"), ("reformer", "reversible")])
+def test_it_refuses_what_attach_refuses(family: str, why: str) -> None:
+    report = attach_check(tiny_config(family), every=1)
+    assert not report.ok and why in str(report)
+    with pytest.raises(AttachError, match=why):
+        mmattn.attach(tiny_model(family, transformers.AutoModelForCausalLM), mmattn.GatedAdapter(memory_dim=5, every=1))
+
+
+def test_what_depends_on_values_is_said() -> None:
+    """Which experts are asked, Jet MoE reads off the tensors themselves."""
+    report = attach_check(tiny_config("jetmoe"), every=2)
+    assert report.ok and report.undecided is not None and "undecided without weights" in str(report)
+
+
+def test_a_model_of_any_size_takes_no_memory() -> None:
+    config = LlamaConfig(hidden_size=65536, intermediate_size=212992, num_hidden_layers=2, num_attention_heads=128)
+    report = attach_check(config)
+    assert report.parameters[1] > 100e9 and report.layers == (1,)
+
+
+def test_what_is_no_model() -> None:
+    config = LlamaConfig(num_attention_heads=4, hidden_size=32)
+    config.architectures = ["LlamaForCausalLM"]
+    config.hidden_act = "nothing"
+    with pytest.raises(AdapterFileError, match="transformers makes no model of this LlamaConfig.*nothing"):
+        attach_check(config)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config: Any = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4)
+    config.save_pretrained(tmp_path)
+    code, out, _ = call(capsys, "attach-check", tmp_path, "--every", 2, "--memory-dim", 13)
+    assert code == 0 and "model.layers, 5 of width 64" in out and "at layers [1, 3]" in out
+    code, out, _ = call(capsys, "attach-check", tmp_path, "--where", "encoder")
+    assert code == 1 and "where='encoder'" in out
+    code, _, said = call(capsys, "attach-check", tmp_path / "nothing")
+    assert code == 2 and said.count("\n") == 1 and "is no config of transformers" in said
+
+
+# Adapters that are put on a host inside a mode of torch: as outside of it, or refused in words
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
+    "float16 by default": lambda: default_dtype(torch.float16),
+    "float64 by default": lambda: default_dtype(torch.float64),
+    "device meta": lambda: torch.device("meta"),
+    "init_empty_weights with buffers": lambda: init_empty_weights(include_buffers=True),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+KINDS: dict[str, Callable[[], Any]] = {
+    "gated": lambda: mmattn.GatedAdapter(memory_dim=13, every=1, num_heads=2),
+    "resampler": lambda: mmattn.GatedAdapter(memory_dim=13, every=2, num_heads=2, resampler={"num_latents": 3}),
+    "joined": lambda: JoinedAdapter(memory_dim=13, every=1),
+    "inserted": lambda: InsertedAdapter(memory_dim=13),
+}
+
+
+COPIED: dict[str, Any] = {"start": "host", "memory_dim": tiny_unets.TEXT_DIM}
+
+
+def check_dtype(model: Any, mode: str) -> None:
+    dtype = torch.float64 if mode == "float64 by default" else torch.float32
+    weights = [*model.adapters.parameters(), *model.adapters.buffers()]
+    assert {one.dtype for one in weights if one.is_floating_point()} == {dtype}
+    assert {one.device.type for one in weights} == {"cpu"} and not any(one.is_inference() for one in weights)
+
+
+def check_trains(model: Any) -> None:
+    ids = tiny.text(2)
+    model(ids, memory=tiny.memory(2), labels=ids).loss.backward()
+    gradients = [one.grad for one in model.adapters.parameters() if one.grad is not None]
+    assert any(bool(one.any()) for one in gradients) and all(bool(one.isfinite().all()) for one in gradients)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attach_and_load(mode: str, kind: str, tmp_path: Path) -> None:
+    """Invariant 153."""
+    ids, memory = tiny.text(2), tiny.memory(2)
+    saved = tiny.open_gates(mmattn.attach(tiny.make("llama"), KINDS[kind]()))
+    saved.save_adapter(tmp_path)
+    with torch.no_grad():
+        wanted = saved(ids, memory=memory).logits
+    host = tiny.make("llama")
+    with MODES[mode]():
+        model = mmattn.attach(host, KINDS[kind]())
+    check_dtype(model, mode)
+    tiny.open_gates(model)
+    check_trains(model)
+    model.unload()
+    host = tiny.make("llama")
+    with MODES[mode]():
+        loaded = mmattn.load(host, tmp_path)
+        mmattn.load(loaded, tmp_path, "second")
+        loaded.add_adapter("third", mmattn.GatedAdapter(memory_dim=13, every=2, num_heads=2))
+    check_dtype(loaded, mode)
+    loaded.delete_adapter("third")
+    loaded.delete_adapter("second")
+    with torch.no_grad():
+        tiny.assert_close(loaded(ids, memory=memory).logits, wanted)
+    check_trains(loaded)
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
+def test_calibrate(mode: str) -> None:
+    """Invariant 153."""
+    model = mmattn.attach(tiny.make("llama"), KINDS["gated"]())
+    with MODES[mode]():
+        model.calibrate(tiny.text(2), memory=tiny.memory(2))
+    check_dtype(model, mode)
+    check_trains(tiny.open_gates(model))
+
+
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "autocast"])
+def test_weights_that_begin_as_the_hosts(mode: str) -> None:
+    """Invariant 153: of a UNet, whose projections are copied as they are."""
+    unet = tiny_unets.make()
+    wanted = tiny_unets.attach(tiny_unets.make(), opened=False, **COPIED).adapters.state_dict()
+    with MODES[mode]():
+        model = mmattn.attach(unet, tiny_unets.adapter(**COPIED))
+    check_dtype(model, mode)
+    state = model.adapters.state_dict()
+    copied = [name for name in state if "k_proj" in name or "v_proj" in name]
+    assert copied and all(torch.equal(state[name].float(), wanted[name]) for name in copied)
+
+
+def test_weights_without_values_are_refused(tmp_path: Path) -> None:
+    """Invariant 153: nothing is changed then."""
+    host = tiny.make("llama")
+    mmattn.attach(tiny.make("llama"), KINDS["gated"]()).save_adapter(tmp_path)
+    before = dict(vars(host))
+    for put in (lambda: mmattn.attach(host, KINDS["gated"]()), lambda: mmattn.load(host, tmp_path)):
+        with (
+            init_empty_weights(include_buffers=False),
+            pytest.raises(ConditionError, match="outside of init_empty_weights"),
+        ):
+            put()
+    assert vars(host).keys() == before.keys()
+    model = mmattn.attach(host, KINDS["gated"]())
+    with (
+        init_empty_weights(include_buffers=False),
+        pytest.raises(ConditionError, match="outside of init_empty_weights"),
+    ):
+        model.add_adapter("second", KINDS["gated"]())
+    assert list(model.adapters) == model.active == ["default"]

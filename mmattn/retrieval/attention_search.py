@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -203,9 +202,8 @@ class BoundSearch(BoundMemory):
             has_memory = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
         scores = self._scores if self.adapter.score_bias else None
         layers = self.adapter.layers if text.layer is None else (text.layer,)
-        searches = {layer: partial(self._search, _searching(self.adapter, layer)) for layer in layers}
-        slots = {layer: SearchedSlots(search, self._read, scores, count) for layer, search in searches.items()}
-        return ProjectedView(slots, has_memory=has_memory)
+        slots = SearchedSlots(self._search, self._read, scores, count)
+        return ProjectedView(dict.fromkeys(layers, slots), has_memory=has_memory)
 
     def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
         norm, weight = self.adapter.slot_norm(), None
@@ -230,20 +228,13 @@ class BoundSearch(BoundMemory):
         return Memory(memory.tokens, scores=scores, sources=memory.sources, check_finite=False)
 
 
-def _searching(adapter: AdapterLayers, layer: int) -> KeyValueProjection:
-    """Return the projection of the block at a host layer, by whose scores entries are searched."""
-    projection = adapter.kv_projection(layer)
-    assert isinstance(projection, KeyValueProjection)
-    return projection
-
-
 def bind_index(memory: IndexMemory, adapter: AdapterLayers, host: nn.Module) -> BoundSearch:
     """Bind an index to an adapter."""
     adapter.check_parts("memory that is searched", "a Memory, such as hits.memory() of a search")
     adapter.slot_norm()
     if memory.dim != adapter.config.memory_dim:
         adapter.check_memory(Memory(torch.zeros(1, 1, memory.dim), check_finite=False))
-    if not all(_searching(adapter, layer).is_linear for layer in adapter.layers):
+    if not all(getattr(adapter.kv_projection(layer), "is_linear", False) for layer in adapter.layers):
         raise ConditionError(
             f"the keys of adapter {adapter.name!r} are normalised or rotated (qk_norm), so no search finds the largest "
             "scores: give hits.memory() of a search, or train without qk_norm"

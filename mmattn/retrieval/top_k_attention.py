@@ -27,9 +27,9 @@ _TOGETHER = 1 << 24
 class SearchedSlots(AttendableMemory):
     """A memory of which each query attends to the slots that a search finds for it."""
 
-    # from queries (b, n, e) in the space of the slots to their rows in the memory (b, n, c); -1 is none. It is not
-    # differentiated
-    search: Callable[[Tensor], Tensor]
+    # from the projection of a layer and queries (b, n, e) in the space of the slots to their rows in the memory
+    # (b, n, c); -1 is none. It is not differentiated
+    search: Callable[[KeyValueProjection, Tensor], Tensor]
     read: Callable[[Tensor], Tensor]  # from rows (n,) to their slots (n, e)
     # from rows (n,) to the scores (b, n) of their slots, where there are any; b divides that of the queries
     scores: Callable[[Tensor], Tensor] | None
@@ -41,7 +41,7 @@ class SearchedSlots(AttendableMemory):
         b, h, length, _ = q.shape
         queries = projection.to_slots(q).flatten(1, 2)
         with torch.no_grad():
-            rows = self.search(queries.detach())
+            rows = self.search(projection, queries.detach())
         step = max(1, _TOGETHER // max(1, b * rows.shape[2] * queries.shape[2]))
         parts = [
             self._attend(projection, some, places, return_weights)

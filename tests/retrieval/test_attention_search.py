@@ -66,7 +66,7 @@ def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> Non
     index, x = Index.build(entries, metric="ip", store=store), torch.randn(2, 3, 17)
     memory = index.as_memory(c, queries=asked).entries(None, bias)
 
-    def search(queries: Tensor) -> Tensor:
+    def search(_: object, queries: Tensor) -> Tensor:
         weight = float(layer.kv_proj.score_scale) / 0.5 if bias else None
         return memory.search(queries * layer.kv_proj.scale, c, weight)
 

@@ -296,9 +296,6 @@ def _queries_touching(rule: Rule, slots: Tensor, rows: int) -> Tensor:
     return repeat_rows(reached, rows)
 
 
-# Heads and beams that share keys and values are folded into the query length.
-
-
 def _merge(rule: Rule, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return one mask for queries folded by `_fold`, and the queries that may attend to nothing.
 

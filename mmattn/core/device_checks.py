@@ -95,15 +95,16 @@ def refuse_unless_finite(tensors: Sequence[Tensor], explain: Callable[[], None])
 
     `explain` may find nothing to refuse after all, and return. While a graph is traced, nothing is checked: False.
     """
+    if torch.compiler.is_compiling():
+        return False
     tensors = [one.detach() for one in tensors if one.numel()]
     if all(map(may_read, tensors)):
         if tensors and not all_finite(*tensors):
             explain()
-    elif all(map(readable, tensors)):
+        return True
+    if is_checked := all(map(readable, tensors)):
         UNDER_WAY.set((*UNDER_WAY.get(), _Check(get_total_norm(tensors, math.inf), explain)))
-    else:
-        return False
-    return True
+    return is_checked
 
 
 def report_checks(wait: bool = False) -> None:

@@ -111,7 +111,7 @@ class FrozenEncoder(nn.Module, ABC):
     def _padded(self, rows: Sequence[Tensor], sources: Sequence[list[Source]]) -> Memory:
         """Return rows (m, e) of different lengths with their sources as one padded memory."""
         if not rows:
-            return Memory(torch.zeros(0, 0, self.dim, dtype=self.dtype, device=self.device))
+            return Memory(self._any_tensor().new_zeros(0, 0, self.dim))
         memory = Memory.pad(rows)
         padded = [[*row, *[None] * (memory.length - len(row))] for row in sources]
         return Memory(memory.tokens, memory.mask, sources=padded)
@@ -161,19 +161,12 @@ class TextEncoderBase(FrozenEncoder):
         texts = check_text(texts)
         # no_grad and not inference_mode: an adapter's backward may keep these tensors.
         with torch.no_grad():
-            rows = (
-                self._encode_texts(texts, kind, batch_size, progress)
-                if texts
-                else torch.zeros(0, self.dim, dtype=self.dtype, device=self.device)
-            )
-        if isinstance(rows, list):
-            return self._padded(rows, token_sources(list(map(len, rows))))
-        return Memory(rows[:, None], sources=[[{"text": number}] for number in range(len(rows))])
-
-
-def token_sources(lengths: list[int]) -> list[list[Source]]:
-    """Return the sources of texts with one slot for each token."""
-    return [[{"text": text, "token": token} for token in range(length)] for text, length in enumerate(lengths)]
+            empty = self._any_tensor().new_zeros(0, self.dim)
+            rows = self._encode_texts(texts, kind, batch_size, progress) if texts else empty
+        if isinstance(rows, Tensor):
+            return Memory(rows[:, None], sources=[[{"text": text}] for text in range(len(rows))])
+        tokens = [range(len(row)) for row in rows]
+        return self._padded(rows, [[{"text": n, "token": token} for token in row] for n, row in enumerate(tokens)])
 
 
 def register_encoder(kind: str) -> Callable[[EncoderClass], EncoderClass]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmattn.hosts.encoder import AdaptedEncoder
     from mmattn.hosts.encoder_decoder import AdaptedEncoderDecoder
     from mmattn.hosts.loading import load, load_prefix_tuning, load_published
-    from mmattn.hosts.model import AdaptedModel
+    from mmattn.hosts.model import AdaptedModel, CallOptions
     from mmattn.kv_store.passages import PassageCache
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "AdaptedModel",
     "AdaptedUNet",
     "AttachReport",
+    "CallOptions",
     "PassageCache",
     "attach",
     "attach_check",

@@ -135,6 +135,8 @@ class AdaptedModel(nn.Module):
         # Trainers ask a model's forward which columns of the data it reads.
         vars(self)["forward"] = forward = partial(type(self).forward, self)
         forward.__signature__ = shown_signature(host, self.memory_keywords)  # type: ignore[attr-defined]
+        # Under autocast accelerate binds this function to the model again, so that a copy calls itself.
+        forward.__func__ = type(self).forward  # type: ignore[attr-defined]
         self._state_prefix = ""
         self.register_load_state_dict_post_hook(_expect_no_host)
 

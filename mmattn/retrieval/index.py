@@ -31,8 +31,7 @@ from mmattn.retrieval.entries import (
 from mmattn.retrieval.hits import Hits, hits_of_rows
 from mmattn.retrieval.index_files import load_index, save_index
 from mmattn.retrieval.scoring import best_rows, gather, score
-from mmattn.retrieval.stores import VectorStore
-from mmattn.retrieval.stores.database import find_address, make_store
+from mmattn.retrieval.stores import VectorStore, find_address, make_store
 from mmattn.retrieval.stores.exact import InMemoryStore
 from mmattn.storage.files import Path
 

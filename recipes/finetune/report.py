@@ -1,4 +1,4 @@
-"""The table of a run with its controls, the plot of its metrics, and the pictures that a UNet draws."""
+"""The table of a run with its controls, and the pictures that a UNet draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mmattn
-from mmattn import inspect, training
+from mmattn import training
 
 from .data import picture_files
 
@@ -23,13 +23,6 @@ NOTES = """
 - Loss in nats per token, of a UNet the weighted squared error per picture, over rows that were never trained on.
 - Shuffled: each row with the memory of another; with fewer than two held-out rows there is none to exchange. LoRA: as
   many trained parameters, the same texts."""
-PANELS = {
-    "loss": {"loss": "training", "eval_right_loss": "held out", "eval_shuffled_loss": "held out, shuffled memories"},
-    "gate": "gate/",
-    "share of attention": ("memory_attention/", "null_attention/"),
-    "norm of the gradient": "gradients/",
-}
-"""Metrics of each panel of the plot with their labels, or the beginnings of their names."""
 
 
 def table_row(name: str, loss: float, parameters: int, seconds: float, host: str) -> dict[str, Any]:
@@ -47,20 +40,6 @@ def table(contents: list[dict[str, Any]]) -> str:
         saved = [None if lora is None or loss is None else lora - loss for loss in losses]
         runs.append([{**row, "saved": one} for row, one in zip(content["rows"], saved, strict=True)])
     return training.spread_table("", COLUMNS, runs) + "\n" + NOTES
-
-
-def plot_metrics(path: Path, metrics: Path) -> None:
-    """Plot losses, gates, attention and gradients over steps: a panel for each of which there is something."""
-    lines = [line for line in training.read_metrics(metrics) if line["model"] == "adapter"]
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    panels: dict[str, dict[str, dict[int, float]]] = {}
-    for title, part in PANELS.items():
-        labels = part if isinstance(part, dict) else {name: name for name in names if name.startswith(part)}
-        for name, label in labels.items():
-            points = {line["step"]: line[name] for line in lines if line.get(name) is not None}
-            if points:
-                panels.setdefault(title, {})[label] = points
-    inspect.plot_curves(panels, path)
 
 
 def plot_pictures(path: Path, rows: Sequence[dict[str, Any]], pictures: Any) -> None:

@@ -169,7 +169,7 @@ class Run:
         if self.settings.lora.rank:
             self.host.host.save_pretrained(str(self.out / "lora"))
         self.save_pipeline()
-        report.plot_metrics(self.out / "loss.png", self.out / "metrics.jsonl")
+        self.folder.plot_losses()
 
     def save_pipeline(self, results: str = "") -> None:
         """Write the file that `mmattn.pipeline` reads, if all memories of the adapter are of pictures."""

@@ -82,8 +82,6 @@ class TestLanguage:
         assert len(right) == 2 and right != shuffled
         lora = [line for line in lines if line["model"] == "lora"]
         assert not any("/" in name or "shuffled" in name for line in lora for name in line), "it has no memory"
-        with Image.open(run / "loss.png") as plot:
-            assert plot.height > 3 * plot.width / 2, "a panel for each of them"
 
     def test_no_memory_is_the_host(self, recipe: SimpleNamespace, run: Path) -> None:
         rows = {row["name"]: row["loss"] for row in json.loads((run / "table.json").read_text())["rows"]}

@@ -18,7 +18,7 @@ from qdrant_client import QdrantClient, models
 from mmattn import Index
 from mmattn.errors import ConfigError, IndexFileError, IndexMismatchError, MissingExtraError
 from mmattn.retrieval import LanceStore, PgvectorStore, QdrantStore, register_store
-from mmattn.retrieval.stores import STORES, database
+from mmattn.retrieval.stores import STORES, find_address
 from mmattn.retrieval.stores.qdrant import ABOUT
 from tests.retrieval.searching import Letters, held
 
@@ -154,7 +154,7 @@ def test_copied_there_and_back(address: str, tmp_path: Path) -> None:
 
 @every_scheme
 def test_a_build_that_fails_leaves_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = database.find_address(address)  # type: ignore[misc]
+    store, _ = find_address(address)  # type: ignore[misc]
 
     def fail(self: Any, entries: Any) -> None:
         raise MemoryError
@@ -191,7 +191,7 @@ def test_a_change_that_fails_changes_nothing(address: str, monkeypatch: pytest.M
     ],
 )
 def test_addresses(address: str, settings: tuple[str, ...]) -> None:
-    found = database.find_address(address)
+    found = find_address(address)
     assert found is not None and tuple(found[1]) == settings
     parts = {"postgresql://me:secret@host:5432/db?sslmode=require", "a.facts", "postgres://me@host/db", "runs/facts"}
     parts |= {"other", "s3://bucket/path", "http://host:6333", "facts", "https://host:6333"}
@@ -199,7 +199,7 @@ def test_addresses(address: str, settings: tuple[str, ...]) -> None:
 
 
 def test_what_is_no_address(tmp_path: Path) -> None:
-    assert database.find_address("C:\\facts") is database.find_address("runs/facts") is None
+    assert find_address("C:\\facts") is find_address("runs/facts") is None
     with pytest.raises(IndexFileError, match="no store has addresses that begin with mysql://; known: ") as no:
         Index.open("mysql://me:secret@host/db")
     assert "postgresql:" in str(no.value) and "secret" not in str(no.value)
@@ -324,6 +324,8 @@ def test_settings_of_pgvector(postgres: str, schema: str) -> None:
     index = Index.build(torch.ones(1, 2001), store="pgvector", dsn=postgres, index=False, table=f"{schema}.a")
     assert index.search(torch.ones(2001), 1).ids == [[0]]
     index.close()
+    with pytest.raises(ConfigError, match="leave index= out"):
+        PgvectorStore.connect(dsn=postgres, table=f"{schema}.a", index=False)
 
 
 def test_folders_of_others(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ BUDGETS = {
     "memory": 680,  # goal 650
     "core": 2_550,  # goal 2,450
     "adapters": 6_770,  # goal 5,600
-    "hosts": 8_230,  # goal 7,000
+    "hosts": 8_220,  # goal 7,000
     "kv_store": 1_610,
-    "encoders": 3_290,  # goal 2,700
-    "retrieval": 3_940,  # goal 3,400
+    "encoders": 3_280,  # goal 2,700
+    "retrieval": 3_930,  # goal 3,400
     "models": 760,  # goal 700
     "data": 1_550,  # goal 1,500
     "training": 2_490,  # goal 1,700

@@ -7,16 +7,20 @@ a store against this protocol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 from torch import Tensor
 
+from mmattn.errors import ConfigError, IndexFileError
 from mmattn.lazy import Registry
 from mmattn.retrieval.entries import Entries, Filter, Id
 
 Store = TypeVar("Store", bound="type[VectorStore]")
+#: A scheme has at least two letters: C: is a disk.
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
 #: The registered stores by name.
 STORES = Registry(
     "the store",
@@ -172,3 +176,30 @@ def register_store(kind: str) -> Callable[[Store], Store]:
         return store
 
     return register
+
+
+def find_address(address: str) -> tuple[type[Any], dict[str, Any]] | None:
+    """Return the store of an address and its settings, or None for a path."""
+    match = _ADDRESS.match(address)
+    if match is None:
+        return None
+    schemes = {scheme: store for store in STORES.values() for scheme in getattr(store, "schemes", ())}
+    if match[1] in schemes:
+        return schemes[match[1]], schemes[match[1]].settings_of(address)
+    if address[match.end() :].startswith("//"):
+        raise IndexFileError(
+            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{name}:' for name in schemes)} "
+            "or a folder. Import the module of your own store first"
+        )
+    return None
+
+
+def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
+    """Return a new store, by its name or an address."""
+    found = (STORES[kind], {}) if kind in STORES else find_address(kind)
+    if found is None:
+        raise ConfigError(
+            f"store must be one of {', '.join(map(repr, STORES))}; got {kind!r}. Import the module of your own first"
+        )
+    store: VectorStore = found[0](dim, metric, **found[1], **settings)
+    return store

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,10 @@ from torch import Tensor
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError
 from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, write_entries
 from mmattn.retrieval.scoring import directions
-from mmattn.retrieval.stores import STORES, About, Candidates, VectorStore
+from mmattn.retrieval.stores import About, Candidates
 from mmattn.retrieval.stores.exact import InMemoryStore
 from mmattn.storage.json_files import dump_json, validated
 
-#: A scheme has at least two letters: C: is a disk.
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):")
 #: The JSON object about a table, as `_State` describes it.
 State = dict[str, Any]
 
@@ -86,7 +83,7 @@ class DatabaseStore(ABC):
     def __init__(self, dim: int | None, metric: str, indexed: bool | None = None) -> None:
         try:
             if dim is None:
-                self.dim, self.metric = self._found()
+                self.dim, self.metric = self._read_table()
                 return
             self.dim, self.metric = dim, metric
             with self.writing():
@@ -101,7 +98,7 @@ class DatabaseStore(ABC):
             self.close()
             raise
 
-    def _found(self) -> tuple[int, str]:
+    def _read_table(self) -> tuple[int, str]:
         """Return width and metric of the existing table."""
         if not self._exists():
             raise IndexFileError(f"there is no {self.place} that mmattn made: make one with Index.build")
@@ -282,33 +279,3 @@ def _normal(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_normal(part) for part in value]
     return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
-
-
-def find_address(address: str) -> tuple[type[DatabaseStore], dict[str, Any]] | None:
-    """Return the store of an address and its settings, or None for a path."""
-    match = _ADDRESS.match(address)
-    if match is None:
-        return None
-    schemes = {scheme: store for store in STORES.values() for scheme in getattr(store, "schemes", ())}
-    if match[1] in schemes:
-        return schemes[match[1]], schemes[match[1]].settings_of(address)
-    if address[match.end() :].startswith("//"):
-        raise IndexFileError(
-            f"no store has addresses that begin with {match[1]}://; known: {', '.join(f'{name}:' for name in schemes)} "
-            "or a folder. Import the module of your own store first"
-        )
-    return None
-
-
-def make_store(kind: str, dim: int, metric: str, settings: dict[str, Any]) -> VectorStore:
-    """Return a new store, by its name or an address."""
-    if kind not in STORES:
-        addressed = find_address(kind)
-        if addressed is None:
-            raise ConfigError(
-                f"store must be one of {', '.join(map(repr, STORES))}; got {kind!r}. Import the module of your own "
-                "first"
-            )
-        return addressed[0](dim, metric, **addressed[1], **settings)
-    store: VectorStore = STORES[kind](dim, metric, **settings)
-    return store

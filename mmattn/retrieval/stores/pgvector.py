@@ -32,7 +32,7 @@ _FEW = 1000
 _WIDEST, _MOST = 2000, 1000
 _ROW = "place, id, text::text, metadata::text, tokens, vector::text"
 _TABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
-#: Advisory lock of those who change something.
+#: Advisory lock that a writer holds.
 _WRITING = 0x6D6D6174746E
 
 
@@ -40,7 +40,7 @@ _WRITING = 0x6D6D6174746E
 class PgvectorStore(DatabaseStore):
     """A table of PostgreSQL with pgvector 0.8 or later.
 
-    Each change is one transaction; those who change tables of one database wait for each other, and a search sees the
+    Each change is one transaction; writers of one database wait for each other, and a search sees the
     table at one moment. Below 1,000 entries, and under a filter, every entry is compared; otherwise the HNSW index of
     pgvector is searched.
 
@@ -65,6 +65,8 @@ class PgvectorStore(DatabaseStore):
     ) -> None:
         if index and (dim or 0) > _WIDEST:
             raise ConfigError(f"indexes of pgvector take vectors up to {_WIDEST} wide, got {dim}: give index=False")
+        if dim is None and not index:
+            raise ConfigError("a table has its index or none since it was made: leave index= out to open it")
         parts = table.split(".") if isinstance(table, str) else []
         if not 1 <= len(parts) <= 2 or not all(0 < len(part.encode()) <= 48 for part in parts) or "\0" in table:
             raise ConfigError(f"table must be NAME or SCHEMA.NAME, each of 1 to 48 bytes, got {table!r:.120}")
@@ -73,13 +75,6 @@ class PgvectorStore(DatabaseStore):
         *schema, name = parts
         named = self._library.sql.Identifier
         self._names = {"table": named(*schema, name), "about": named(*schema, f"{name}_about")}
-        try:
-            self._library.conninfo.conninfo_to_dict(dsn)
-        except self._library.ProgrammingError:  # the message repeats a part of it, which may be a password
-            raise ConfigError(
-                "libpq cannot read dsn: write it as 'postgresql://user:password@host:port/database', with %-escapes, "
-                "or as 'host=… dbname=… user=…'"
-            ) from None
         self._dsn = dsn
         self._connection: Connection | None = None
         super().__init__(dim, metric, False if index else None)
@@ -96,6 +91,11 @@ class PgvectorStore(DatabaseStore):
             library = self._library
             try:
                 self._connection = library.connect(self._dsn, autocommit=True)
+            except library.ProgrammingError:  # the message repeats a part of dsn, which may be a password
+                raise ConfigError(
+                    "libpq cannot read dsn: write it as 'postgresql://user:password@host:port/database', with "
+                    "%-escapes, or as 'host=… dbname=… user=…'"
+                ) from None
             except library.OperationalError as error:
                 reason = " ".join(str(error).split())
                 password = library.conninfo.conninfo_to_dict(self._dsn).get("password")
@@ -169,9 +169,8 @@ class PgvectorStore(DatabaseStore):
             self._run("INSERT INTO {about} VALUES (%s)", [dumps(state)])
 
     def _fetch(self, ids: list[str] | None) -> list[Row]:
-        if ids is None:
-            return [_as_row(row) for row in self._run(f"SELECT {_ROW} FROM {{table}}")]
-        return [_as_row(row) for row in self._run(f"SELECT {_ROW} FROM {{table}} WHERE id = ANY (%s)", [ids])]
+        where = "" if ids is None else "WHERE id = ANY (%(ids)s)"
+        return [_as_row(row) for row in self._run(f"SELECT {_ROW} FROM {{table}} {where}", {"ids": ids})]
 
     def _insert(self, rows: list[Row]) -> None:
         self._copy(rows)

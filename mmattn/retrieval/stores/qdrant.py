@@ -95,11 +95,9 @@ class QdrantStore(DatabaseStore):
         distance = models.Distance.EUCLID if self.metric == "l2" else models.Distance.DOT
         vectors = {"vector": models.VectorParams(size=self.dim, distance=distance)}
         if self.metric == "cosine":
-            no_graph = models.HnswConfigDiff(m=0)
             vectors["direction"] = vectors["vector"]
-            vectors["vector"] = models.VectorParams(
-                size=self.dim, distance=distance, on_disk=True, hnsw_config=no_graph
-            )
+            not_searched = {"on_disk": True, "hnsw_config": models.HnswConfigDiff(m=0)}
+            vectors["vector"] = models.VectorParams(size=self.dim, distance=distance, **not_searched)
         self.client.create_collection(self.collection, vectors_config=vectors)
         options = self.client.init_options
         if options["path"] is None and options["location"] != ":memory:":

@@ -1,13 +1,10 @@
-"""What recipes draw: plots whose ticks are numbers one reads, grids that say what they show and blur nothing."""
+"""Curves have ticks that are numbers one reads."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -31,10 +28,3 @@ def test_losses_have_ticks_that_one_reads(tmp_path: Path, first: float, last: fl
     assert not [text for text in labels if "$" in text or "^" in text], "a power of ten"
     ticks = [float(text) for text in labels if re.fullmatch(r"0?\.\d+|\d\.\d+|\d\d?", text)]
     assert len([tick for tick in ticks if 0.9 * last <= tick <= 1.1 * first]) >= 2, labels
-
-
-def test_steps_are_whole(load_files: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
-    lines = [json.dumps({"model": "adapter", "step": step, "loss": 1 / step, "eval_loss": None}) for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    load_files("finetune", "report").report.plot_metrics(tmp_path / "loss.svg", tmp_path / "metrics.jsonl")
-    assert "1.25" not in texts(tmp_path / "loss.svg") and {"1", "2", "3"} <= set(texts(tmp_path / "loss.svg"))

@@ -9,6 +9,7 @@ import inspect
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -191,6 +192,16 @@ def test_forward_shows_the_signature_of_the_host():
         model.unload()
     unet = tiny_unets.attach(tiny_unets.make())
     assert set(inspect.signature(unet.host.forward).parameters) <= set(inspect.signature(unet.forward).parameters)
+
+
+def test_a_copy_under_autocast_calls_itself():
+    """Accelerate wraps the forward of a model that is trained under bf16: a copy must not run the original."""
+    model = tiny.attach(tiny.make("llama"))
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    twin, calls = copy.deepcopy(model), []
+    twin.host.register_forward_pre_hook(lambda *_: calls.append(twin))
+    twin(tiny.text(2))
+    assert len(calls) == 1
 
 
 def test_positions_by_their_place():

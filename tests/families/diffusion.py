@@ -109,6 +109,11 @@ def by_pixel(case: DiffusionFamily) -> None:
         near(ones, want, 1e-5, f"ones {shape}")
         zeros = case.logits(case.model, memory=case.memory, adapter_scale=torch.zeros(shape))
         near(zeros, case.alone, 0.0, f"zeros {shape}")
+        half = torch.zeros(shape)
+        half[1] = 1
+        found = case.logits(case.model, memory=case.memory, adapter_scale=half)
+        near(found[0], case.alone[0], 0.0, f"zeros of row 0 {shape}")
+        near(found[1], want[1], 1e-5, f"ones of row 1 {shape}")
 
 
 def guided(case: DiffusionFamily) -> None:
@@ -119,9 +124,12 @@ def guided(case: DiffusionFamily) -> None:
     both = case.given(torch.cat([_IDS, _IDS]))
     if "class_labels" in both:
         both["class_labels"][unconditional] = case.host.config.num_embeds_ada_norm
-    rows = torch.tensor([0.5, 2.0])
-    for scale in (1.0, rows, lambda time: rows):
-        twice = rows.repeat(2) if scale is rows else scale if scale == 1 else lambda time: rows.repeat(2)
+    rows, grid = torch.tensor([0.5, 2.0]), case.model.grid_of(case.given(_IDS))
+    scales = [(1.0, 1.0), (rows, rows.repeat(2)), (lambda time: rows, lambda time: rows.repeat(2))]
+    if grid is not None:
+        pixels = torch.linspace(0, 2, 2 * grid[1] * grid[2]).reshape(2, *grid[1:])
+        scales.append((pixels, pixels.repeat(2, 1, 1)))
+    for scale, twice in scales:
         with torch.no_grad():
             alone = case.host(**both)[0]
             want = case.model(**both, memory=case.memory[[0, 1, 0, 1]], adapter_scale=twice)[0]

@@ -204,6 +204,8 @@ def rows(case: Family) -> None:
 
     case.host_must(alone, "alone, too, answers a row otherwise in a batch")
     together = case.logits(case.model, memory=case.memory)
+    hidden = mmattn.Memory(case.tokens.masked_fill(~case.mask[..., None], torch.nan), case.mask)
+    near(case.logits(case.model, memory=hidden), together, 1e-5, "NaN in hidden slots")
     for row in range(2):
         own = mmattn.Memory(case.tokens[row : row + 1, : int(case.mask[row].sum())])
         near(case.logits(case.model, case.ids[row : row + 1], memory=own), together[row : row + 1], what=f"row {row}")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 
 from tests.stress import (
+    disk_full,
     growth,
     kills_in_stores,
+    mutated_files,
     scripts,
     serving,
     store_processes,
@@ -15,10 +20,19 @@ from tests.stress import (
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_two_threads_share_a_host() -> None:
     found = threads.compare(2, 3)
     assert found == {"threads": (0, 6), "pool": (0, 2), "asyncio": (0, 2), "streamers": (0, 2)}
+
+
+def test_some_mutated_folders() -> None:
+    found = mutated_files.fuzz(300, seed=1)
+    assert not found.wrong
+    assert found.refused > 200 and found.loaded > 0 and found.refused + found.loaded == 300
+    assert found.growth < 300 << 20
 
 
 def test_nothing_is_left_behind() -> None:
@@ -30,6 +44,21 @@ def test_nothing_is_left_behind() -> None:
 def test_clients_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     """Invariant 86."""
     assert serving.main(3, 8) == 0, capsys.readouterr().out
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A tmpfs has as much room as it says, and again as before; a save with too little of it does no harm."""
+    with contextlib.ExitStack() as stack:
+        try:
+            leave = stack.enter_context(disk_full.small_disk(tmp_path))
+        except OSError as error:
+            pytest.skip(f"no tmpfs may be mounted: {error}")
+        leave(2 * disk_full.PAGE)
+        with pytest.raises(OSError):
+            (tmp_path / "large").write_bytes(bytes(5 * disk_full.PAGE))
+        leave(None)
+        failed, harm = disk_full.fill(tmp_path, leave, 3)
+        assert failed and not harm
 
 
 def test_kills_during_saves() -> None:

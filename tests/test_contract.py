@@ -21,6 +21,7 @@ from mmattn.adapters import FusedCacheAdapter, JoinedAdapter, PrefixAdapter
 from mmattn.adapters.composed import AugmentedPrompt
 from mmattn.adapters.decoupled import DecoupledLayout, TimedResampler
 from mmattn.testing import Case, HostCase, adapter_checks, host_checks
+from mmattn.testing.adapter_calls import check_generation, check_padded_prompts, check_requests
 from mmattn.testing.case import Check
 from tests import contracts, tiny, tiny_transformers, tiny_unets
 from tests.adapters.composed import composed_hosts as composing
@@ -239,6 +240,28 @@ DOES_NOT_APPLY = {
 @pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY, SLOW))
 def test_adapters(check: Check, name: str) -> None:
     check(case_of(name))
+
+
+#: What differs between families: sliding windows, logits with a cap, learned positions, positions in a head's half.
+FAMILIES = ("gpt2", "gemma3_text", "mistral", "opt", "cohere")
+IN_THE_HOSTS_ATTENTION: dict[str, Callable[[str], Case]] = {
+    "joined": lambda name: Case(JoinedAdapter(tiny.MEMORY_DIM, layers=(0, 2)), language(name)),
+    "inserted": lambda name: Case(mmattn.adapters.InsertedAdapter(tiny.MEMORY_DIM), language(name)),
+    "prefix": lambda name: Case(PrefixAdapter(5, num_prefixes=3), language(name), a_prefix_for_each),
+    "fused cache": lambda name: Case(FusedCacheAdapter(**FUSED), language(name), what_another_read),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", IN_THE_HOSTS_ATTENTION)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_generate(name: str, kind: str) -> None:
+    """The kinds that act in the host's own attention, which differs from family to family."""
+    case = IN_THE_HOSTS_ATTENTION[kind](name)
+    check_generation(case)
+    check_padded_prompts(case)
+    if kind != "fused cache":
+        check_requests(case)
 
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY, SLOW))

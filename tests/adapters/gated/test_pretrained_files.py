@@ -140,6 +140,7 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "torn.safetensors").write_bytes(whole[:-9])
     (tmp_path / "page.bin").write_bytes(b"<html>" * 99)
     torch.save({"state": tensors}, tmp_path / "nested.pt")
+    torch.save(list(tensors.values()), tmp_path / "list.pt")
     (tmp_path / "empty").mkdir()
     for name in ("torn.safetensors", "page.bin", "list.pt", "empty", "nowhere.safetensors", "."):
         with pytest.raises(AdapterFileError):
@@ -152,3 +153,6 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(AttachError, match="already attached"):
         mmattn.load_published(model, "openflamingo", tensors, num_heads=2)
     assert torch.equal(model(ids).logits, tiny.own(ids)) and list(model.adapters) == ["default"]
+    nested = mmattn.load_published(tiny.make("llama"), "openflamingo", tmp_path / "nested.pt", num_heads=2)
+    weights = nested.adapters.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in model.adapters.state_dict().items())

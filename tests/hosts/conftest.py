@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,3 +26,11 @@ def dynamo() -> Iterator[Any]:
 def asked(model: Any, ids: torch.Tensor) -> MemoryOfCall:
     """Return a tiny LLaMA with an open adapter that is asked which memory a call has."""
     return MemoryOfCall(model, ids)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No log: transformers warns of managers that are kept, and a captured log holds the frames of its error."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -194,8 +195,9 @@ def test_forward_shows_the_signature_of_the_host():
     assert set(inspect.signature(unet.host.forward).parameters) <= set(inspect.signature(unet.forward).parameters)
 
 
-def test_a_copy_under_autocast_calls_itself():
+def test_a_copy_under_autocast_calls_itself(monkeypatch):
     """Accelerate wraps the forward of a model that is trained under bf16: a copy must not run the original."""
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # of a test before, in another precision
     model = tiny.attach(tiny.make("llama"))
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     twin, calls = copy.deepcopy(model), []

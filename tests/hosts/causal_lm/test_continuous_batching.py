@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Sequence
@@ -177,10 +176,8 @@ def test_prompts_that_begin_alike_share_their_cache_only_without_a_memory() -> N
         manager.stop(block=True)
 
 
-def test_what_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        logging.root.manager, "disable", logging.CRITICAL
-    )  # a captured log holds the frames of its error
+@pytest.mark.usefixtures("quiet")
+def test_what_fails_leaves_no_memory() -> None:
     model, (ids, other), memory = tiny.attach(tiny.make("llama")), prompts((4, 3)), tiny.memory(1)
     with model.host.continuous_batching_context_manager(**settings()) as manager:
         manager.add_request(ids, "first", memory=memory, max_new_tokens=500)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import pytest
@@ -180,12 +179,6 @@ def test_settings_inside_a_generation_config_are_read() -> None:
     answers = model.generate_batch(inputs[:1], memory=memories[:1], generation_config=given)
     assert tokens(answers) == wanted[:1]
     assert all(len(one.logprobs) == len(one.generated_tokens) for one in answers.values())
-
-
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers warns of managers that are kept."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
 
 
 @pytest.mark.usefixtures("quiet")

@@ -106,7 +106,7 @@ def test_the_memory_of_a_question(recipe: SimpleNamespace, known: Any, how: str)
     (one,) = measure.sets[50]
     memory = measure.memory_of(one, how)([1, 2])
     if how == "index":
-        assert (memory.per_query, memory.rows, len(memory.store)) == (7, 2, 50)
+        assert (memory.per_query, memory.batch, len(memory.store)) == (7, 2, 50)
         entries = memory.entries(None, True)
         assert torch.equal(entries.memory().tokens[0], known.slots(one.rows))
         want = known.questions[one.questions[1:3]] @ known.titles[one.rows].T

@@ -225,7 +225,7 @@ class BoundMemory(ABC):
         rows, ours = text.rows, self.rows
         if ours is None or rows == ours or any(rows == times * ours for times in text.expansions):
             return
-        hint = f"; to share one memory between all rows say memory.expand({rows})" if ours == 1 else ""
+        hint = f"; to use one memory for all rows, give memory[[0] * {rows}]" if ours == 1 else ""
         if text.packed is not None:
             raise ShapeError(
                 f"the packed rows hold {rows} documents and the memory of adapter {self.name!r} has {ours} rows: give "

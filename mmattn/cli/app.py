@@ -29,7 +29,6 @@ app = typer.Typer(
     name="mmattn",
     help="Let any frozen model look at something it was never built to see.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with _exit_after_interrupt():
-            app(["--debug", *words] if debug else words)
+            app(["--debug", *words] if debug else words, prog_name="mmattn")
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not debug:
             # Recipes import what they need as any program does; the package names the extra itself.

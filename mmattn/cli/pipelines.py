@@ -125,8 +125,10 @@ def serve(
     It needs the extra serve, and --replicas the extra scale. Pictures and documents come with the requests; no address
     is fetched.
     """
+    import contextlib
     import logging
     import os
+    import socket
 
     uvicorn = import_extra("uvicorn", "serve")
     import_extra("fastapi", "serve")
@@ -148,11 +150,19 @@ def serve(
         typer.echo(f"http://{host}:{port}/v1 will answer as {name}", err=True)
         least, gpu = replicas or 1, (device or "cuda").startswith("cuda")
         return serve_replicas(build, limits, {"host": host, "port": port}, least, max_replicas or least, gpu)
-    _, app = build()
-    typer.echo(f"http://{host}:{port}/v1 answers as {name}", err=True)
-    # At a stop running requests are finished, and no others are taken.
-    settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": max(1, int(timeout))}
-    uvicorn.run(app, host=host, port=port, **settings)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be served ({error.strerror}): give another --port") from error
+        _, app = build()
+        listener.listen()
+        typer.echo(f"http://{host}:{listener.getsockname()[1]}/v1 answers as {name}", err=True)
+        # At a stop running requests are finished, and no others are taken.
+        settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": max(1, int(timeout))}
+        with contextlib.suppress(KeyboardInterrupt):  # as `uvicorn.run` does
+            uvicorn.Server(uvicorn.Config(app, **settings)).run(sockets=[listener])
 
 
 def _pipeline(adapter: Path, device: str | None, tasks: tuple[str, ...] = (), index: str | None = None) -> Any:

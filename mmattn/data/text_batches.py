@@ -145,7 +145,7 @@ def collate(rows: Sequence[Sequence[int]], memory: Any = None, pad: int = 0) -> 
 
     Args:
         rows: ids of each row.
-        memory: of as many rows; an index that attention searches, `index.as_memory()`; or None.
+        memory: (b, m, e) or a `Memory` of as many rows; an index that attention searches, `index.as_memory()`; or None.
         pad: id of the padding.
 
     Raises:
@@ -154,6 +154,7 @@ def collate(rows: Sequence[Sequence[int]], memory: Any = None, pad: int = 0) -> 
     >>> collate([[5, 6, 7], [8]]).labels.tolist()
     [[5, 6, 7], [8, -100, -100]]
     """
+    memory = Memory(memory) if isinstance(memory, Tensor) else memory
     _check_rows(rows, memory)
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
@@ -179,7 +180,7 @@ def fill_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 def pack(
     documents: Sequence[Sequence[int]],
-    memory: Memory | None = None,
+    memory: Memory | Tensor | None = None,
     unlearned: Sequence[int] | None = None,
     pad: int = 0,
 ) -> TextBatch:
@@ -198,6 +199,7 @@ def pack(
     >>> batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
     ([[5, 6, 7], [9, 4, 8]], [[0, 1, 2], [0, 1, 0]], [[-100, 6, 7], [-100, 4, -100]])
     """
+    memory = Memory(memory) if isinstance(memory, Tensor) else memory
     _check_rows(documents, memory)
     counts = [1] * len(documents) if unlearned is None else [max(1, count) for count in unlearned]
     labels = [[IGNORED] * len(ids[:n]) + list(ids[n:]) for ids, n in zip(documents, counts, strict=True)]

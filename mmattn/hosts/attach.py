@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -279,6 +280,11 @@ def read_config(name: str | PathLike[str]) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = " ".join(str(error).split())
+        if isinstance(error, OSError) and not os.path.exists(name):
+            raise AdapterFileError(
+                f"the config of {str(name)!r} cannot be loaded: it is no folder, and the hub has no such model or "
+                f"cannot be reached: {said}"
+            ) from error
         raise AdapterFileError(f"{str(name)!r} is no config of transformers: {said}") from error
 
 

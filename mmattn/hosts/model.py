@@ -92,6 +92,18 @@ class CallOptions(TypedDict, total=False):
     negative_prompt_embeds: Tensor | None
 
 
+#: Keywords that libraries pass to `save_pretrained`, each with the values that ask for nothing here.
+_SAVE_OPTIONS: dict[str, tuple[object, ...] | None] = {
+    "safe_serialization": (True,),
+    "state_dict": (None,),
+    "push_to_hub": (False,),
+    "token": (None,),
+    "variant": (None,),
+    "max_shard_size": None,  # any: an adapter is one small file
+    "save_embedding_layers": ("auto", False),
+}
+
+
 class AdaptedModel(nn.Module):
     """A host and its adapters; what `attach` returns. Other attributes are read, set and deleted on the host.
 
@@ -500,6 +512,7 @@ class AdaptedModel(nn.Module):
         selected_adapters: Sequence[str] | None = None,
         encoder: str | None = None,
         is_main_process: bool = True,
+        **options: object,
     ) -> None:
         """Write the adapters and nothing of the host, laid out as peft does; `host.save_pretrained` writes the host.
 
@@ -511,11 +524,20 @@ class AdaptedModel(nn.Module):
             selected_adapters: names of the adapters; all by default.
             encoder: as in `save_adapter`.
             is_main_process: False writes nothing: the other processes of a run.
+            options: further keywords of transformers' and peft's `save_pretrained`, with their defaults.
 
         Raises:
             AttachError: a name that is not attached, or no adapter at all.
+            ConfigError: an option with another value.
             NonFiniteError: a weight is NaN or infinite.
         """
+        for option, value in options.items():
+            allowed = _SAVE_OPTIONS.get(option, ())
+            if allowed is not None and value not in allowed:
+                raise ConfigError(
+                    f"save_pretrained of an adapter takes no {option}={value!r}: leave it out (an upload is "
+                    "model.push_to_hub)"
+                )
         names = list(self.adapters) if selected_adapters is None else list(selected_adapters)
         unknown = [name for name in names if name not in self.adapters]
         if unknown or not names:

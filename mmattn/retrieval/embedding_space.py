@@ -158,6 +158,8 @@ def as_vectors(what: str, values: object, *, dim: int | None = None, single: boo
                 "and give memories of several slots as tokens=, beside the vectors"
             )
         values = values.tokens[:, 0]
+    if isinstance(values, (list, tuple)) and any(isinstance(row, dict) for row in values):
+        raise ShapeError(f"{what} are dicts: give their texts, [row['text'] for row in rows], and metadata=rows")
     vectors = as_numbers(f"{what} must be numbers (b, e)", values)
     if vectors.dtype == torch.bool or vectors.is_complex():
         raise ShapeError(f"{what} must be real numbers, got {vectors.dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 from pathlib import Path
 
@@ -123,6 +124,15 @@ class TestWords:
             given = [tmp_path / words[0], *words[1:]]
             assert call(capsys, "index", "build", *given, "-o", tmp_path / "other")[0] == 2
         assert not (tmp_path / "other").exists()
+
+    def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            code, _, said = call(capsys, "serve", "nowhere/at/all", "--port", taken.getsockname()[1])
+        assert code == 2 and said.count("\n") == 1 and "--port" in said
+
+    def test_completion(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, _ = call(capsys, "--show-completion", "bash")
+        assert code == 0 and out.endswith("_mmattn_completion mmattn\n")
 
     def test_env(self, capsys: pytest.CaptureFixture[str]) -> None:
         import torch

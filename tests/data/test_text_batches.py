@@ -44,6 +44,8 @@ class TestCollate:
     def test_memory_goes_with_the_rows(self) -> None:
         memory = Memory(torch.randn(2, 3, 5))
         assert training.collate([[5], [8]], memory).kwargs()["memory"] is memory
+        for batch in (training.collate([[5], [8]], memory.tokens), training.pack([[5], [8]], memory.tokens)):
+            assert torch.equal(batch.kwargs()["memory"].tokens, memory.tokens)
         with pytest.raises(ShapeError, match="3 texts need 3 rows of memory, got 2"):
             training.collate([[5], [8], [9]], memory)
 

@@ -306,6 +306,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, _ = call(capsys, "attach-check", tmp_path, "--where", "encoder")
     assert code == 1 and "where='encoder'" in out
     code, _, said = call(capsys, "attach-check", tmp_path / "nothing")
+    assert code == 2 and said.count("\n") == 1 and "it is no folder, and the hub has no such model" in said
+    (tmp_path / "config.json").write_text("{}")
+    code, _, said = call(capsys, "attach-check", tmp_path)
     assert code == 2 and said.count("\n") == 1 and "is no config of transformers" in said
 
 

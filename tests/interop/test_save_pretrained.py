@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import mmattn
-from mmattn.errors import AttachError, ConditionError
+from mmattn.errors import AttachError, ConditionError, ConfigError
 from tests import tiny, tiny_unets
 
 ROWS = 3
@@ -53,11 +53,19 @@ def test_some_are_written_and_other_processes_write_nothing(model, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_keywords_of_other_libraries(model, tmp_path):
+    """Those of transformers' and peft's `save_pretrained`, with the values that ask for nothing."""
+    nothing = {"safe_serialization": True, "state_dict": None, "push_to_hub": False, "token": None, "variant": None}
+    model.save_pretrained(tmp_path, **nothing, max_shard_size="1GB", save_embedding_layers="auto")
+    assert files(tmp_path) >= set(ADAPTER)
+
+
 def test_what_cannot_be(model, tmp_path):
     with pytest.raises(AttachError, match=r"\['other'\].*attached: default, style"):
         model.save_pretrained(tmp_path / "a", selected_adapters=["default", "other"])
-    with pytest.raises(TypeError, match="max_shard_size"):
-        model.save_pretrained(tmp_path / "a", max_shard_size="1GB")
+    for option in ({"push_to_hub": True}, {"state_dict": {}}, {"merge": None}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            model.save_pretrained(tmp_path / "a", **option)
     bare = mmattn.attach(tiny_unets.make())
     with pytest.raises(AttachError, match=r"attached: none. The host.* model\.host\.save_pretrained\(folder\)"):
         bare.save_pretrained(tmp_path / "a")

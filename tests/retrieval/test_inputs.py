@@ -69,6 +69,11 @@ def test_query_texts(queries: Any, match: str) -> None:
         index.search(queries, 1)
 
 
+def test_rows_of_a_data_set_are_no_entries() -> None:
+    with pytest.raises(ShapeError, match="metadata=rows"):
+        Index.build([{"text": "a"}, {"text": "b"}], encoder=Letters())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_encoder_is_known_by_its_fingerprint(kind: str) -> None:
     encoder = Letters(seed=1)

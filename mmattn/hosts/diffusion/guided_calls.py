@@ -38,10 +38,11 @@ def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, predic
         return 1
     if guided and prediction not in NAMED and rows in (2 * memory_rows, 3 * memory_rows):
         return rows // memory_rows
-    raise ShapeError(
-        f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: give one row of memory for "
-        "each picture; under guidance of a pipeline say condition(memory, guided=True)"
-    )
+    if guided:
+        asked = f"give as many rows of memory as pictures, a half or a third of {rows}"
+    else:
+        asked = "give a row of memory for each picture; inside a pipeline with guidance, condition(memory, guided=True)"
+    raise ShapeError(f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: {asked}")
 
 
 def conditional_parts(

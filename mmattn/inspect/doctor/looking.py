@@ -154,6 +154,12 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
     differ = sum(asker.said(RIGHT, number) != asker.said(AGAIN, number) for number in numbers)
     late = mcnemar(asker.right(AGAIN, numbers), asker.right(RIGHT, numbers)) < LEVEL
     halves = asker.right(RIGHT, numbers[:half]), asker.right(RIGHT, numbers[half:])
+    pairs = {
+        "right before different evidence {}, after it {}": firsts,
+        "without the right evidence {}, after it {}": (without[1], without[0]),
+        "at the beginning {}, later {}": halves,
+    }
+    pairs = {words: answers for words, answers in pairs.items() if all(answers)}  # some have no question of one kind
     return {
         "the same call again": (
             binomial_tail(differ, len(numbers), MAX_SHARE_UNSTABLE),
@@ -161,9 +167,8 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
             "the second is right, a call gets the evidence of the one before" if late else "sampling, dropout, a race",
         ),
         "earlier calls": (
-            3 * min(fisher(*firsts), fisher(*without), fisher(*halves)),
-            f"right before different evidence {_of(firsts[0])}, after it {_of(firsts[1])}; without the right evidence "
-            f"{_of(without[1])}, after it {_of(without[0])}; at the beginning {_of(halves[0])}, later {_of(halves[1])}",
+            len(pairs) * min(fisher(*answers) for answers in pairs.values()),
+            "; ".join(words.format(*map(_of, answers)) for words, answers in pairs.items()),
             "something of an earlier call is kept, such as its evidence or a cache by the question",
         ),
     }

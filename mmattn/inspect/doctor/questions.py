@@ -9,6 +9,7 @@ import json
 import os
 import re
 import unicodedata
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -287,8 +288,14 @@ def _endpoint(url: str, requests: int) -> Answer:
     def fetch(path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url.rstrip("/") + path, data, headers)
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return json.load(reply)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            raise ConfigError(f"{url}{path} answers {error.code}: {said}") from error
+        except urllib.error.URLError as error:
+            raise ConfigError(f"nothing answers at {url} ({error.reason}): is the server running?") from error
 
     name = fetch("/models")["data"][0]["id"]
 

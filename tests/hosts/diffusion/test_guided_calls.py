@@ -196,7 +196,8 @@ def test_advice_never_shows_the_memory_to_the_unconditional_half(rows, memory_ro
         if guided and rows == 2 * memory_rows:
             assert model.host(*some, **named)[0].isfinite().all()
             return
-        with pytest.raises(ShapeError, match="one row of memory for each picture; .*guided=True") as error:
+        advice = "as many rows of memory as pictures" if guided else "a row of memory for each picture; .*guided=True"
+        with pytest.raises(ShapeError, match=advice) as error:
             model.host(*some, **named)
     assert "expand" not in str(error.value)
 

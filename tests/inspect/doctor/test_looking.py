@@ -132,6 +132,8 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
         mmattn.doctor("localhost:8000", rows)
     code, _, err = run(capsys, "--url", "http://127.0.0.1:1/v1", "--model", "assets/vqa")
     assert code == 2 and "--model or --url" in err
+    code, _, err = run(capsys, "--url", "http://127.0.0.1:1/v1")
+    assert code == 2 and err.count("\n") == 1 and "nothing answers at http://127.0.0.1:1/v1" in err
     code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
     assert code == 2 and "not for a folder" in err
     code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -300,12 +301,7 @@ def search_index(
         if score_threshold is not None:
             hits = hits.above(score_threshold)
         if not hits.mask.any():
-            why = (
-                f"the best score is {scores[0]:.3f}, below --score-threshold {score_threshold}"
-                if scores
-                else "the index is empty"
-            )
-            typer.echo(f"nothing fits: {why}", err=True)
+            say_nothing_fits(scores, score_threshold)
             return
         if rerank is not None:
             from mmattn.retrieval.hits import load_cross_encoder
@@ -316,6 +312,14 @@ def search_index(
     for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):
         if real:
             typer.echo(f"{score:.3f}  {name}  {text or ''}".rstrip())
+
+
+def say_nothing_fits(scores: Sequence[float], score_threshold: float | None) -> None:
+    """Print why a search has no hits."""
+    why = "the index is empty"
+    if scores:
+        why = f"the best score is {max(scores):.3f}, below --score-threshold {score_threshold}"
+    typer.echo(f"nothing fits: {why}", err=True)
 
 
 def describe_index(

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.errors import ConfigError, import_extra
+from mmattn.cli.encode import COSINE_THRESHOLD, say_nothing_fits
+from mmattn.errors import ConfigError, check_float, import_extra
 
 
 def caption(
@@ -75,12 +76,17 @@ def ask(
     encoder: Annotated[str | None, typer.Option(help="For --host the encoder of the index; minilm by default.")] = None,
     show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
+    score_threshold: Annotated[
+        float | None,
+        typer.Option(help=f"The lowest score that fits; without --adapter {COSINE_THRESHOLD} by default, for cosines."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:
     """Answer a question from what an index holds, and print what was attended to.
 
     Texts are read by a language model as they are, without training; an index that was built --for an adapter needs
-    that adapter. The number before a source is its share of the attention at the first word of the answer.
+    that adapter. Before each source stand its score in the search and its share of the attention at the first word of
+    the answer.
     """
     from mmattn.pipelines import pipeline
 
@@ -92,10 +98,18 @@ def ask(
     else:
         pipe = pipeline(host=host or "smollm2", encoder=encoder, index=index, device=device)
     answer = pipe(question)
+    if score_threshold is None and adapter is None and pipe.index.metric == "cosine":
+        score_threshold = COSINE_THRESHOLD
+    if score_threshold is not None:
+        check_float("score_threshold", score_threshold)
+        scores = [source.score for source in answer.sources]
+        if all(score < score_threshold for score in scores):
+            return say_nothing_fits(scores, score_threshold)
     typer.echo(answer.text)
     for source in answer.sources[:sources] if show_sources else []:
         name = f"{source.id}  " if isinstance(source.id, str) else ""
-        typer.echo(f"{source.weight:6.1%}  {name}{textwrap.shorten(source.text or '', 160, placeholder=' …')}")
+        text = textwrap.shorten(source.text or "", 160, placeholder=" …")
+        typer.echo(f"{source.score:.3f}  {source.weight:6.1%}  {name}{text}")
 
 
 def serve(

@@ -60,8 +60,8 @@ class Answer:
 
     Args:
         text: of the answer.
-        sources: the entries that were attended to at its first word, the largest weight first; the rest of 1 went to
-            "nothing here".
+        sources: the entries that were attended to at its first word, the largest weight first, passages in the order of
+            the search; the rest of 1 went to "nothing here".
         refused: True if the answer says that nothing in the index answers.
     """
 

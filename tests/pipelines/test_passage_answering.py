@@ -93,13 +93,25 @@ def test_one_text_answers_as_the_prompt_does(pipe: Any, models: dict[str, str]) 
         assert (source.id, source.text) == ("flower", text) and 0 < source.weight < 1
 
 
+def test_the_command_answers_or_says_that_nothing_fits(
+    models: dict[str, str], index: mmattn.Index, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index.save(tmp_path / "index")
+    words = ["ask", TEXTS[0], "--index", tmp_path / "index", "--host", models["host"], "--encoder", models["encoder"]]
+    code, out, _ = call(capsys, *words, "--device", "cpu", "--sources", 1)
+    (source,) = (line for line in out.splitlines() if "%  " in line)
+    assert code == 0 and source.startswith("1.000 ") and source.endswith(TEXTS[0])
+    code, out, said = call(capsys, *words, "--device", "cpu", "--score-threshold", 1.5)
+    assert code == 0 and not out and "nothing fits: the best score is 1.000, below --score-threshold 1.5" in said
+
+
 def test_several_texts(pipe: Any) -> None:
     """Each text is read once; sources are shares of the attention; streaming gives the same text."""
     several = pipe([QUESTION, "What is blue?"], max_new_tokens=7)
     before = len(pipe.passages)
     for found in several:
-        weights = [source.weight for source in found.sources]
-        assert len(weights) == 3 and weights == sorted(weights, reverse=True) and 0 < sum(weights) < 1
+        weights, scores = zip(*((source.weight, source.score) for source in found.sources), strict=True)
+        assert len(scores) == 3 and list(scores) == sorted(scores, reverse=True) and 0 < sum(weights) < 1
         assert {source.text for source in found.sources} == set(TEXTS)
     assert several[0].text == pipe(QUESTION, max_new_tokens=7).text != ""
     assert "".join(pipe.stream(QUESTION, max_new_tokens=7)).strip() == several[0].text

@@ -19,10 +19,11 @@ COLUMNS = {
     "parameters": ("trained parameters", 1, ",.0f", ""),
     "seconds": ("seconds", 1, ".0f", ""),
 }
-NOTES = """
-- Loss in nats per token, of a UNet the weighted squared error per picture, over rows that were never trained on.
-- Shuffled: each row with the memory of another; with fewer than two held-out rows there is none to exchange. LoRA: as
-  many trained parameters, the same texts."""
+NOTE = "Loss in nats per token, of a UNet the weighted squared error per picture, over rows that were never trained on."
+NOTES = {
+    "adapter, shuffled": "Shuffled: each row with the memory of another row.",
+    "LoRA": "LoRA: as many trained parameters, the same texts.",
+}
 
 
 def table_row(name: str, loss: float, parameters: int, seconds: float, host: str) -> dict[str, Any]:
@@ -39,7 +40,10 @@ def table(contents: list[dict[str, Any]]) -> str:
         losses = [row["loss"] for row in content["rows"]]
         saved = [None if lora is None or loss is None else lora - loss for loss in losses]
         runs.append([{**row, "saved": one} for row, one in zip(content["rows"], saved, strict=True)])
-    return training.spread_table("", COLUMNS, runs) + "\n" + NOTES
+    rows = [row for run in runs for row in run]
+    columns = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    notes = [note for start, note in NOTES.items() if any(row["name"].startswith(start) for row in rows)]
+    return "\n\n".join((training.spread_table("", columns, runs), " ".join((NOTE, *notes))))
 
 
 def plot_pictures(path: Path, rows: Sequence[dict[str, Any]], pictures: Any) -> None:

@@ -236,11 +236,12 @@ class Run:
         return inspect.AdapterMetrics(trainer.model, forward if rows else None, steps)
 
     def losses(self, trainer: training.AdapterTrainer) -> dict[str, float]:
-        """Return the held-out loss, and beside it those of the controls: no memory, shuffled memory."""
-        parts = {"its own memory": self.held_out}
-        if self.settings.eval.controls:
-            alone = self.held_out.remove_columns(["memory", "segments", "scores", "sources"])
-            parts |= {"shuffled memory": self.shuffled, "no memory": alone}
+        """Return the held-out loss, that with shuffled memories if it is measured, and as a control that without."""
+        evaluation, parts = self.settings.eval, {"its own memory": self.held_out}
+        if (evaluation.shuffled_memory or evaluation.controls) and len(self.shuffled):
+            parts["shuffled memory"] = self.shuffled
+        if evaluation.controls:
+            parts["no memory"] = self.held_out.remove_columns(["memory", "segments", "scores", "sources"])
         return {name: trainer.evaluate(part)["eval_loss"] if len(part) else math.nan for name, part in parts.items()}
 
     def write_samples(self, model: Any, encoding: training.Encoding) -> None:

@@ -175,6 +175,11 @@ class Run:
         """Write the file that `mmattn.pipeline` reads, if all memories of the adapter are of pictures."""
         if self.pictures_alone:
             self.host.pipeline_config(results, self.pooled).save(self.out / "adapter")
+        elif results:
+            self.say(
+                "no pipeline_config.json, as memories are not pictures alone: load the adapter with "
+                f"mmattn.load(host, {str(self.out / 'adapter')!r})"
+            )
 
     def name_left_out(self, shown: int = 10) -> None:
         """Print the rows that were left out, before the training and after it, and write them to a file."""

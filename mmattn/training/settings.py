@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import BaseModel, Field
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class OptimSettings(Settings):
         """
         from transformers import TrainingArguments
 
+        _join_restarted(run.device == "cpu" or not torch.accelerator.is_available())
         known = {field.name for field in dataclasses.fields(TrainingArguments)}
         chosen = {name: value for name, value in self.model_dump().items() if name in known and value is not None}
         defaults = {
@@ -63,3 +66,17 @@ class OptimSettings(Settings):
             "dataloader_pin_memory": False,
         }
         return TrainingArguments(**defaults | chosen | fields)
+
+
+def _join_restarted(cpu: bool) -> None:
+    """Join the processes that torchrun has started again, under keys of this start.
+
+    All starts share one store, in which a process that comes first would find the addresses of those that are gone.
+    """
+    start, env = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ
+    if start == "0" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    shared = torch.distributed.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), world, is_master=False)
+    store = torch.distributed.PrefixStore(f"start {start}", shared)
+    torch.distributed.init_process_group("gloo" if cpu else None, store=store, rank=rank, world_size=world)

@@ -184,8 +184,10 @@ def build_index(
     index = Index.build([], encoder=text_encoder, store=store)
     chunks = out.with_name(f"{out.name}.chunks.jsonl")
     if folders:
-        _write_chunks(folders[0], chunks, skip_broken)
+        unread = _write_chunks(folders[0], chunks, skip_broken)
         files, id_field = [chunks], "id"
+        if unread:
+            typer.echo(f"{len(unread)} files left out:\n{first_few(unread)}", err=True)
     rows, left_out = embed_corpus(files, shards, text_encoder, field=field, id_field=id_field, skip_broken=skip_broken)
     vectors = torch.cat(list(rows.with_format("torch")["memory"]))
     texts, metadata = list(rows["text"]), [json.loads(about) for about in rows["metadata"]]
@@ -209,27 +211,36 @@ def _check_paths(files: list[Path], out: Path) -> None:
         raise ConfigError(f"an index is a folder, and --out {out} is a file: name another place")
 
 
-def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> None:
-    """Cut the texts in a folder into chunks, and write them as JSON lines."""
+def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> list[str]:
+    """Cut the texts in a folder into chunks, write them as JSON lines, and return the files left out with reasons."""
     import json
 
     from mmattn.retrieval.corpus import chunk
     from mmattn.storage.files import files_below, write_text
 
-    paths = [path for path in map(Path, files_below(folder)) if path.suffix.lower() in _TEXTS]
     texts: dict[str, str] = {}
-    for path in paths:
+    left_out: list[str] = []
+    for path in map(Path, files_below(folder)):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix.lower() not in _TEXTS:
+            left_out.append(f"{name}: not one of {', '.join(_TEXTS)}")
+            continue
         try:
-            texts[path.relative_to(folder).as_posix()] = path.read_text(encoding="utf-8-sig")
+            texts[name] = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             if not skip_broken:
                 raise TextError(f"{path} is not UTF-8: convert the file, or leave it out with --skip-broken") from error
+            left_out.append(f"{name}: not UTF-8")
+            continue
+        if not texts[name].strip():
+            left_out.append(f"{name}: empty")
     cut = chunk(list(texts.values()), size=_CHUNK, overlap=_CHUNK // 8, sources=list(texts))
     if not cut:
         raise TextError(f"the folder {folder} has no {', '.join(_TEXTS)} file with a text: name one that has, or files")
     lines = ({"id": f"{part.source}:{part.start}", "text": part.text, "source": part.source} for part in cut)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return left_out
 
 
 def _read_by(host: str, encoder: str, texts: list[str], out: Path) -> None:

@@ -112,10 +112,15 @@ class TestWords:
         (tmp_path / "texts" / "a.txt").write_text("Snowdrops flower in January. " * 60)
         (tmp_path / "texts" / "more" / "b.md").write_text("# Tulips\n\nTulips come from Asia.")
         (tmp_path / "texts" / "c.png").write_bytes(b"\x89PNG")
+        (tmp_path / "texts" / "d.txt").write_text(" ")
+        (tmp_path / "texts" / "e.txt").write_bytes(b"Caf\xe9 Luna closes at nine.")
         (tmp_path / "texts" / ".git").mkdir()
         (tmp_path / "texts" / ".git" / "description.txt").write_text("Of nobody.")
-        code, out, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index")
+        code, _, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index")
+        assert code == 2 and "e.txt is not UTF-8" in err
+        code, _, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index", "--skip-broken")
         assert code == 0, err
+        assert "3 files left out:\n  c.png: not one of .txt, .md, .rst\n  d.txt: empty\n  e.txt: not UTF-8\n" in err
         index = Index.load(tmp_path / "index")
         assert {index[name].metadata["source"] for name in index.ids} == {"a.txt", "more/b.md"}
         assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "texts"]

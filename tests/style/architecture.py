@@ -58,7 +58,7 @@ BUDGETS = {
     "evaluation": 200,
     "storage": 900,
     "testing": 1_600,
-    "cli": 1_040,  # goal 940
+    "cli": 1_050,  # goal 940
     "recipes": 370,  # goal 360
 }
 FILES = 206

@@ -135,9 +135,10 @@ class TestWords:
             code, _, said = call(capsys, "serve", "nowhere/at/all", "--port", taken.getsockname()[1])
         assert code == 2 and said.count("\n") == 1 and "--port" in said
 
-    def test_completion(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, out, _ = call(capsys, "--show-completion", "bash")
-        assert code == 0 and out.endswith("_mmattn_completion mmattn\n")
+    def test_completion(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("_MMATTN_COMPLETE", "source_bash")
+        code, out, _ = call(capsys)
+        assert code == 0 and out.rstrip().endswith("_mmattn_completion mmattn")
 
     def test_env(self, capsys: pytest.CaptureFixture[str]) -> None:
         import torch

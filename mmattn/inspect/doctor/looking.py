@@ -156,7 +156,7 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
     halves = asker.right(RIGHT, numbers[:half]), asker.right(RIGHT, numbers[half:])
     pairs = {
         "right before different evidence {}, after it {}": firsts,
-        "without the right evidence {}, after it {}": (without[1], without[0]),
+        "without the right evidence, after it {}, before it {}": without,
         "at the beginning {}, later {}": halves,
     }
     pairs = {words: answers for words, answers in pairs.items() if all(answers)}  # some have no question of one kind

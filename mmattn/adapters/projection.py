@@ -30,8 +30,8 @@ from mmattn.adapters.protocols import (
 from mmattn.adapters.resampler import PerceiverResampler
 from mmattn.adapters.text_state import PackedText, TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows, zero_hidden
-from mmattn.core.device_checks import refuse_unless_finite
 from mmattn.core.key_values import KeyValue
+from mmattn.core.tracing import refuse_unless_finite
 from mmattn.errors import ConditionError, NonFiniteError
 from mmattn.memory import Memory
 from mmattn.storage.tensor_cache import KeyValueCache, TensorVersion, Values, autocast_dtype, cached

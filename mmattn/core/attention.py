@@ -28,8 +28,8 @@ from mmattn.core.attention_inputs import (
     join_causal,
     repeat_rows,
 )
-from mmattn.core.device_checks import all_finite, autocast, may_read, transform_under_way
 from mmattn.core.masks import Mask, causal as causal_mask
+from mmattn.core.tracing import all_finite, autocast, may_read, transform_under_way
 from mmattn.errors import check_choice, check_float
 
 BACKENDS = ("sdpa", "eager")

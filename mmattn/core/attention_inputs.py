@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mmattn.core.device_checks import autocast, may_read, readable
 from mmattn.core.masks import Mask, causal
+from mmattn.core.tracing import autocast, may_read, readable
 from mmattn.errors import MaskError, ShapeError, check_bool_mask
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmattn.core.device_checks import readable
+from mmattn.core.tracing import readable
 from mmattn.errors import ConfigError, MaskError, ShapeError, check_bool_mask, check_choice, check_int
 
 __all__ = [

@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from mmattn.core.device_checks import readable
+from mmattn.core.tracing import readable
 from mmattn.errors import ConfigError, ShapeError, check_float, check_int
 
 

@@ -23,10 +23,10 @@ from mmattn.core.attention_inputs import (
     visible_slots,
     zero_hidden,
 )
-from mmattn.core.device_checks import all_finite, autocast, may_read
 from mmattn.core.key_values import KeyValue, absorbing_pays, pack, real_slots_first
 from mmattn.core.masks import Mask
 from mmattn.core.positions import Rotary
+from mmattn.core.tracing import all_finite, autocast, may_read
 from mmattn.errors import ConfigError, ShapeError, check_bool_mask
 
 # Packing costs a kernel launch per row: it pays once it saves about this many multiplications per row.

@@ -38,7 +38,7 @@ class KeyValueParts(AttendableMemory):
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
         if self.group is not None and return_weights:
             raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
-        queries = sum_gradients(q, self.group)
+        queries = q if self.group is None else _SumGradients.apply(q, self.group)
         options = projection.options(return_weights, return_log_sum_exp=True)
         results = []
         for kv, mask in self.parts:
@@ -61,7 +61,7 @@ class KeyValueParts(AttendableMemory):
         output, total = merge(outputs, totals)
         if self.group is None:
             return output, total
-        return merge(gather(output, self.group), gather(total, self.group))
+        return merge(_Gather.apply(output, self.group), _Gather.apply(total, self.group))
 
     def _length_norm(self, projection: KeyValueProjection, q: Tensor) -> Tensor | float:
         """Return what `length_norm` adds to the scores of all slots."""
@@ -119,18 +119,6 @@ def with_null_slot(
     return merge([output, value.to(output.dtype).expand_as(output)], [log_sum_exp, score])
 
 
-def sum_gradients(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return a tensor that is the same in each process; its gradients are summed (arXiv 1909.08053, section 3)."""
-    if group is None:
-        return tensor
-    return _SumGradients.apply(tensor, group)
-
-
-def gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """Return the tensor of each process, of one shape in all of them."""
-    return _Gather.apply(tensor, group)
-
-
 def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over all processes, without gradients."""
     tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -139,6 +127,8 @@ def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
+    """A tensor that is the same in each process; its gradients are summed (arXiv 1909.08053, section 3)."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -150,6 +140,8 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """The tensor of each process, of one shape in all of them."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
         ctx.rank = dist.get_rank(group)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.protocols import HeadSizes
-from mmattn.core.device_checks import UNDER_WAY, report_checks
+from mmattn.core.tracing import UNDER_WAY, report_checks
 from mmattn.errors import AttachError, ConditionError
 from mmattn.hosts.context import (
     THREAD,

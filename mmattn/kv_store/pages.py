@@ -19,9 +19,9 @@ from torch import Tensor
 from mmattn import __version__
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.files import Shapes, check_tensors
-from mmattn.core.device_checks import may_read
 from mmattn.core.key_values import KeyValue, pack
 from mmattn.core.projection import KeyValueProjection
+from mmattn.core.tracing import may_read
 from mmattn.errors import AdapterFileError, ConditionError, ConfigError, NonFiniteError, ShapeError
 from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmattn.core.device_checks import Checks, collect_checks, refuse_unless_finite, watch_checks
+from mmattn.core.tracing import Checks, collect_checks, refuse_unless_finite, watch_checks
 from mmattn.errors import ConfigError, MaskError, NonFiniteError, ShapeError, check_bool_mask, check_int
 from mmattn.storage.json_files import dump_json, parse_errors, validated
 from mmattn.storage.safetensors import read_tensors, write_tensors

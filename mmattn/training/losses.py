@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmattn.adapters.host_models import call_by_name, is_on_disk, text_config
-from mmattn.core.device_checks import may_read
+from mmattn.core.tracing import may_read
 from mmattn.data.text_batches import IGNORED, TextBatch, collate
 from mmattn.errors import ConditionError, MmattnError, check_int
 from mmattn.hosts.causal_lm.model import HeadlessHost

@@ -19,7 +19,7 @@ from transformers.utils import find_labels
 
 from mmattn.adapters.files import load_folder
 from mmattn.adapters.host_models import call_by_name
-from mmattn.core.device_checks import may_read, report_checks
+from mmattn.core.tracing import may_read, report_checks
 from mmattn.errors import AdapterFileError, ConfigError, NonFiniteError
 from mmattn.hosts.calibration import calibrating, fresh_adapters
 from mmattn.hosts.model import AdaptedModel

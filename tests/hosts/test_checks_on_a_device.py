@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn.core import device_checks
-from mmattn.core.device_checks import UNDER_WAY, report_checks
+from mmattn.core import tracing
+from mmattn.core.tracing import UNDER_WAY, report_checks
 from mmattn.errors import NonFiniteError
 from tests import tiny
 from tests.device import act_as_device
@@ -36,12 +36,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device that has not finished any kernel before it is waited for."""
     act_as_device(monkeypatch)
 
-    class Late(device_checks._Check):
+    class Late(tracing._Check):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self._event: Any = Unknown()
 
-    monkeypatch.setattr(device_checks, "_Check", Late)
+    monkeypatch.setattr(tracing, "_Check", Late)
     UNDER_WAY.set(())
     yield
     UNDER_WAY.set(())

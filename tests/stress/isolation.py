@@ -32,7 +32,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import mmattn
 from mmattn.adapters import InsertedAdapter, JoinedAdapter
 from mmattn.adapters.gated import GatedLayout
-from mmattn.core.device_checks import report_checks
+from mmattn.core.tracing import report_checks
 from mmattn.errors import NonFiniteError
 from tests import tiny
 from tests.device import act_as_device

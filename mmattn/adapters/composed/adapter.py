@@ -33,10 +33,10 @@ from mmattn.adapters.settings import augmenting_layers_of, chosen_sites, settle_
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention_inputs import combine_masks, visible_rows
 from mmattn.core.cross_attention import CrossAttention
-from mmattn.core.device_checks import may_read
 from mmattn.core.key_values import KeyValue
 from mmattn.core.masks import causal
 from mmattn.core.positions import Rotary
+from mmattn.core.tracing import may_read
 from mmattn.errors import ConfigError, ShapeError, check_bool
 from mmattn.memory import Memory
 

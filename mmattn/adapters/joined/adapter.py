@@ -33,8 +33,8 @@ from mmattn.adapters.projection import ProjectedMemory
 from mmattn.adapters.protocols import BoundMemory, HeadSizes, Host, JoinRequests, KeepFinite, Site, Traits
 from mmattn.adapters.settings import chosen_sites, default_norm, random_memory, settle, settle_layers
 from mmattn.adapters.text_state import TextState
-from mmattn.core.device_checks import all_finite, may_read
 from mmattn.core.key_values import KeyValue
+from mmattn.core.tracing import all_finite, may_read
 from mmattn.errors import check_choice, check_float
 from mmattn.memory import Memory
 

@@ -18,8 +18,8 @@ from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.protocols import BoundMemory, JoinRequests, KeepFinite, Scale, Traits, View, check_one_row
 from mmattn.adapters.text_state import PackedText, TextState
-from mmattn.core.device_checks import may_read
 from mmattn.core.key_values import KeyValue
+from mmattn.core.tracing import may_read
 from mmattn.errors import ConditionError
 from mmattn.memory import Memory
 

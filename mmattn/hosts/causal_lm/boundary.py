@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
-from mmattn.core.device_checks import Checks, all_finite, collect_checks, may_read, raise_failed, refuse_unless_finite
+from mmattn.core.tracing import Checks, all_finite, collect_checks, may_read, raise_failed, refuse_unless_finite
 from mmattn.errors import NonFiniteError
 from mmattn.hosts.context import Method
 from mmattn.memory import Memory

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from mmattn.adapters.host_models import text_config
 from mmattn.adapters.protocols import BoundMemory
-from mmattn.core.device_checks import collect_checks, raise_failed
 from mmattn.core.key_values import KeyValue
 from mmattn.core.split_attention import KeyValueRows
+from mmattn.core.tracing import collect_checks, raise_failed
 from mmattn.errors import ConditionError, NonFiniteError, ShapeError
 from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, replace_method, states_of_step
 from mmattn.hosts.context import Arguments, Call, Keywords, check_not_required

@@ -24,7 +24,7 @@ from mmattn.adapters.inserted import EmbeddingReader
 from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
-from mmattn.core.device_checks import refuse_unless_finite, report_checks
+from mmattn.core.tracing import refuse_unless_finite, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
 from mmattn.hosts.causal_lm.boundary import refuse_rows

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmattn.core.device_checks import refuse_unless_finite
+from mmattn.core.tracing import refuse_unless_finite
 from mmattn.errors import ConditionError, ConfigError, NonFiniteError, ShapeError, check_float
 
 AdapterScale: TypeAlias = "float | Tensor | Mapping[str, AdapterScale] | Callable[[float], AdapterScale]"

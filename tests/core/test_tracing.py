@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmattn import attend, positions
-from mmattn.core.device_checks import may_read, readable
+from mmattn.core.tracing import may_read, readable
 from tests.core.random_inputs import MASK, RULE, B, D, E, L, M, make_heads, make_layer
 
 OPTIONS: list[dict] = [

@@ -1,4 +1,4 @@
-"""The values of a tensor: which may be read, traced or without waiting, and checks that are reported once they are known.
+"""The values of a tensor: which may be read, traced or without waiting, and checks that are reported once known.
 
 A check of values on the CPU raises at once. One of values on a device computes the largest there, which is copied while
 the device works on. It is looked at by the next call of the same thread or task, or where the device is waited for

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mmattn.cli.encode import COSINE_THRESHOLD, say_nothing_fits
-from mmattn.errors import ConfigError, check_float, import_extra
+from mmattn.errors import ConfigError, import_extra
 
 
 def caption(
@@ -97,14 +97,13 @@ def ask(
         pipe = _pipeline(adapter, device, ("question-answering", "passage-answering"), index=index)
     else:
         pipe = pipeline(host=host or "smollm2", encoder=encoder, index=index, device=device)
-    answer = pipe(question)
     if score_threshold is None and adapter is None and pipe.index.metric == "cosine":
         score_threshold = COSINE_THRESHOLD
     if score_threshold is not None:
-        check_float("score_threshold", score_threshold)
-        scores = [source.score for source in answer.sources]
-        if all(score < score_threshold for score in scores):
-            return say_nothing_fits(scores, score_threshold)
+        hits = pipe.index.search([question], 1)
+        if not hits.above(score_threshold).mask.any():
+            return say_nothing_fits(hits.scores[hits.mask].tolist(), score_threshold)
+    answer = pipe(question)
     typer.echo(answer.text)
     for source in answer.sources[:sources] if show_sources else []:
         name = f"{source.id}  " if isinstance(source.id, str) else ""

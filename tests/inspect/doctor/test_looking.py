@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -134,6 +136,11 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert code == 2 and "--model or --url" in err
     code, _, err = run(capsys, "--url", "http://127.0.0.1:1/v1")
     assert code == 2 and err.count("\n") == 1 and "nothing answers at http://127.0.0.1:1/v1" in err
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code, _, err = run(capsys, "--url", f"http://127.0.0.1:{server.server_port}/v1")
+        server.shutdown()
+    assert code == 2 and "/v1/models answers 501" in err
     code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
     assert code == 2 and "not for a folder" in err
     code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")

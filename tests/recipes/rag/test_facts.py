@@ -169,9 +169,10 @@ def test_ask_shows_the_entries_attended_to(
         main(["ask", "What is the currency of Allemagne?", *given, "--show-sources", "--sources", "2"])
     out, err = capsys.readouterr()
     assert ended.value.code == 0 and "Loading weights" not in err
-    shown = [line.strip() for line in out.splitlines()][-2:]
-    weights = [float(line.split("%")[0]) for line in shown]
-    assert weights == sorted(weights, reverse=True) and all(line.split("%", 1)[1].strip() in facts for line in shown)
+    shown = [line.split(maxsplit=2) for line in out.splitlines()[-2:]]
+    assert all(text in facts and share.endswith("%") for _, share, text in shown)
+    scores = [float(score) for score, _, _ in shown]
+    assert scores == sorted(scores, reverse=True)
     card = (run / "adapter" / "README.md").read_text(encoding="utf-8")
     assert (run / "table.md").read_text(encoding="utf-8").strip() in card and "mmattn.pipeline(" in card
 

@@ -1,9 +1,9 @@
 """Draw small pictures with captions, to try the recipe on: six things in six colours at four places.
 
-    python -m recipes.finetune.drawings drawings
-    mmattn train recipes/finetune/config.yaml data.path=drawings
+    python mine/drawings.py drawings
+    mmattn train mine/config.yaml data.path=drawings
 
-`train` has each of the 144 combinations once, `val` 48 of them drawn anew. Sizes, shades and backgrounds vary.
+`train` has each of the 144 combinations once, `val` has 48 of them, drawn anew. Sizes, shades and backgrounds vary.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import argparse
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
 from PIL import Image, ImageDraw
 
+from mmattn import models
+
 SIDE, HELD_OUT = 160, 48
+SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = {
     "red": (205, 40, 40),
     "green": (45, 150, 60),
@@ -45,7 +49,7 @@ THINGS = {
 
 
 def draw(thing: str, colour: str, place: str, random: Random) -> Image.Image:
-    """Draw a thing in a shade of a colour, near a place, on a background of any pale colour."""
+    """Draw a thing in a shade of the colour, near the place, on a pale background."""
     picture = Image.new("RGB", (SIDE, SIDE), tuple(random.randint(195, 250) for _ in "rgb"))
     canvas, half = ImageDraw.Draw(picture), random.uniform(0.16, 0.26) * SIDE
     shade = tuple(max(0, min(255, value + random.randint(-20, 20))) for value in COLOURS[colour])
@@ -59,19 +63,39 @@ def draw(thing: str, colour: str, place: str, random: Random) -> Image.Image:
 
 
 def make(folder: Path, seed: int = 0) -> None:
-    """Write the pictures and captions into `train` and `val`, as `load_dataset("imagefolder")` reads them."""
+    """Draw and save both splits."""
     random, every = Random(seed), list(itertools.product(THINGS, COLOURS, PLACES))
     for split, chosen in (("train", every), ("val", random.sample(every, HELD_OUT))):
-        (folder / split).mkdir(parents=True)
-        lines = []
-        for number, (thing, colour, place) in enumerate(chosen):
-            draw(thing, colour, place, random).save(folder / split / f"{number:03}.png")
-            lines.append({"file_name": f"{number:03}.png", "text": f"A {colour} {thing} at the {place}."})
-        (folder / split / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        pictures = [(draw(*words, random), "A {1} {0} at the {2}.".format(*words)) for words in chosen]
+        save(folder / split, pictures)
+
+
+def copy_easy_vqa(folder: Path, seed: int = 0) -> None:
+    """Copy pictures of easy-VQA, 120 to train on and 48 of its test split, with captions made of their answers."""
+    random = Random(seed)
+    for split, source, count in (("train", "train", 120), ("val", "test", HELD_OUT)):
+        answers: dict[Path, dict[bool, str]] = {}
+        for question in models.load_easy_vqa(source):
+            if question.answer not in ("yes", "no"):
+                answers.setdefault(question.picture, {})[question.answer in SHAPES] = question.answer
+        files = random.sample(sorted(file for file, both in answers.items() if len(both) == 2), count)
+        save(folder / split, [(Image.open(file), f"A {answers[file][False]} {answers[file][True]}.") for file in files])
+
+
+def save(folder: Path, pictures: Iterable[tuple[Image.Image, str]]) -> None:
+    """Save pictures and their captions as `load_dataset("imagefolder")` reads them."""
+    folder.mkdir(parents=True)
+    lines = []
+    for number, (picture, text) in enumerate(pictures):
+        picture.save(folder / f"{number:03}.png")
+        lines.append(json.dumps({"file_name": f"{number:03}.png", "text": text}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    make(**vars(parser.parse_args()))
+    parser.add_argument("--easy-vqa", action="store_true", help="copy pictures of easy-VQA instead of drawing")
+    options = parser.parse_args()
+    (copy_easy_vqa if options.easy_vqa else make)(options.folder, options.seed)

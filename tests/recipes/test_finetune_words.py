@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from mmattn import training
+from tests.models.test_pretrained import need
 from tests.recipes.runs import settings_of
 
 
@@ -66,6 +67,14 @@ class TestDrawings:
         first = Path("train") / "000.png"
         assert (tmp_path / "same" / first).read_bytes() == (drawings / first).read_bytes()
         assert (tmp_path / "other" / first).read_bytes() != (drawings / first).read_bytes()
+
+    def test_pictures_of_easy_vqa(self, recipe: SimpleNamespace, tmp_path: Path) -> None:
+        need("easy-vqa")
+        recipe.drawings.copy_easy_vqa(tmp_path / "shapes")
+        splits = training.read_rows(tmp_path / "shapes")
+        assert [len(splits[name]) for name in ("train", "validation")] == [120, 48]
+        shapes = {text.split()[2] for split in splits.values() for text in split["text"]}
+        assert shapes == {"circle.", "rectangle.", "triangle."}
 
 
 class TestWords:

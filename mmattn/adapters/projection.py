@@ -56,6 +56,7 @@ class Reader(nn.Module):
         score_bias: the memory must have scores.
         follows_text: the slots that a token attends to depend on the text.
         changes_all: blocks change tokens that attend to nothing, too.
+        hides_tokens: in continuous batching a memory can be hidden from the first tokens of its request.
     """
 
     config: AdapterConfig
@@ -65,6 +66,7 @@ class Reader(nn.Module):
     score_bias = False
     follows_text = False
     changes_all = False
+    hides_tokens = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,6 +240,7 @@ class ProjectedMemory(VectorMemory):
         self._graph: GraphInputs | None = None
         self._graph_version: TensorVersion | None = None
         self._read_by_graph = False
+        self.hidden = 0  # first tokens of a request of continuous batching, which see nothing
 
     def step(self, text: TextState) -> View:
         """Return what this forward attends to; the same object until a tensor that it depends on changes."""
@@ -282,6 +285,11 @@ class ProjectedMemory(VectorMemory):
             super().for_request()
         check_one_row(self)
         return self
+
+    def hide_from(self, tokens: int) -> None:
+        if not self.adapter.hides_tokens or self.adapter.changes_all:
+            super().hide_from(tokens)
+        self.hidden = tokens
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
         return self.adapter.join_requests(requests, join, keep)
@@ -399,12 +407,26 @@ class RequestMemories(BoundMemory):
         self.check_rows(text)
         packed = text.packed
         assert packed is not None, "transformers says where the requests of a step begin"
-        changing = [number for number, one in enumerate(self.requests) if one is not None and one.changes_request]
-        lengths = packed.real.sum(1).tolist()
+        lengths, skipped = packed.real.sum(1).tolist(), [0] * len(self.requests)
+        if any(one is not None and one.hidden for one in self.requests):
+            assert text.positions is not None, "transformers says where in its request a token stands"
+            starts = packed.unpack(text.positions)[:, 0].tolist()
+            skipped = [
+                0 if one is None else min(max(one.hidden - start, 0), length)
+                for one, start, length in zip(self.requests, starts, lengths, strict=True)
+            ]
+        seeing = [length - count for length, count in zip(lengths, skipped, strict=True)]
+        changing = [n for n, one in enumerate(self.requests) if one is not None and seeing[n] and one.changes_request]
         # Requests that write have one token each; a prompt is as long as it is.
-        writing = [number for number in changing if lengths[number] == 1]
-        groups = [[number] for number in changing if lengths[number] > 1] + ([writing] if writing else [])
-        return RequestsView([PackedView(self._view(group), packed.select(group)) for group in groups], self._keep)
+        writing = [number for number in changing if seeing[number] == 1]
+        groups = [[number] for number in changing if seeing[number] > 1] + ([writing] if writing else [])
+        return RequestsView(
+            [
+                PackedView(self._view(group), packed.select(group, [skipped[number] for number in group]))
+                for group in groups
+            ],
+            self._keep,
+        )
 
     def _view(self, group: Sequence[int]) -> ProjectedView:
         parts = [one.project_all() for one in (self.requests[number] for number in group) if one is not None]

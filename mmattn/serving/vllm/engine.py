@@ -31,6 +31,7 @@ def patch_engine() -> None:
     if hasattr(EngineArgs.create_model_config, "__wrapped__"):
         return
     create, batch = EngineArgs.create_model_config, GPUModelRunner._batch_mm_inputs_from_scheduler
+    run = GPUModelRunner._model_forward
 
     @functools.wraps(create)
     def create_model_config(self: EngineArgs) -> Any:
@@ -53,7 +54,14 @@ def patch_engine() -> None:
             hashes, inputs, references = ([part[place] for place in order] for part in (hashes, inputs, references))
         return hashes, inputs, references
 
+    @functools.wraps(run)
+    def with_prompt_lengths(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        if self.model_config.architecture == ARCHITECTURE:
+            kwargs["prompt_lengths"] = self.input_batch.num_prompt_tokens_cpu_tensor
+        return run(self, *args, **kwargs)
+
     EngineArgs.create_model_config = create_model_config
+    GPUModelRunner._model_forward = with_prompt_lengths
     GPUModelRunner._batch_mm_inputs_from_scheduler = in_batch_order
 
 
@@ -80,10 +88,12 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
     settings = served_settings(load_folder(folder)[0])
     encoder = None if pipeline is None or pipeline.task != "image-to-text" else pipeline.encoder
     slots = MAX_SLOTS if settings.resampler is None else settings.resampler.num_latents
+    visible_from = PipelineConfig.load(folder).visible_from if (folder / FILE).is_file() else "first_token"
     return {
         "architectures": [ARCHITECTURE],
         "mmattn_host": get_config(host, trust_remote_code=False).architectures,
         "mmattn_adapter": str(folder),
+        "mmattn_visible_from": visible_from,
         "mmattn_encoder": None if encoder is None else [resolve(encoder.name, folder), encoder.pooled],
         "is_encoder_decoder": True,
         "max_source_positions": slots + settings.null_slot,

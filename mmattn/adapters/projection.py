@@ -56,7 +56,6 @@ class Reader(nn.Module):
         score_bias: the memory must have scores.
         follows_text: the slots that a token attends to depend on the text.
         changes_all: blocks change tokens that attend to nothing, too.
-        hides_tokens: in continuous batching a memory can be hidden from the first tokens of its request.
     """
 
     config: AdapterConfig
@@ -66,7 +65,6 @@ class Reader(nn.Module):
     score_bias = False
     follows_text = False
     changes_all = False
-    hides_tokens = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +285,7 @@ class ProjectedMemory(VectorMemory):
         return self
 
     def hide_from(self, tokens: int) -> None:
-        if not self.adapter.hides_tokens or self.adapter.changes_all:
+        if self.adapter.changes_all or type(self.adapter).join_requests is not Reader.join_requests:
             super().hide_from(tokens)
         self.hidden = tokens
 
@@ -407,26 +405,23 @@ class RequestMemories(BoundMemory):
         self.check_rows(text)
         packed = text.packed
         assert packed is not None, "transformers says where the requests of a step begin"
-        lengths, skipped = packed.real.sum(1).tolist(), [0] * len(self.requests)
-        if any(one is not None and one.hidden for one in self.requests):
-            assert text.positions is not None, "transformers says where in its request a token stands"
-            starts = packed.unpack(text.positions)[:, 0].tolist()
-            skipped = [
-                0 if one is None else min(max(one.hidden - start, 0), length)
-                for one, start, length in zip(self.requests, starts, lengths, strict=True)
-            ]
-        seeing = [length - count for length, count in zip(lengths, skipped, strict=True)]
-        changing = [n for n, one in enumerate(self.requests) if one is not None and seeing[n] and one.changes_request]
+        # A prompt that is read in parts does not begin at 0.
+        assert text.positions is not None, "transformers says where in its request a token stands"
+        starts, lengths = packed.unpack(text.positions)[:, 0].tolist(), packed.real.sum(1).tolist()
+        hidden = [
+            0 if one is None else max(one.hidden - start, 0) for one, start in zip(self.requests, starts, strict=True)
+        ]
+        seeing = [length - count for length, count in zip(lengths, hidden, strict=True)]
+        changing = [
+            number
+            for number, one in enumerate(self.requests)
+            if one is not None and seeing[number] > 0 and one.changes_request
+        ]
         # Requests that write have one token each; a prompt is as long as it is.
         writing = [number for number in changing if seeing[number] == 1]
         groups = [[number] for number in changing if seeing[number] > 1] + ([writing] if writing else [])
-        return RequestsView(
-            [
-                PackedView(self._view(group), packed.select(group, [skipped[number] for number in group]))
-                for group in groups
-            ],
-            self._keep,
-        )
+        views = [PackedView(self._view(group), packed.select(group, hidden)) for group in groups]
+        return RequestsView(views, self._keep)
 
     def _view(self, group: Sequence[int]) -> ProjectedView:
         parts = [one.project_all() for one in (self.requests[number] for number in group) if one is not None]

@@ -52,9 +52,9 @@ class PackedText:
         """Tokens of the longest document."""
         return self.places.shape[1]
 
-    def select(self, rows: Sequence[int], skipped: Sequence[int]) -> PackedText:
-        """The same rows with some of their documents only, without the first tokens of each; others are passed by."""
-        first = torch.tensor(skipped, device=self.real.device)[:, None]
+    def select(self, rows: Sequence[int], hidden: Sequence[int]) -> PackedText:
+        """The same rows with some of their documents only, without the first tokens of those; others are passed by."""
+        first = torch.tensor([[hidden[row]] for row in rows], device=self.real.device)
         lengths = self.real[rows].sum(1, keepdim=True) - first
         count = torch.arange(int(lengths.max()), device=self.real.device)
         places, real = self.places[rows].gather(1, (first + count).clamp(max=self.longest - 1)), count < lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from itertools import groupby, pairwise
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -140,14 +140,16 @@ def stream_text(
     *,
     visible_from: VisibleFrom = "first_token",
     options: Keywords,
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
     given = arguments(model, tokenizer, ids, mask, options) | memory_arguments(memory, mask, visible_from)
     return stream_generate(model, tokenizer, given)
 
 
-def stream_generate(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords) -> Iterator[str]:
+def stream_generate(
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords
+) -> Generator[str, None, None]:
     """Yield the text of `model.generate(**options)` for one row piece by piece; beams raise TextError."""
     if options.get("num_beams", 1) != 1:
         raise TextError(f"num_beams={options['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")

@@ -131,8 +131,6 @@ class JoinedBlock(JoinSlots):
 class JoinedLayers(AdapterLayers):
     """The trainable part of one joined adapter on one host."""
 
-    hides_tokens = False
-
     def __init__(self, config: JoinedAdapter, sites: Sequence[Site]) -> None:
         super().__init__(config, sites)
         # A slot that is there twice weighs twice as much beside the text.

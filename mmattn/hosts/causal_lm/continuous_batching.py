@@ -104,10 +104,7 @@ class RequestMemories:
         visible_from: int = 0,
         **kwargs: object,
     ) -> str | None:
-        """Queue a request, with a memory of its own, one shared with others, or none.
-
-        `visible_from` is the place of the first token that sees it: with len(input_ids) - 1 the last of the prompt.
-        """
+        """Queue a request, with a memory of its own or a shared one that tokens from a place on see, or with none."""
         pending = _PENDING.get()
         if memory is None and pending is not None:
             memory = pending[id(input_ids)].pop(0)

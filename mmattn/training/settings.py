@@ -1,4 +1,4 @@
-"""Settings that recipes share: of a run, and of its optimizer, which become `transformers.TrainingArguments`."""
+"""Settings shared by recipes: of a run, and of its optimizer, which become `transformers.TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RunSettings(Settings):
 class OptimSettings(Settings):
     """Settings of a training.
 
-    A field that `transformers.TrainingArguments` has means the same there. A recipe adds fields and changes defaults;
-    those that `TrainingArguments` does not have are for the recipe to read.
+    Fields of `transformers.TrainingArguments` mean the same here. A recipe may add fields, which it reads itself, and
+    change defaults.
     """
 
     max_steps: int = Field(1000, ge=1)
@@ -48,8 +48,8 @@ class OptimSettings(Settings):
         """Return the arguments of a Trainer for these settings.
 
         Args:
-            run: of which the training is a part.
-            **fields: of `TrainingArguments`, in the place of those of the settings.
+            run: settings of the run.
+            **fields: fields of `TrainingArguments`, which override the settings.
         """
         from transformers import TrainingArguments
 

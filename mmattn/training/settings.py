@@ -36,7 +36,6 @@ class OptimSettings(Settings):
     max_steps: int = Field(1000, ge=1)
     per_device_train_batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(2e-3, gt=0)
-    gate_learning_rate: float | None = Field(None, gt=0)  # of `AdapterTrainer`
     weight_decay: float = Field(0.01, ge=0)
     warmup_steps: int = Field(50, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

@@ -1,7 +1,7 @@
-"""Attention over a memory in parts, one of which many rows share, which lie in several processes, or apart by rows.
+"""Attention over a memory in parts: shared by many rows, split over processes, or split by rows.
 
-Each part is attended to by itself and the results are merged exactly, so that nothing is copied or gathered: rows that
-share a part are its queries (Hydragen, arXiv 2402.05099).
+Each part is attended to separately and the results are merged exactly, so nothing is copied or gathered: rows that
+share a part become its queries (Hydragen, arXiv 2402.05099).
 """
 
 from __future__ import annotations

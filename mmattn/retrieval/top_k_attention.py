@@ -25,7 +25,7 @@ _TOGETHER = 1 << 24
 
 @dataclass(frozen=True)
 class SearchedSlots(AttendableMemory):
-    """A memory of which each query attends to the slots that a search finds for it."""
+    """A memory where each query attends to the slots that a search finds for it."""
 
     # from the projection of a layer and queries (b, n, e) in the space of the slots to their rows in the memory
     # (b, n, c); -1 is none. It is not differentiated

@@ -44,17 +44,17 @@ PARTS = ("decoder", "encoder")
 
 @dataclass(frozen=True)
 class GatedLayout:
-    """Layout of the blocks of published models where it differs from the default.
+    """Layout of gated blocks, for the differences of published models from the default.
 
     Args:
-        norm: "layer" or "rms", of what goes into the attention and the feed-forward.
-        norm_eps: ε of these norms and of qk_norm; what torch and `CrossAttention` have by default.
-        memory_norm: normalise the memory, once for all layers; None is where it is 12 wide or more: of few numbers a
-            norm leaves little more than signs.
-        activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
+        norm: "layer" or "rms", the norm before the attention and the feed-forward.
+        norm_eps: ε of these norms and of qk_norm; by default that of torch and `CrossAttention`.
+        memory_norm: normalise the memory, once for all layers. By default from a width of 12 on: a norm leaves little
+            more than signs of a narrower vector.
+        activation: "gelu", or "swiglu" with a third matrix (arXiv 2002.05202).
         calibrated: the blocks have the mean and spread of the host's hidden states; set by `AdaptedModel.calibrate`.
-        feed_forward_all: the feed-forward also acts on tokens that may attend to nothing, as in OpenFlamingo and
-            Idefics; by default they pass through bit for bit. For gated adapters only.
+        feed_forward_all: apply the feed-forward also to tokens without a visible slot, as in OpenFlamingo and Idefics;
+            by default they pass through bit for bit. For gated adapters only.
     """
 
     norm: str = "layer"

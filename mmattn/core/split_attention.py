@@ -37,7 +37,7 @@ class KeyValueParts(AttendableMemory):
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
         if self.group is not None and return_weights:
-            raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
+            raise ConfigError("no process has the weights over a memory that is split over processes: use one")
         queries = q if self.group is None else _SumGradients.apply(q, self.group)
         options = projection.options(return_weights, return_log_sum_exp=True)
         results = []

@@ -78,7 +78,7 @@ class RowCollator:
             room = None if self.max_length is None else self.max_length - len(prompt) - 2
             if room is not None and len(text) > room and not (self.truncation and room > 0):
                 raise TextError(
-                    f"row {number} has {len(prompt) + len(text) + 2} tokens with its begin and end, and at most "
+                    f"row {number} has {len(prompt) + len(text) + 2} tokens with start and end, and at most "
                     f"{self.max_length} fit: shorten it, or set truncation=True ({rows[number - first].text!r:.60})"
                 )
             out.append([begin, *prompt, *text[:room], end])

@@ -102,7 +102,7 @@ def encode_texts(
             raise TextError(f"text {number} is empty: there would be nothing to learn from it; leave it out")
         if max_length is not None and len(row) + 2 > max_length:
             raise TextError(
-                f"text {number} has {len(row) + 2} tokens with its begin and end, and at most {max_length} fit: "
+                f"text {number} has {len(row) + 2} tokens with start and end, and at most {max_length} fit: "
                 f"shorten it ({texts[number]!r:.60})"
             )
     return [[begin, *row, end] for row in rows]
@@ -121,10 +121,10 @@ def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens
         TextError: no tokens, a row of padding only, an id without embedding, or more tokens than positions.
     """
     if not ids.shape[1]:
-        raise TextError("the prompt is empty: begin it with the begin token, at least")
+        raise TextError("the prompt is empty: give at least the start token")
     blank = (~mask.bool().any(1)).nonzero()[:, 0].tolist()
     if blank:
-        raise TextError(f"rows {blank[:5]} of the prompt are padding only: leave them out, or begin them with a token")
+        raise TextError(f"rows {blank[:5]} of the prompt are padding only: leave them out, or start them with a token")
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise TextError(

@@ -102,8 +102,8 @@ def adapted_model(host: nn.Module, path: str | None, require_memory: bool = Fals
     if path is not None:
         if "path" not in inspect.signature(kind).parameters:
             raise AttachError(
-                f"path={path!r} names a list of layers, and {type(host).__name__} is a host of kind "
-                f"{kind.kind!r}, which takes none: leave it out"
+                f"path={path!r} names a list of layers, and {type(host).__name__}, a host of kind {kind.kind!r}, takes "
+                "no path: leave it out"
             )
         options["path"] = path
     return kind(host, **options)

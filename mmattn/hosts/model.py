@@ -695,7 +695,7 @@ class AdaptedModel(nn.Module):
         fresh = fresh_adapters(self)
         if not fresh:
             raise ConditionError(
-                "calibrate measures a fresh adapter of gated blocks, and none with gates at 0 is attached"
+                "calibrate needs a fresh adapter with gated blocks, and no attached adapter has its gates at 0"
             )
         with calibrating(self):
             self(*args, memory=memory, **kwargs)

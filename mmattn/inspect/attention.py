@@ -348,7 +348,7 @@ def _group(slots: Sequence[object], real: Sequence[bool]) -> tuple[list[str], Te
             labels.append(slot_name(whole))
         owner[slot] = numbers[key]
     if not labels:
-        raise ConfigError("no slot of this memory that may be attended to has a source: there is nothing to explain by")
+        raise ConfigError("no visible slot of this memory has a source to explain: give sources=")
     return labels, owner
 
 

@@ -39,7 +39,7 @@ class SharedMemory:
         self.shared, self.own = (Memory(one) if isinstance(one, Tensor) else one for one in (shared, own))
         rows = getattr(self.shared, "batch", 1)
         if rows != 1:
-            raise ShapeError(f"what all rows share is one row, got {rows}: give rows of their own as own=")
+            raise ShapeError(f"the shared part has one row, got {rows}: give a row for each row of text as own=")
 
     @property
     def parts(self) -> tuple[object, ...]:

@@ -439,8 +439,8 @@ class Index:
         """Return the width of the encoded tokens of new entries, which all entries share."""
         if tokens is not None and not self.store.holds_tokens:
             raise ConfigError(
-                f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use one that does, such "
-                "as 'exact'"
+                f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use a store that does, "
+                "such as 'exact'"
             )
         widths = {part.shape[1] for part in tokens or ()}
         if len(self):

@@ -67,7 +67,7 @@ class SearchedSlots(AttendableMemory):
                 "use an adapter without qk_norm and rotary positions"
             )
         if (self.scores is None) != (projection.score_scale is None):
-            raise ConfigError("a searched memory has scores where the layer has score_bias=True, and none elsewhere")
+            raise ConfigError("a searched memory needs scores with score_bias=True, and must not have them without")
 
     def _beside_null_slot(self, projection: KeyValueProjection, q: Tensor, total: Tensor) -> Tensor:
         """Return the log-sum-exp of the slots with the terms that only count beside a null slot."""

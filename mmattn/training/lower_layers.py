@@ -177,7 +177,7 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     elif not (isinstance(model, AdaptedModel) and model.predicts_tokens and model.adapters):
         raise ConfigError(
             f"hidden states are cached for a causal language model with adapters or a LoRA, got {type(model).__name__}:"
-            " give what mmattn.attach or peft returned for one"
+            " give an adapted model, or a peft model"
         )
     lower, (ids, mask) = _frozen_layers(model), _texts(model.host, 0)
     name, count = type(model.host).__name__, lower.count

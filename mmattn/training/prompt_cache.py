@@ -202,7 +202,7 @@ def cached_prompts(
         raise TextError(f"prompts {short[:5]} have no token before the last {last}, which see the memory")
     lower = lower_layers(model)
     if any(parameter.requires_grad for parameter in lower.model.host.parameters()):
-        raise ConditionError(f"{type(lower.model.host).__name__} is trained, which changes what it makes of prompts")
+        raise ConditionError(f"{type(lower.model.host).__name__} is trained, so no prompt can be cached: freeze it")
     with lower.installed():
         cache = PromptCache(lower, prompts, last, batch_size)
     with lower.skipped_by(cache.before):

@@ -388,8 +388,8 @@ def _read_in_every_process(arguments: TrainingArguments) -> None:
     config = arguments.accelerator_config
     if config.dispatch_batches:
         raise ConfigError(
-            "dispatch_batches=True sends slices of tensors to other processes, and a memory is none: leave it out, so "
-            "that each process reads the dataset and keeps its part"
+            "dispatch_batches=True sends slices of tensors to other processes, and a memory cannot be sliced: leave it "
+            "out, so that each process reads the dataset and keeps its part"
         )
     config.dispatch_batches = False
 
@@ -463,7 +463,7 @@ def parameter_groups(
     ]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ConfigError("no parameter of this module is trained; set requires_grad on those that should be")
+        raise ConfigError("no parameter of this module is trained: set requires_grad of the parameters to train")
     return groups
 
 

@@ -114,7 +114,7 @@ class ComposedAdapter:
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is another model."""
         raise ConfigError(
-            "a composed adapter reads another language model, and none can be made up: give mmattn.AugmentingModel(lm)"
+            "a composed adapter reads another language model, so it has no example: give mmattn.AugmentingModel(lm)"
         )
 
 

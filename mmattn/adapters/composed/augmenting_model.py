@@ -131,9 +131,9 @@ class AugmentedPrompt:
         if len(wrong):
             row, token = wrong[0].tolist()
             raise ConditionError(
-                f"adapter {name!r} was given what a model read of another prompt: token {token} of row {row} is "
-                f"{int(ids[row, token])}, and it read {int(read[row, token])}; prefill the very prompt with which the "
-                "text begins"
+                f"adapter {name!r} got the cache of another prompt: token {token} of row {row} is "
+                f"{int(ids[row, token])}, in the cache it is {int(read[row, token])}; prefill the prompt at the "
+                "start of the text"
             )
 
 

@@ -97,7 +97,7 @@ class FusedCacheAdapter:
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is the cache of another model."""
         raise ConfigError(
-            "a fused cache is that of another language model, and none can be made up: give "
+            "a fused cache is computed by another language model, so it has no example: give "
             "mmattn.AugmentingModel(lm).prefill(input_ids)"
         )
 
@@ -348,8 +348,8 @@ class FusedMemory(BoundMemory):
 
     def as_memory(self, text: TextState) -> Memory:
         raise ConditionError(
-            f"adapter {self.name!r} fuses the cache of another model into that of the host, which is no Memory: "
-            "compare calls with what was read of other prompts, or without"
+            f"adapter {self.name!r} reads the cache of another model, not a Memory: compare calls with caches of other "
+            "prompts, or without"
         )
 
 

@@ -47,8 +47,8 @@ class PassageAdapter:
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the host itself computes passages."""
         raise ConfigError(
-            "passages are read by the host, and none can be made up without it: make a "
-            "mmattn.hosts.PassageCache(model), add passages, and select some"
+            "the host reads passages itself, so there is no example: make a mmattn.hosts.PassageCache(model), add "
+            "passages, and select some"
         )
 
 

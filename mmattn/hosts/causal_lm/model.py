@@ -364,7 +364,7 @@ class AdaptedCausalLM(AdaptedModel):
     ) -> None:
         """Set the images and the slots that had arrived at each token."""
         if window is not None and arrived is None:
-            raise ConditionError("window= counts back from what had arrived at each token: give arrived=, too")
+            raise ConditionError("window= counts back from the slots arrived at each token: give arrived=, too")
         if call is not None:
             call.images = images
             if arrived is not None:

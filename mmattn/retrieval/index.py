@@ -256,8 +256,9 @@ class Index:
             queries: texts, a tensor (b, e) or (e,), an array, lists of numbers, or a memory with one slot per row.
             top_k: number k of entries per query; missing entries are masked.
             score_threshold: entries with a lower score are masked.
-            filter: metadata that must be equal ({"lang": "de"}), or a function of an entry's metadata (not for
-                databases).
+            filter: a dict of metadata that must be equal as Python compares ({"lang": "de"}). A list allows each of its
+                values ({"lang": ["de", "fr"]}); an entry with a list matches each value in it. Or a function of an
+                entry's metadata (not for databases).
             encoder: the encoder of the queries, which must be that of the entries.
 
         Returns:
@@ -268,6 +269,7 @@ class Index:
             TextError: an empty query.
             NonFiniteError: NaN or infinity.
             ShapeError: a query of zeros with "cosine", or queries that are not (b, e).
+            ConfigError: no entry has a key of the filter.
         """
         check_int("top_k", top_k)
         if score_threshold is not None:

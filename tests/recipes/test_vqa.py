@@ -74,7 +74,7 @@ def test_the_shipped_adapter(recipe: SimpleNamespace, dtype: torch.dtype) -> Non
         texts = [recipe.data.spellings(row.text)[spelling] for row in rows]
         return sum(answer.lower() == row.answer for answer, row in zip(pipe(seen, texts), rows, strict=True))
 
-    assert len(rows) == 25 and right(pictures, 0) >= 22 and right(pictures, 3) >= 20
+    assert len(rows) == 25 and right(pictures, 0) >= 22 and right(pictures, 3) >= 18
     assert right([*pictures[7:], *pictures[:7]], 0) <= 20
 
 

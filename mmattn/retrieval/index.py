@@ -257,8 +257,9 @@ class Index:
             queries: texts, a tensor (b, e) or (e,), an array, lists of numbers, or a memory with one slot per row.
             top_k: how many entries k per query; missing ones are masked.
             score_threshold: entries of a lower score are masked.
-            filter: metadata that must be equal ({"lang": "de"}), or a function of an entry's metadata, which a
-                database refuses.
+            filter: a dict of metadata ({"lang": "de"}), equal as Python compares. A list allows each of its values
+                ({"lang": ["de", "fr"]}); an entry with a list is found by each value in it. Or a function of an
+                entry's metadata, which a database refuses.
             encoder: the encoder of the queries; refused if the entries have another.
 
         Returns:
@@ -269,6 +270,7 @@ class Index:
             TextError: an empty query.
             NonFiniteError: NaN or infinity.
             ShapeError: a query of zeros under "cosine", or no numbers (b, e).
+            ConfigError: no entry has a key of the filter.
         """
         check_int("top_k", top_k)
         if score_threshold is not None:

@@ -88,8 +88,19 @@ def test_streams(client: Any, pipe: Any) -> None:
 def test_max_tokens(client: Any) -> None:
     made = client.completions.create(model="tiny", prompt=QUESTIONS[0], max_tokens=1)
     assert made.usage.completion_tokens == 1 and made.choices[0].finish_reason == "length"
-    with pytest.raises(openai.BadRequestError, match="max_tokens=41 is more than the 40 of this server"):
-        client.chat.completions.create(model="tiny", messages=asked("a"), max_completion_tokens=41)
+
+
+def test_an_answer_ends_at_the_limit_of_the_server_or_of_the_model(tmp_path: Path) -> None:
+    pipe = captioning_pipe(tmp_path / "adapter")
+    pipe.config = pipe.config.model_copy(update={"prompt": "A photo of {question}"})
+    with serving(pipe, max_tokens=23) as server, asking(server) as client:
+        positions = pipe.model.config.max_position_embeddings
+        for length, room in ((5, 23), (positions - 7, 7)):
+            extra = {"image": data_url(PICTURES[0])}
+            made = client.completions.create(model="tiny", prompt=[5] * length, max_tokens=4096, extra_body=extra)
+            assert (made.choices[0].finish_reason, made.usage.completion_tokens) == ("length", room)
+        with pytest.raises(openai.BadRequestError, match=f"{positions} positions"):
+            client.completions.create(model="tiny", prompt=[5] * positions, extra_body=extra)
 
 
 def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
@@ -108,7 +119,7 @@ def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
 
 
 def test_many_at_once(server: Server, pipe: Any) -> None:
-    """Sixteen clients, each with its own question; every answer is that of its own memory."""
+    """Invariant 86: sixteen clients, each with its own question; every answer is that of its own memory."""
     wanted = {question: pipe(question).text for question in QUESTIONS}
 
     def ask(question: str) -> bool:
@@ -159,7 +170,7 @@ def test_broken_bodies(server: Server, content: bytes) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_of_a_hundred_megabytes(server: Server, announced: bool) -> None:
-    """Refused after as much as is taken, whether its length is announced or not."""
+    """Invariant 87: refused after as much as is taken, whether its length is announced or not."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as wire:
         length = b"Content-Length: 100000000" if announced else b"Transfer-Encoding: chunked"
         wire.sendall(
@@ -190,6 +201,7 @@ def test_too_many(server: Server) -> None:
 
 
 def test_a_request_that_takes_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 86."""
     monkeypatch.setattr(server.engine, "limits", replace(server.engine.limits, timeout=0.001))
     body = {"model": "tiny", "prompt": QUESTIONS[0]}
     made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
@@ -201,6 +213,7 @@ def test_a_request_that_takes_too_long(server: Server, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_vanishes(server: Server, stream: bool) -> None:
+    """Invariant 86."""
     body = json.dumps({"model": "tiny", "prompt": QUESTIONS[0], "stream": stream}).encode()
     lines = "POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(body)}"
     head = "\r\n".join([*lines, "", ""])
@@ -218,6 +231,7 @@ def test_a_client_that_vanishes(server: Server, stream: bool) -> None:
 
 
 def test_figures_and_logs(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Invariant 87."""
     with caplog.at_level(logging.INFO, "mmattn.serving"):
         httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": QUESTIONS[1]})
         assert server.until(lambda: any("completions" in one.getMessage() for one in caplog.records))
@@ -266,6 +280,7 @@ def test_bearer_tokens_and_a_shutdown_that_finishes_what_runs(pipe: Any) -> None
 
 
 def test_pictures(tmp_path: Path) -> None:
+    """Invariant 87."""
     pipe = captioning_pipe(tmp_path / "adapter")
     wanted = pipe(PICTURES)
     assert wanted[0] != wanted[1]
@@ -277,9 +292,11 @@ def test_pictures(tmp_path: Path) -> None:
             return str(made.choices[0].message.content)
 
         assert [caption(data_url(file)) for file in PICTURES] == wanted
-        assert caption(data_url(PICTURES[0]), " a red") == pipe(PICTURES[0], " a red")
-        made = client.completions.create(model="tiny", prompt="", extra_body={"image": data_url(PICTURES[1])})
-        assert made.choices[0].text == wanted[1]
+        # A message instructs, which the adapter does not follow; a prompt starts the caption.
+        assert caption(data_url(PICTURES[0]), "Describe the picture.") == wanted[0]
+        for text, file in (("", PICTURES[1]), (" a red", PICTURES[0])):
+            made = client.completions.create(model="tiny", prompt=text, extra_body={"image": data_url(file)})
+            assert made.choices[0].text == pipe(file, text)
         for url, said in (
             ("http://127.0.0.1:1/a.png", "this server fetches no addresses"),
             ("file:///etc/passwd", "this server fetches no addresses"),

@@ -229,7 +229,7 @@ def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
 
 
 def check_texts(texts: object, count: int) -> tuple[str | None, ...]:
-    """Return texts as a tuple; None is an entry without a text."""
+    """Return texts as a tuple, with None for an entry without a text."""
     values = as_list("texts", texts, count)
     check_text(["" if text is None else text for text in values])
     return tuple(values)

@@ -64,7 +64,7 @@ def read_passages(
 
     Keys and values stay in the file until they are used.
 
-    Raises AdapterFileError if the file is truncated, modified or of another kind, or another host has read the passages.
+    Raises AdapterFileError if the file is truncated, modified or of another kind, or is from another host.
     """
     with parse_errors(path, "passages"):
         tables, metadata = read_tensors(path, PASSAGES, mapped=True)

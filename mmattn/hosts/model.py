@@ -600,6 +600,8 @@ class AdaptedModel(nn.Module):
         self.check_attached()
         if memory is None:
             scale_by_adapter(adapter_scale, ())
+            if options:
+                self.set_options(None, **options)
             check_not_required(self.require_memory)
             return None
         sources = self.bind(memory)

@@ -222,7 +222,7 @@ def read_bank(
 ) -> tuple[list[str], torch.dtype | None, dict[str, Tensor]]:
     """Return the names of the adapters of a bank, the dtype of its pages, and its tables.
 
-    Raises AdapterFileError if the file is torn, changed or something else, or the pages are of another adapter.
+    Raises AdapterFileError if the file is truncated, modified or of another kind, or the pages are of another adapter.
     """
     with parse_errors(path, "bank"):
         tables, metadata = read_tensors(path, BANK, mapped=mapped)
@@ -248,8 +248,8 @@ def _check_adapters(path: str | PathLike[str], model: AdaptedModel, prints: Mapp
             )
         if _digest(model.adapter(name)) != expected:
             raise AdapterFileError(
-                f"the pages in {str(path)!r} were computed with other weights or settings than those adapter {name!r} "
-                "has here: load that adapter, or build the bank again with model.bank(memory)"
+                f"the pages in {str(path)!r} were computed with other weights or settings than adapter {name!r} has "
+                "here: load that adapter, or build the bank again with model.bank(memory)"
             )
     return list(prints)
 

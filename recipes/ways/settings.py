@@ -15,9 +15,7 @@ class TextSettings(training.Settings):
     entries: int = Field(64, ge=2)  # task facts: statements of a request, each an entry
     ask: int = Field(24, ge=1)  # questions to a request
     requests: int = Field(60, ge=1)  # when measured
-    recomputed_tokens: int = Field(
-        16, ge=0
-    )  # first tokens of each passage, read again in further rows; 0: no such rows
+    recomputed_tokens: int = Field(16, ge=0)  # first tokens of each passage to read again in further rows; 0: no rows
     lm: str = "runs/ways-reader/lm"  # a folder or a name on the hub: the language model that reads
 
 

@@ -105,6 +105,8 @@ def ask(
             return say_nothing_fits(hits.scores[hits.mask].tolist(), score_threshold)
     answer = pipe(question)
     typer.echo(answer.text)
+    if answer.refused:
+        typer.echo(f"The adapter refuses this question. It was trained on {pipe.config.trained_on}", err=True)
     for source in answer.sources[:sources] if show_sources else []:
         name = f"{source.id}  " if isinstance(source.id, str) else ""
         text = textwrap.shorten(source.text or "", 160, placeholder=" …")

@@ -14,7 +14,7 @@ from mmattn.errors import ConfigError, import_extra
 
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format, or folders.")],
-    text: Annotated[str, typer.Option(help="A question about each picture, or the begin of its caption.")] = "",
+    text: Annotated[str, typer.Option(help="A question about each picture, or the start of its caption.")] = "",
     adapter: Annotated[Path, typer.Option(help="The adapter's folder, or ORG/NAME.")] = Path("assets/vision/adapter"),
     device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
 ) -> None:

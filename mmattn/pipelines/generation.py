@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from itertools import pairwise
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -122,14 +122,16 @@ def generate_rows(
 
 def stream_text(
     model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, memory: Memory | None, *, options: Keywords
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
     memories = {} if memory is None else {"memory": memory}
     return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), **memories})
 
 
-def stream_generate(model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords) -> Iterator[str]:
+def stream_generate(
+    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, options: Keywords
+) -> Generator[str, None, None]:
     """Yield the text of `model.generate(**options)` for one row piece by piece; beams raise TextError."""
     if options.get("num_beams", 1) != 1:
         raise TextError(f"num_beams={options['num_beams']} cannot be streamed, as beams are chosen at the end: use 1")

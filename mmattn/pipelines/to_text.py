@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,14 +48,16 @@ class ImageToTextPipeline(ImagePipeline):
         Args:
             images: one or a list: files, bytes, arrays, tensors, images of Pillow; or a folder of images, whose
                 captions come in the order of their names.
-            text: a question about each image, or the begin of its caption; a list has one for each image.
+            text: a question about each image; for an adapter that only captions, the start of the caption. A list has
+                one for each image.
             batch_size: images at once.
             progress: show a bar while images are encoded.
             **options: of `generate`; they override those of the adapter's folder.
 
         Raises:
             ImageError: an image cannot be read.
-            TextError: the adapter answers questions, and none was asked; or the texts are not as many as the images.
+            TextError: the adapter answers questions, and none was asked; it only captions, and adds nothing to the
+                text; or the texts are not as many as the images.
         """
         if isinstance(images, (str, os.PathLike)) and os.path.isdir(images):
             images = picture_files([images])
@@ -73,12 +76,32 @@ class ImageToTextPipeline(ImagePipeline):
             batch_size=batch_size,
             options=self.config.generation | options,
         )
+        for question, answer in zip(questions, texts, strict=True):
+            self._check_caption(question, answer)
         return texts[0] if one else texts
 
     def stream(self, image: object, text: str = "", **options: object) -> Iterator[str]:
         """Yield the text for an image piece by piece. Arguments and errors as for a call."""
         prompt, memory = self.inputs(image, text)
-        return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
+        pieces = stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
+
+        def checked() -> Iterator[str]:
+            caption = ""
+            with closing(pieces):
+                for piece in pieces:
+                    caption += piece
+                    yield piece
+            self._check_caption(text, caption)
+
+        return checked()
+
+    def _check_caption(self, start: str, rest: str) -> None:
+        """Raise TextError where an adapter that only captions adds nothing to a text."""
+        if start.strip() and not rest.strip() and "{question}" not in self.config.prompt:
+            raise TextError(
+                f"the adapter adds nothing to {start!r}: it captions pictures and follows no instructions. Leave the "
+                "text out, or give the start of a caption"
+            )
 
     def inputs(self, image: object, text: str = "") -> tuple[Prompt, Memory]:
         """Return the prompt, and the memory (1, m, e) of an image."""

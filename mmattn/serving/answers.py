@@ -114,13 +114,8 @@ class Answering:
         return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 
     def _max_tokens(self, asked: Sequence[int]) -> int:
-        most = self.engine.limits.max_tokens
-        if not asked:
-            usual = self.engine.pipe.config.generation.get("max_new_tokens")
-            return min(most, usual if isinstance(usual, int) else 64)
-        if max(asked) > most:
-            raise ConfigError(f"max_tokens={max(asked)} is more than the {most} of this server")
-        return min(asked)
+        usual = self.engine.pipe.config.generation.get("max_new_tokens")
+        return min(self.engine.limits.max_tokens, *(asked or [usual if isinstance(usual, int) else 64]))
 
     async def _begin(
         self, body: ChatRequest | CompletionRequest, max_tokens: int, choices: int
@@ -128,16 +123,16 @@ class Answering:
         """Encode the inputs of a request; return its answers as jobs, and their format."""
         engine, tokenizer = self.engine, self.engine.pipe.tokenizer
         inputs = await self._encode(make_inputs, engine.pipe, body, engine.limits)
-        rows = [engine.ids_of(prompt, max_tokens) for prompt, _ in inputs]
+        rows = [engine.fit(prompt, max_tokens) for prompt, _ in inputs]
         echoes = isinstance(body, CompletionRequest) and bool(body.echo)
         jobs = [
-            Job(ids, memory, max_tokens, body.sampling(body.top, choice), body.stops, echoes)
-            for ids, (_, memory) in zip(rows, inputs, strict=True)
+            Job(ids, memory, room, body.sampling(body.top, choice), body.stops, echoes)
+            for (ids, room), (_, memory) in zip(rows, inputs, strict=True)
             for choice in range(choices)
         ]
-        form = Format(isinstance(body, ChatRequest), self.name, tokenizer, sum(map(len, rows)), body.top)
+        form = Format(isinstance(body, ChatRequest), self.name, tokenizer, sum(len(ids) for ids, _ in rows), body.top)
         if echoes:
-            for number, ids in enumerate(rows):
+            for number, (ids, _) in enumerate(rows):
                 echo = Echo(tokenizer.decode(ids), ids)
                 if body.top is not None:
                     echo.logprobs = await asyncio.to_thread(engine.score, ids, inputs[number][1], body.top)

@@ -182,7 +182,6 @@ def served_schema(app: FastAPI, name: str, engine: Engine) -> dict[str, Any]:
 def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
     """Narrow the fields of a kind of body to what this server takes, and remove those that it does not."""
     pipe, limits, width = engine.pipe, engine.limits, memory_width(engine.pipe)
-    most = {"max_tokens": limits.max_tokens, "max_completion_tokens": limits.max_tokens, "n": limits.max_requests}
     # Scores come with the hits of a search alone.
     needs_scores = any(
         getattr(pipe.model.adapter(adapter).config, "score_bias", False) for adapter in pipe.model.active
@@ -212,9 +211,9 @@ def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
         fields["memory"]["anyOf"][0]["items"] |= {"minItems": width, "maxItems": width, "items": numbers}
     for url in fields.keys() & {"image", "url"}:
         fields[url] |= {"pattern": "^data:[^,]*;base64,"}
-    for field in most.keys() & fields.keys():
-        whole = fields[field]["anyOf"][0]
-        whole["maximum"] = min(most[field], whole.get("maximum", most[field]))
+    if "n" in fields:
+        whole = fields["n"]["anyOf"][0]
+        whole["maximum"] = min(limits.max_requests, whole["maximum"])
 
 
 def _document_fields(pipe: Pipeline) -> list[str]:

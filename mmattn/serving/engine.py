@@ -39,12 +39,12 @@ RETRY = {"Retry-After": "1"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server; a request beyond them is refused with a status code.
+    """Limits of a server; a request beyond them is refused with a status code, but for `max_tokens`.
 
     Args:
         max_requests: requests that run or wait; another gets 429 with Retry-After.
         max_body_bytes: of a request, pictures included; 413.
-        max_tokens: new tokens of an answer; 400.
+        max_tokens: new tokens of an answer; a request for more gets so many.
         max_documents: documents of a request; 400.
         max_pixels: of a picture; 400, before it is decoded.
         timeout: seconds until an unfinished request is given up; 504.
@@ -252,16 +252,17 @@ class Engine:
         if not self.running:
             self._idle.set()
 
-    def ids_of(self, prompt: Prompt, max_tokens: int) -> list[int]:
-        """Return the ids of a prompt; TextError if they leave no room for `max_tokens`."""
+    def fit(self, prompt: Prompt, max_tokens: int) -> tuple[list[int], int]:
+        """Return the ids of a prompt, and `max_tokens` or the room behind it; TextError where there is none."""
         (ids,) = prompt_rows(self.pipe.tokenizer, [prompt])
-        input_ids = torch.tensor([ids])
-        check_prompt(input_ids, torch.ones_like(input_ids), self.pipe.model.config, max_tokens)
-        processor = self.manager.batch_processor
-        room = PAGE * processor.cache.num_blocks if processor is not None else len(ids) + max_tokens
-        if len(ids) + max_tokens > room:
-            raise TextError(f"{len(ids)} tokens and {max_tokens} to be written are more than the cache's {room}")
-        return ids
+        input_ids, config = torch.tensor([ids]), self.pipe.model.config
+        check_prompt(input_ids, torch.ones_like(input_ids), config, min(max_tokens, 1))
+        processor, rooms = self.manager.batch_processor, [len(ids) + max_tokens]
+        rooms += [] if processor is None else [PAGE * processor.cache.num_blocks]
+        rooms += [getattr(config, "max_position_embeddings", None) or rooms[0]]
+        if min(rooms) - len(ids) < min(max_tokens, 1):
+            raise TextError(f"a prompt of {len(ids)} tokens does not fit the {min(rooms)} of the cache: shorten it")
+        return ids, min(rooms) - len(ids)
 
     @torch.no_grad()
     def score(self, ids: list[int], memory: Memory | None, top: int) -> list[TokenLogprob]:

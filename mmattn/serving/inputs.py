@@ -29,6 +29,8 @@ def make_inputs(pipe: Any, body: ChatRequest | CompletionRequest, limits: Limits
     if isinstance(body, CompletionRequest):
         return [_input(pipe, prompt, memory, index) for prompt in body.prompts]
     question = next((message.text for message in reversed(body.messages) if message.role == "user"), "")
+    if isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
+        return [_input(pipe, "", memory, index)]  # messages instruct, and the adapter follows no instructions
     prompt, memory = _input(pipe, question, memory, index)
     if len(body.messages) > 1 or body.messages[0].role != "user":
         prompt = _chat_ids(pipe, body.messages)

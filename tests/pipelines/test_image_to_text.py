@@ -98,8 +98,17 @@ def test_what_is_no_text(pipe: Any, template: str, text: Any) -> None:
             list(call_(FLOWERS[0], text))
 
 
-def test_the_begin_of_a_caption(pipe: Any) -> None:
+def test_the_start_of_a_caption(pipe: Any) -> None:
     assert pipe(FLOWERS[0], " a red") == ask_about(pipe, f"{pipe.config.prompt} a red")(FLOWERS[0])
+
+
+def test_an_instruction_to_an_adapter_that_captions_is_refused() -> None:
+    """The shipped adapter ends its caption at once after it; an empty answer would tell nothing."""
+    pipe, picture = mmattn.pipeline("assets/vision/adapter", device="cpu"), "assets/flora/snowdrop.png"
+    for ask in (pipe, lambda *inputs: list(pipe.stream(*inputs))):
+        with pytest.raises(TextError, match="adds nothing to 'Describe the picture.': it captions pictures"):
+            ask(picture, "Describe the picture.")
+    assert pipe(picture, "This flower")
 
 
 def test_a_trace_ends_before_the_end_token() -> None:

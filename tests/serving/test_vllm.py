@@ -165,7 +165,6 @@ def test_a_folder_with_its_models_is_served_in_the_interface_of_openai() -> None
     texts = [row.text.capitalize() for row in asked]
     pipe = mmattn.pipeline(folder, device="cpu")
     wanted = pipe([row.picture for row in asked], texts)
-    system = re.search(r"system\n(.*?)<", pipe.config.prompt).group(1)
     (command,) = re.findall(r"^python -m (vllm.*)$", PAGE, re.M)
     words = [*shlex.split(command), "--served-model-name", "vqa", "--dtype", "float32", "--enforce-eager"]
     with serving(words, ROOT, 300) as (process, url):
@@ -175,8 +174,7 @@ def test_a_folder_with_its_models_is_served_in_the_interface_of_openai() -> None
             url = f"data:image/png;base64,{base64.b64encode(picture or b'').decode()}"
             image = [] if picture is None else [{"type": "image_url", "image_url": {"url": url}}]
             user = {"role": "user", "content": [{"type": "text", "text": text}, *image]}
-            chat = [{"role": "system", "content": system}, user]
-            answer = client.chat.completions.create(model="vqa", messages=chat, temperature=0, max_tokens=tokens)
+            answer = client.chat.completions.create(model="vqa", messages=[user], temperature=0, max_tokens=tokens)
             return answer.choices[0].message.content.strip()
 
         pictures = [row.picture.read_bytes() for row in asked]
@@ -205,6 +203,20 @@ def test_the_page_asks_about_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
         text = named["llm"].generate([named["request"]], named["SamplingParams"](temperature=0, max_tokens=4))
         assert text[0].outputs[0].text.strip().lower() in ("circle", "rectangle", "triangle")
         named.clear()
+
+
+def test_a_chat_with_an_adapter_that_captions_reads_its_prompt_and_no_message() -> None:
+    folder, picture = ROOT / "assets" / "vision" / "adapter", ROOT / "assets" / "flora" / "snowdrop.png"
+    url = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    text = {"type": "text", "text": "Describe the picture."}
+    user = {"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}
+    with engines():
+        llm = vllm.LLM(str(folder), dtype="float32", max_model_len=96, enforce_eager=True)
+        chats = [[user], [{"role": "system", "content": "You see."}, user]]
+        got = llm.chat(chats, vllm.SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+    assert [one.outputs[0].text.strip() for one in got] == [mmattn.pipeline(folder, device="cpu")(picture)] * 2
 
 
 CASES = [("llama", name) for name in ADAPTERS] + [(family, "grouped") for family in HOSTS if family != "llama"]

@@ -1,12 +1,14 @@
-"""Arguments of vLLM's engine for the folder of an adapter, and the order in which its runner encodes memories."""
+"""Arguments of vLLM's engine for the folder of an adapter, its chat template, and the order of memories in a batch."""
 
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any, cast
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers import hf
 from vllm.transformers_utils.config import get_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -27,10 +29,11 @@ _REFUSED = {"score_bias": False, "length_norm": None, "visible_segments": "all",
 
 
 def patch_engine() -> None:
-    """Let engines take the folder of an adapter as their model, and encode memories in the order of the batch."""
+    """Let engines take the folder of an adapter as their model, with its prompt, and encode memories in batch order."""
     if hasattr(EngineArgs.create_model_config, "__wrapped__"):
         return
     create, batch = EngineArgs.create_model_config, GPUModelRunner._batch_mm_inputs_from_scheduler
+    resolve_template = hf.resolve_chat_template
 
     @functools.wraps(create)
     def create_model_config(self: EngineArgs) -> Any:
@@ -53,6 +56,15 @@ def patch_engine() -> None:
             hashes, inputs, references = ([part[place] for place in order] for part in (hashes, inputs, references))
         return hashes, inputs, references
 
+    @functools.wraps(resolve_template)
+    def resolve_chat_template(
+        tokenizer: Any, chat_template: str | None, *args: Any, model_config: Any, **more: Any
+    ) -> Any:
+        template = resolve_template(tokenizer, chat_template, *args, model_config=model_config, **more)
+        prompt = getattr(model_config.hf_config, "mmattn_prompt", None)
+        return template if prompt is None or chat_template is not None else prompt_template(*prompt, template)
+
+    hf.resolve_chat_template = resolve_chat_template
     EngineArgs.create_model_config = create_model_config
     GPUModelRunner._batch_mm_inputs_from_scheduler = in_batch_order
 
@@ -85,9 +97,28 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
         "mmattn_host": get_config(host, trust_remote_code=False).architectures,
         "mmattn_adapter": str(folder),
         "mmattn_encoder": None if encoder is None else [resolve(encoder.name, folder), encoder.pooled],
+        "mmattn_prompt": None if pipeline is None else [pipeline.prompt, encoder is not None],
         "is_encoder_decoder": True,
         "max_source_positions": slots + settings.null_slot,
     }
+
+
+def prompt_template(prompt: str, captions: bool, host: str | None) -> str:
+    """Return a chat template with the prompt of a pipeline for one message of a user, and the host's for others.
+
+    Where the adapter `captions` and the prompt has no "{question}", no message is read.
+    """
+    before, place, after = prompt.partition("{question}")
+    start, end = json.dumps(before, ensure_ascii=False), json.dumps(after, ensure_ascii=False)
+    if not place:
+        start = f"(bos_token or eos_token) ~ {start}"
+        if captions:
+            return f"{{{{ {start} }}}}"
+    parts = "messages[0].content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join('\\n')"
+    text = f"(messages[0].content if messages[0].content is string else {parts}){' | trim' if place else ''}"
+    others = host or "{{ raise_exception('the host has no chat template: give one message of a user') }}"
+    one = "messages | length == 1 and messages[0].role == 'user'"
+    return f"{{% if {one} %}}{{{{ {start} ~ {text} ~ {end} }}}}{{% else %}}{others}{{% endif %}}"
 
 
 def served_settings(saved: Config) -> GatedAdapter:

@@ -239,6 +239,7 @@ DOES_NOT_APPLY = {
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY, SLOW))
 def test_adapters(check: Check, name: str) -> None:
+    """Invariants 23, 26, 27, 28, 31, 32, 34, 45, 51, 52, 54."""
     check(case_of(name))
 
 
@@ -266,6 +267,7 @@ def test_other_families_generate(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY, SLOW))
 def test_hosts(check: Check, name: str) -> None:
+    """Invariants 29, 33."""
     check(case_of(name))
 
 

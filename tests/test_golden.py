@@ -20,7 +20,9 @@ ADAPTERS = sorted(path.parent for path in golden.HERE.glob("*/*/adapter_config.j
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_a_golden_adapter_answers_as_it_did(path: Path, tmp_path: Path) -> None:
-    """Without a warning: the host is known by its fingerprint too, and a row without memory is the host's own."""
+    """Invariant 74: without a warning: the host is known by its fingerprint too, and a row without memory is the
+    host's own.
+    """
     before, given = contents(path), golden.read(path)
     host = golden.load_host(golden.host_of(path.name))
     assert_close(golden.ask(host, given, memory=False), given["own"])
@@ -53,6 +55,7 @@ def test_there_is_one_of_every_kind_and_of_every_format() -> None:
 
 
 def test_one_changed_weight_of_a_golden_host_is_said() -> None:
+    """Invariant 73."""
     host = golden.load_host("llama")
     before = fingerprint(host.state_dict())
     with torch.no_grad():

@@ -98,6 +98,7 @@ def test_star_import_gives_the_front_door() -> None:
 
 
 def test_the_package_works_without_its_optional_dependencies() -> None:
+    """Invariant 89."""
     missing = ("open_clip", "torchvision", "matplotlib", "diffusers", "faiss", "peft", "datasets", "sklearn", "PIL")
     missing += ("soundfile", "soxr", "av")
     statements = (
@@ -111,6 +112,7 @@ def test_the_package_works_without_its_optional_dependencies() -> None:
 
 
 def test_a_missing_dependency_is_named_with_its_extra() -> None:
+    """Invariant 89."""
     code = (
         "import sys; sys.modules['open_clip'] = None\nimport mmattn\n"
         "try:\n    mmattn.OpenCLIPEncoder('ViT-B-32')\n"

@@ -39,6 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("text", ["</s>", "a <image> b", "<s><s></s>", "the</s>woods", "<image>" * 7])
 def test_special_tokens_in_a_text_stay_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    """Invariant 85."""
     special = set(tokenizer.all_special_ids) | {tokenizer.convert_tokens_to_ids("<image>")}
     assert special & set(tokenizer(text, add_special_tokens=False)["input_ids"])
     (ids,), cut = tokenize(tokenizer, text)
@@ -113,6 +114,7 @@ def test_a_reserved_word_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_cutting_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Invariant 85."""
     rows, cut = tokenize(tokenizer, ["the woods", "x" * 11, "x" * 12, ""], 11)
     assert cut == [False, False, True, False]
     assert [len(row) for row in rows[1:]] == [11, 11, 0]
@@ -144,6 +146,7 @@ def test_a_megabyte_without_spaces(tokenizer: PreTrainedTokenizerFast) -> None:
     ],
 )
 def test_what_is_no_text_is_named(tokenizer: PreTrainedTokenizerFast, texts: Any, words: str) -> None:
+    """Invariant 85."""
     with pytest.raises(TextError, match=words):
         check_text(texts)
     with pytest.raises(ValueError, match=words):

@@ -117,11 +117,13 @@ def load_without_imports(folder: Path) -> Any:
 
 class TestConfigs:
     def test_a_good_one_imports_nothing(self, tmp_path: Path) -> None:
+        """Invariant 66."""
         save(tmp_path)
         assert load_without_imports(tmp_path) == ADAPTER
 
     @pytest.mark.parametrize("kind", CONFIGS)
     def test_refused(self, tmp_path: Path, kind: str) -> None:
+        """Invariant 65."""
         change, words = CONFIGS[kind]
         save(tmp_path)
         before = psutil.Process().memory_info().rss
@@ -138,6 +140,7 @@ class TestConfigs:
 
     @pytest.mark.parametrize("text", PATHS)
     def test_paths_addresses_and_modules(self, tmp_path: Path, text: str) -> None:
+        """Invariant 66."""
         save(tmp_path)
         good = contents(tmp_path)
         changes: list[Callable[[dict[str, Any]], object]] = [

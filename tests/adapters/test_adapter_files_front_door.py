@@ -118,6 +118,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
 
 class TestLoad:
     def test_the_same_logits_bit_for_bit(self, tmp_path: Path) -> None:
+        """Invariant 60."""
         model = tiny.attach(tiny.make("llama"))
         want = logits(model, memory=tiny.memory(ROWS))
         model.save_adapter(tmp_path / "a")
@@ -133,6 +134,7 @@ class TestLoad:
     def test_a_bad_folder_leaves_the_host_and_its_adapter_as_they_were(
         self, saved: Path, kind: str, fresh: bool
     ) -> None:
+        """Invariant 61."""
         spoil, error, words = BAD[kind]
         model: Any = tiny.make("llama") if fresh else tiny.attach(tiny.make("llama"))
         memory = {} if fresh else {"memory": tiny.memory(ROWS)}
@@ -144,6 +146,7 @@ class TestLoad:
         assert list(model.state_dict()) == names and hooks(model) == count
 
     def test_one_changed_weight_of_the_host_is_said(self, saved: Path) -> None:
+        """Invariant 73."""
         host = tiny.make("llama")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -56,7 +56,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 class TestKilled:
     @pytest.mark.slow
     def test_at_every_step_of_a_save(self, tmp_path: Path) -> None:
-        """The process ends at its first step, its second ... : the old one loads until the new one does."""
+        """Invariant 67: the process ends at its first step, its second ... : the old one loads until the new one
+        does.
+        """
         code = """
 steps = ("open", "fsync", "replace", "unlink", "chmod", "close", "mkdir")
 plain = {name: getattr(os, name) for name in steps}
@@ -100,6 +102,7 @@ print(n, sum(seen))
 
     @pytest.mark.slow
     def test_thirty_kills_at_random_moments(self, tmp_path: Path) -> None:
+        """Invariant 67."""
         code = """
 rng = random.Random(13)
 save(0)
@@ -128,6 +131,7 @@ assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", "adapt
 
     @pytest.mark.slow
     def test_two_processes_save_twenty_times_while_a_third_loads(self, tmp_path: Path) -> None:
+        """Invariant 71."""
         code = """
 save(0)
 children = []
@@ -178,6 +182,7 @@ print(loads)
         assert (found["name"], tries) == ("v1", ["done", "waited"])
 
     def test_disk_full_at_twenty_sizes(self, tmp_path: Path) -> None:
+        """Invariant 68."""
         code = """
 import resource
 save(0)

@@ -23,7 +23,7 @@ def precise(dtype):
 @pytest.mark.parametrize("order", list(itertools.permutations(DTYPES)), ids="-".join)
 @torch.no_grad()
 def test_one_prepared_memory_under_every_precision(model, ids, order):
-    """Keys and values of one precision are never served in another, whatever was computed first."""
+    """Invariant 25: keys and values of one precision are never served in another, whatever was computed first."""
     memory = tiny.memory(ROWS)
     want = {}
     for name, dtype in DTYPES.items():
@@ -57,6 +57,7 @@ def test_keys_of_a_memory_that_is_edited_while_it_is_projected_are_not_kept(mode
 
 @pytest.mark.parametrize("first", [True, False], ids=["inference first", "inference last"])
 def test_inference_mode_and_training_share_a_prepared_memory(model, ids, first):
+    """Invariant 25."""
     memory = tiny.memory(ROWS)
     prepared = model.prepare(memory)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from tests.adapters.adapter_folders import ADAPTER, CARD, FILES, KINDS, config, 
 
 class TestRoundTrip:
     def test_bit_for_bit(self, tmp_path: Path) -> None:
+        """Invariant 60."""
         tensors = example()
         save(tmp_path / "deep" / "folder", tensors)
         found, after = load_folder(tmp_path / "deep" / "folder")
@@ -62,6 +63,7 @@ class TestFolders:
                 load_folder(tmp_path / "a")
 
     def test_not_finite_is_refused_before_the_old_one_is_touched(self, tmp_path: Path) -> None:
+        """Invariant 64."""
         save(tmp_path)
         before = contents(tmp_path)
         tensors = example()
@@ -74,6 +76,7 @@ class TestFolders:
         assert not (tmp_path / "new").exists()
 
     def test_64_flipped_bits(self, tmp_path: Path) -> None:
+        """Invariant 63."""
         save(tmp_path)
         path = tmp_path / "adapter_model.safetensors"
         good = path.read_bytes()
@@ -97,6 +100,7 @@ class TestFolders:
             load_folder(tmp_path, check=refuse)
 
     def test_tensors_that_do_not_fit_are_listed_five_of_each(self) -> None:
+        """Invariant 61."""
         f32 = torch.float32
         expected = {f"a{i}": ((i, 3), f32) for i in range(7)} | {"b": ((2,), f32), "c": ((5,), f32)}
         found = {f"z{i}": torch.zeros(1) for i in range(6)} | {"b": torch.zeros(3), "c": torch.zeros(5).half()}

@@ -60,6 +60,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_training_saves_what_it_has_and_exits_with_130(recipe: Path) -> None:
+    """Invariant 88."""
     code, printed = interrupt_at(start(recipe, "train", "config.yaml"), "at 7")
     assert code == 130 and printed.endswith("stopped\n") and "Traceback" not in printed, printed
     assert (recipe / "weight.json").is_file()
@@ -70,6 +71,7 @@ def test_a_training_saves_what_it_has_and_exits_with_130(recipe: Path) -> None:
 
 @pytest.mark.slow
 def test_an_index_goes_on_where_it_was(encoder: Path, tmp_path: Path) -> None:
+    """Invariant 88."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed; it comes with mmattn[scale]")
     texts = [f"the bluebell {number}" for number in range(12_000)]  # two shards
     (tmp_path / "lines.txt").write_text("\n".join(texts))

@@ -98,7 +98,7 @@ def test_causal(l, m, h, g, beams):
 
 
 def test_never_causal_unless_asked():
-    """The first query looks at the last slot, with as many queries as slots and without any mask."""
+    """Invariant 8: the first query looks at the last slot, with as many queries as slots and without any mask."""
     q, k, v = make(l=M)
     (grad,) = torch.autograd.grad(attend(q, k, v)[:, :, 0].sum(), v)
     assert grad[:, :, -1].all()
@@ -151,7 +151,8 @@ def test_gradcheck(h, g, backend):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("size", [1.0, 4.0])
 def test_no_more_than_twice_the_error_of_torch(dtype, backend, size, masked):
-    """The second rule: at most twice the error of torch's plain kernel in the same dtype, forward and backward.
+    """Invariant 9: the second rule: at most twice the error of torch's plain kernel in the same dtype, forward and
+    backward.
 
     Gradients by the norm alone: the single worst value of torch's own fused kernels is up to seven times that of its
     plain one, because they make the weights a second time from a rounded sum.

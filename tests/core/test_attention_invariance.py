@@ -64,7 +64,7 @@ def test_rearranged(dtype, backend):
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 6e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_garbage_behind_the_mask(dtype, garbage, backend):
-    """What lies in masked slots changes nothing, forward or backward, bit for bit."""
+    """Invariant 7: what lies in masked slots changes nothing, forward or backward, bit for bit."""
     clean = make(dtype, 6, 2)
     dirty = [tensor.detach().clone() for tensor in clean]
     for tensor in dirty[1:]:

@@ -44,7 +44,9 @@ CASES = [(layout, {}) for layout in LAYOUTS] + [
 @pytest.mark.parametrize("h,g,beams", [(5, 5, 1), (6, 2, 3)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_bias_that_hides_all(dtype, h, g, beams, backend):
-    """Such queries give exactly 0 and finite gradients, as if those slots were masked; with weights as without."""
+    """Invariant 6: such queries give exactly 0 and finite gradients, as if those slots were masked; with weights as
+    without.
+    """
     hidden = torch.rand(B * beams, 1, L, M) < 0.3
     # Query 1 sees nothing by the bias alone, query 2 by bias and mask together.
     hidden[:, :, 1], hidden[:, :, 2] = True, MASK.repeat_interleave(beams, 0)[:, None]
@@ -100,7 +102,7 @@ def reading(request, monkeypatch) -> bool:
 @pytest.mark.parametrize("h,g", [(5, 5), (6, 2)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_garbage_that_some_may_see(dtype, h, g, rules, backend, garbage, reading):
-    """It reaches those queries alone; the others and their gradients are what they are without it."""
+    """Invariant 6: it reaches those queries alone; the others and their gradients are what they are without it."""
     clean = make_heads(dtype, h, g)
     far = reached(rules)
     upstream = torch.randn(B, h, L, clean[2].shape[3]).to(dtype).masked_fill(far[:, None], 0)

@@ -253,6 +253,7 @@ def test_self_attention(h, g, causal):
 
 
 def test_cross_attention_is_never_causal_unless_asked():
+    """Invariant 8."""
     layer = make()
     x, memory = torch.randn(B, M, D), torch.randn(B, M, E)
     assert layer(x, memory, return_weights=True)[1][:, :, 0].gt(0).all()

@@ -51,7 +51,9 @@ def test_empty_batches(b, l, layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 6e4])
 def test_garbage_behind_the_mask(garbage, layout, real, monkeypatch):
-    """What lies in masked slots, in their scores too, changes nothing: forward and backward, bit for bit."""
+    """Invariant 7: what lies in masked slots, in their scores too, changes nothing: forward and backward, bit for
+    bit.
+    """
     force(monkeypatch, layout)
     layer = make(score_bias=True)
     (x, memory), scores = data(), torch.randn(B, M)

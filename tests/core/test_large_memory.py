@@ -25,6 +25,7 @@ def chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int = 1021)
 
 
 def test_ten_thousand_slots_equal_the_chunked_reference():
+    """Invariant 21."""
     q, k, v = (torch.randn(1, HEADS, length, WIDTH) for length in (QUERIES, SLOTS, SLOTS))
     out = mmattn.attend(q, k, v)
     assert torch.isfinite(out).all()
@@ -32,6 +33,7 @@ def test_ten_thousand_slots_equal_the_chunked_reference():
 
 
 def test_memory_grows_with_queries_times_slots_and_no_faster():
+    """Invariant 21."""
     layer = mmattn.CrossAttention(23, memory_dim=19, num_heads=HEADS, head_dim=WIDTH)
     memory, mask = torch.randn(1, SLOTS, 19), torch.rand(1, SLOTS) > 0.5
     with torch.no_grad(), profile(profile_memory=True) as profiled:

@@ -198,6 +198,7 @@ class TestConverters:
         assert torch.equal(converted, keep)
 
     def test_three_routes_agree_with_multihead_attention(self) -> None:
+        """Invariant 3."""
         keep = masks.padding([5, 2, 3], 5).tensor[:, 0, 0]
         routes = (
             masks.from_huggingface(keep.long()),

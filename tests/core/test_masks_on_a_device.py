@@ -53,7 +53,7 @@ def test_numbers(dtype, h, g, biases, layout, through, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast(dtype: torch.dtype) -> None:
-    """A memory that was projected in float32 is read in half precision: rows without slots stay 0."""
+    """Invariant 207: a memory that was projected in float32 is read in half precision: rows without slots stay 0."""
     layer, (x, memory), mask = CrossAttention(D, E, 5, head_dim=8), data(l=17), MASKS["in front"]
     before = layer.project(memory, mask=mask)
     with torch.autocast("cpu", dtype):

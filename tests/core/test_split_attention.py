@@ -98,6 +98,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("queries", [None, 0])
 def test_parts_are_the_whole(settings: dict[str, Any], queries: int | None) -> None:
+    """Invariants 9, 185."""
     parts = make(torch.float64, **settings)
     upstream = torch.randn_like(parts.x)
     (found, shown), (wanted, weights) = parts.split(queries, return_weights=True), parts.whole(return_weights=True)

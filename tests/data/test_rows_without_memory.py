@@ -40,7 +40,7 @@ def trained(folder: Path, rows: list[training.Row], model: Any = None, **argumen
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_without_any_memory_changes_nothing(tmp_path: Path, checkpointing: bool) -> None:
-    """A batch with memories, one without, one with: as if the second were not there."""
+    """Invariant 77: a batch with memories, one without, one with: as if the second were not there."""
     given: dict[str, Any] = {"activation_checkpointing": checkpointing}
     if checkpointing:
         given["activation_checkpointing_kwargs"] = {"use_reentrant": False}
@@ -63,7 +63,7 @@ def test_accumulated_with_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["whole", "sharded"])
 def test_two_processes_of_which_one_has_none(host: str, tmp_path: Path) -> None:
-    """Of batches of six, the three rows of one process have memories and those of the other have none.
+    """Invariant 77: of batches of six, the three rows of one process have memories and those of the other have none.
 
     A process of a sharded host must not wait for the gathering of weights in a backward pass that the other has not.
     """

@@ -96,6 +96,7 @@ ENCODINGS = {
 
 @pytest.mark.parametrize("kind", ENCODINGS)
 def test_encodings_of_one_picture_are_one_picture(kind: str) -> None:
+    """Invariant 84."""
     image = drawing()
     limit = 7 if kind.startswith("palette") else 3  # 256 colours of 2867
     assert difference(load_image(ENCODINGS[kind](image)), image) < limit
@@ -130,6 +131,7 @@ def test_grey_pictures_keep_their_greys(kind: str) -> None:
 @pytest.mark.parametrize("orientation", BACK)
 @pytest.mark.parametrize("given", ["bytes", "pil"])
 def test_exif_orientation_is_applied_once(orientation: int, given: str) -> None:
+    """Invariant 84."""
     image = drawing()
     data = written(image.transpose(BACK[orientation]), "PNG", exif=exif(orientation).tobytes())
     source = data if given == "bytes" else Image.open(io.BytesIO(data))
@@ -254,6 +256,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_no_picture_is_named(case: str) -> None:
+    """Invariant 84."""
     source, words = BROKEN[case]
     with pytest.raises(ImageError, match=f"(?s){words}"):
         load_image(source)

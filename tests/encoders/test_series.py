@@ -50,6 +50,7 @@ def definition(series: Tensor, patch: int, normalization: str, features: int) ->
 
 @pytest.mark.parametrize("normalization", ["series", "running"])
 def test_equals_the_slow_definition(normalization: str) -> None:
+    """Invariant 100."""
     series = [with_gaps(31, 3), with_gaps(11, 3, 0.7), with_gaps(5, 3)]
     series[1][5:10], series[1][10] = math.nan, 97.0
     series[0][:, 1] = math.nan

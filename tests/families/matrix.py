@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,10 +117,10 @@ def apart(group: Group, name: str) -> dict[str, str]:
     return found or {"family": f"wrong: the process ended with {status}"}
 
 
-def row(name: str, found: dict[str, str], checks: list[str]) -> str:
-    """One line of a table: a tick for what works, a number for what the host itself does not do."""
-    cells = ["✓" if found[check] == WORKS else "–" if found[check].startswith(HOST) else "✗" for check in checks]
-    return f"| {name} | {' | '.join(cells)} |"
+def failures(found: dict[str, str], checks: list[str]) -> str:
+    """Cells of a table: the checks that the host itself does not pass, and those that are refused."""
+    failed = {check: found[check].startswith(HOST) for check in checks if found[check] != WORKS}
+    return " | ".join(", ".join(check for check in failed if failed[check] is by_host) for by_host in (True, False))
 
 
 def tables(found: dict[str, dict[str, dict[str, str]]]) -> Iterator[str]:
@@ -128,24 +129,41 @@ def tables(found: dict[str, dict[str, dict[str, str]]]) -> Iterator[str]:
     yield HEAD.format(**versions, torch=torch.__version__.split("+")[0])
     for group in GROUPS:
         rows = found.get(group.title, {})
-        whole = {name: one for name, one in rows.items() if one["family"] == WORKS}
-        checks = group.checks
+        attached = {name: outcome for name, outcome in rows.items() if outcome["family"] == WORKS}
+        alike: dict[str, list[str]] = {}
+        for name, outcome in attached.items():
+            alike.setdefault(failures(outcome, group.checks), []).append(name)
         yield f"\n## {group.title}\n"
-        yield f"{len(whole)} of {len(rows)}.\n"
-        yield f"| family | {' | '.join(checks)} |"
-        yield f"|---{'|:---:' * len(checks)}|"
-        yield from (row(name, one, checks) for name, one in whole.items())
-        others = {name: one["family"] for name, one in rows.items() if name not in whole}
-        for start, title in (("refused", "Refused by `attach`"), (HOST, "Not tried"), ("wrong", "Wrong")):
-            part = {name: text.partition(": ")[2] for name, text in others.items() if text.startswith(start)}
-            if part:
+        yield _filled(f"{len(attached)} of {len(rows)} work. Checks: {', '.join(group.checks)}.") + "\n"
+        yield _filled(f"Every check passes for: {_listed(alike.pop(' | ', []))}.")
+        if alike:
+            yield "\n| families | not done by the host itself | refused |\n|---|---|---|"
+            yield from (f"| {_listed(names)} | {cells} |" for cells, names in alike.items())
+        others = {name: outcome["family"] for name, outcome in rows.items() if name not in attached}
+        for start, title in (("refused", "Refused by `attach`"), ("wrong", "Wrong")):
+            reasons: dict[str, list[str]] = {}
+            for name, text in others.items():
+                if text.startswith(start):
+                    reasons.setdefault(_plain(text.partition(": ")[2]), []).append(name)
+            if reasons:
                 yield f"\n{title}:\n"
-                yield from (f"- {name}: {_plain(text)}" for name, text in part.items())
+                yield from (f"- {_listed(names)}: {reason}" for reason, names in reasons.items())
+        if untried := [name for name, text in others.items() if text.startswith(HOST)]:
+            yield "\n" + _filled(f"Not tried: {_listed(untried)}.")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _plain(text: str) -> str:
     """Words of an error on one line of a page."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")[:160]
+    short = textwrap.shorten(text, 160, placeholder=" …")
+    return short.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")
 
 
 def is_wrong(found: dict[str, str]) -> bool:
@@ -155,33 +173,41 @@ def is_wrong(found: dict[str, str]) -> bool:
 
 HEAD = """# Families
 
-Written by `make families` with transformers {version}, diffusers {diffusers} and torch {torch}: every class of these
-kinds that transformers can build tiny from the names of its settings, with random weights and a `GatedAdapter` at its
-first two layers; and the transformers and UNets of diffusers, with a `DecoupledAdapter` in every block. ✓ is a check
-that passes; – is something that the host itself, without a memory, does not do alike (a static cache that transformers
-has not for it, experts whose answer changes with the batch); ✗ is a refusal in words.
+Look up whether your model works as a host, and which of the checks below it passes. `make families` writes this page,
+here with transformers {version}, diffusers {diffusers} and torch {torch}. It builds a tiny model with random weights
+for each class, with a `GatedAdapter` at its first two layers, or a `DecoupledAdapter` in every block of a diffusion
+model. To see all outcomes and reasons for your model:
 
-| check | what is compared |
+```sh
+python -m tests.families.matrix llama
+```
+
+- *Not done by the host itself*: without a memory, too, the host fails this check. For example, transformers has no
+  static cache for it, or the answer of its experts changes with the batch.
+- *Refused*: the call raises an error that says why.
+- *Not tried*: no tiny model can be built from the names of its settings, its inputs are unknown, or the bare model
+  does not answer.
+
+| check | compares or requires |
 |---|---|
 | fresh | a fresh adapter leaves the host's answer bit for bit |
 | memory by row | a memory changes its own row, from the first token on, and no other |
-| row without memory | where all slots are hidden, the host's own answer: bit for bit, with experts to 1e-5 |
-| row by row | a batch and its rows one by one, hidden slots left out |
-| names | what the bare host takes, old names and new, it takes beside a memory; token by token is one pass |
+| row without memory | the host's answer if all slots are hidden: bit for bit, with experts to 1e-5 |
+| row by row | a batch and its single rows, without their hidden slots |
+| names | arguments of the bare host, old names and new, work beside a memory; token by token equals one pass |
 | cache | `generate` with its cache, without it, and the forward |
-| padding | prompts of two lengths in one batch and alone: padded on the left, what an encoder reads on the right |
-| beams | beams of a batch and of its rows |
+| padding | prompts of two lengths in one batch and alone: left padding, right padding for encoders |
+| beams | beams of a batch and of its single rows |
 | static cache | `cache_implementation="static"` |
-| save and load | onto another host of the same weights, bit for bit |
+| save and load | onto a second host with the same weights, bit for bit |
 | deep copy | answers as the original |
-| scale | `adapter_scale` 0 as a number, by row, block and step: the host's own answer bit for bit |
-| by pixel | a map of ones, of any size, is the number 1, of zeros the host bit for bit; for films also by frame |
-| guidance | of twice the rows the unconditional half sees no memory, the other its own |
+| scale | `adapter_scale=0` by number, row, block and step: the host's answer bit for bit |
+| by pixel | a map of ones of any size equals the number 1, of zeros the host, bit for bit; for videos by frame too |
+| guidance | in a doubled batch the unconditional half sees no memory, the conditional half its own |
 | steps | keys and values of a memory are computed once for all steps |
 | LoRA | beside a LoRA on the host's attention |
-| gradients | finite for every weight of the adapter, none for the host; equal with recomputed layers, both modes |
-| unload | the same object, answers and weights |
-"""
+| gradients | finite for every adapter weight, none for the host; equal with both modes of gradient checkpointing |
+| unload | the same object, answers and weights |"""
 
 
 def main(names: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""A decoder of one's own, with nothing of transformers in it, as a host."""
+"""A host that is not a transformers model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Prediction(NamedTuple):
 
 
 class MeanLayer(nn.Module):
-    """A layer in which each token reads the mean of those up to it."""
+    """A layer in which each token reads the mean of all tokens up to it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class MeanLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (b, l, d) to (b, l, d)."""
-        own = self.norm(x)
-        mean = own.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-        return x + self.mix(torch.cat([own, mean], -1)).tanh()
+        normed = self.norm(x)
+        mean = normed.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return x + self.mix(torch.cat([normed, mean], -1)).tanh()
 
 
 class MeanDecoder(nn.Module):
-    """A causal language model of such layers."""
+    """A causal language model of these layers."""
 
     def __init__(self, vocabulary: int = 89, width: int = 24, depth: int = 3) -> None:
         super().__init__()

@@ -77,6 +77,7 @@ CHANGES = {
 )
 @torch.no_grad()
 def test_layers_of_a_language_model(name, position, ids):
+    """Invariant 41."""
     outcome, change = CHANGES[name]
     lm, memory = tiny.make("llama"), tiny.memory(ROWS)
     model = tiny.attach(lm, position=position)
@@ -158,6 +159,7 @@ UNET_CHANGES = {
 @pytest.mark.parametrize("name", UNET_CHANGES)
 @torch.no_grad()
 def test_layers_of_a_unet(name):
+    """Invariant 41."""
     outcome, change = UNET_CHANGES[name]
     unet, memory = tiny_unets.make(), tiny.memory(ROWS)
     model = tiny_unets.attach(unet)

@@ -66,6 +66,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 @ways
 def test_a_helper_is_left_with_its_caller(asked, way):
+    """Invariant 46."""
     with WAYS[way](asked.model, asked.A):
         assert asked() == "A"
         with WAYS[way](asked.model, asked.B):
@@ -253,6 +254,7 @@ def in_a_thread(work):
 
 
 def test_a_block_left_in_another_thread(asked):
+    """Invariant 46."""
     block = asked.model.condition(asked.A)
     block.__enter__()
     assert asked() == "A"
@@ -263,6 +265,7 @@ def test_a_block_left_in_another_thread(asked):
 
 
 def test_a_thread_without_the_context_is_warned_once(asked):
+    """Invariant 47."""
     with asked.model.condition(asked.A):
         seen, said = recorded(lambda: [in_a_thread(asked) for _ in range(3)])
         assert asked() == "A"
@@ -311,7 +314,7 @@ def attached(where: str):
 @pytest.mark.parametrize("name", IN_THREADS)
 @pytest.mark.parametrize("where", ["the host", "the adapted model", "on a LoRA", "under a LoRA"])
 def test_continuous_batching_is_refused_a_memory(ids, name, where):
-    """Many requests share a row there, and the thread would not even see the block."""
+    """Invariant 48: many requests share a row there, and the thread would not even see the block."""
     model, asked = attached(where)
     with model.condition(tiny.memory(3)), pytest.raises(ConditionError, match="another thread.*generate_batch"):
         IN_THREADS[name](asked, ids)

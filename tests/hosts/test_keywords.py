@@ -61,7 +61,7 @@ NEAR |= {"adapter_scales": "adapter_scale", "image": "images", "arived": "arrive
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_every_keyword_of_a_family_passes_and_a_near_miss_of_ours_does_not(family):
-    """Invariant 122: on every path."""
+    """Invariants 42, 122: on every path."""
     lm, ids, memory = tiny.make(family), tiny.text(ROWS), tiny.memory(ROWS)
     model = tiny.attach(lm)
     want = model(ids, memory=memory).logits

@@ -54,7 +54,7 @@ ORDERS = [order for order in ORDERS if order.index("a") < order.index("A")]
 @pytest.mark.parametrize("leave", ["unload", "merge_and_unload"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_coming_and_going(order, leave, ids):
-    """While peft is there the host's own weights are frozen; while the adapter is there it is trained."""
+    """Invariant 40: while peft is there the host's own weights are frozen; while the adapter is there it is trained."""
     lm, memory = tiny.make("llama"), tiny.memory(ROWS)
     model = guest = None
     for event in order:

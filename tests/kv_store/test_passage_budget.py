@@ -51,7 +51,9 @@ def files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("prefix", [(), (50, 51)])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_files_are_memory_bit_for_bit(family: str, prefix: tuple[int, ...], tmp_path: Path) -> None:
-    """A passage that was loaded from its file, ahead or not, answers as one in memory; none is read twice."""
+    """Invariant 142: a passage that was loaded from its file, ahead or not, answers as one in memory; none is read
+    twice.
+    """
     model, whole = cache_of(family, prefix=prefix)
     other, some = cache_of(family, prefix=prefix, folder=tmp_path, max_bytes=TOKEN * 20)
     assert len(files(tmp_path)) == len(PASSAGES)
@@ -68,7 +70,7 @@ def test_files_are_memory_bit_for_bit(family: str, prefix: tuple[int, ...], tmp_
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_the_budget_is_held(in_files: bool, tmp_path: Path) -> None:
-    """Memory never has more bytes than it may; what has no place is read again, to the same answer."""
+    """Invariant 142: memory never has more bytes than it may; what has no place is read again, to the same answer."""
     model, whole = cache_of()
     largest = TOKEN * 29
     other, some = cache_of(max_bytes=largest, folder=tmp_path if in_files else None)
@@ -92,7 +94,7 @@ def test_what_was_used_last_stays() -> None:
 
 
 def test_a_damaged_file_is_read_again(tmp_path: Path) -> None:
-    """A changed byte, a torn file or another passage in its place is noticed, and written anew."""
+    """Invariant 142: a changed byte, a torn file or another passage in its place is noticed, and written anew."""
     model, whole = cache_of()
     cache_of(folder=tmp_path)
     wanted = answer(model, text(), memory=whole.select([[0, 1, 2]]))
@@ -125,7 +127,7 @@ def test_other_weights_have_other_files(tmp_path: Path) -> None:
 
 
 def test_files_have_a_budget(tmp_path: Path) -> None:
-    """Files never have more bytes than they may, whoever wrote them, and those used last stay."""
+    """Invariant 142: files never have more bytes than they may, whoever wrote them, and those used last stay."""
     cache_of(folder=tmp_path)
     size = sum(path.stat().st_size for path in files(tmp_path))
     model, passages = cache_of(folder=tmp_path, max_bytes=0, max_file_bytes=size)
@@ -182,7 +184,7 @@ def _full(handle: int) -> None:
 
 
 def test_threads(tmp_path: Path) -> None:
-    """Threads that share a cache with little memory get the answers that they get alone."""
+    """Invariant 142: threads that share a cache with little memory get the answers that they get alone."""
     model, whole = cache_of()
     wanted = [answer(model, text(), memory=whole.select([row])) for row in ROWS]
     other, some = cache_of(folder=tmp_path, max_bytes=TOKEN * 13, max_file_bytes=60_000)
@@ -206,7 +208,7 @@ def test_threads(tmp_path: Path) -> None:
 
 
 def test_caches_share_a_folder(tmp_path: Path) -> None:
-    """Of two caches that need the same passages at once each passage is read by one."""
+    """Invariant 142: of two caches that need the same passages at once each passage is read by one."""
     caches = [passage_process.open_cache(tmp_path) for _ in range(2)]
     orders = [random.Random(seed).sample(range(23), 23) for seed in range(2)]
 
@@ -228,7 +230,9 @@ def test_caches_share_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_share_a_folder(tmp_path: Path) -> None:
-    """Of two processes that need the same passages at once each passage is read by one, and both have the same."""
+    """Invariant 142: of two processes that need the same passages at once each passage is read by one, and both have
+    the same.
+    """
     command = [sys.executable, "-m", "tests.kv_store.passage_process", str(tmp_path), "share"]
     started = [subprocess.Popen([*command, seed], stdout=subprocess.PIPE, text=True) for seed in ("1", "2")]
     outputs = [process.communicate(timeout=120)[0].split() for process in started]
@@ -239,7 +243,9 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kills_lose_and_tear_nothing(tmp_path: Path) -> None:
-    """After each of 20 kills every passage that `add` returned is in its file, and every file is whole."""
+    """Invariant 142: after each of 20 kills every passage that `add` returned is in its file, and every file is
+    whole.
+    """
     command = [sys.executable, "-m", "tests.kv_store.passage_process", str(tmp_path), "kill", "20"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr

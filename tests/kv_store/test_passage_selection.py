@@ -135,7 +135,9 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
 
 
 def test_rope_scaling() -> None:
-    """Frequencies and attention scaling of other rotary kinds (yarn, llama3, linear) are those of the host."""
+    """Invariant 104: frequencies and attention scaling of other rotary kinds (yarn, llama3, linear) are those of the
+    host.
+    """
     base = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     kinds = [
         {"rope_type": "yarn", **base},
@@ -172,7 +174,7 @@ def test_a_prefix_stands_before_the_passages(family: str) -> None:
 
 
 def test_passages_see_the_prefix_and_not_each_other() -> None:
-    """Several passages side by side are one call of the host in which each sees the prefix and itself."""
+    """Invariant 103: several passages in a row are one call of the host in which each sees the prefix and itself."""
     model, passages = prefixed("gpt2")
     parts = [PREFIX, PASSAGES[2], PASSAGES[0], TEXT]
     ids = torch.tensor([[token for part in parts for token in part]])

@@ -66,7 +66,7 @@ def test_what_cannot_be_selected() -> None:
 
 
 def test_changed_weights_are_noticed() -> None:
-    """After an edit of the host's weights, or with another LoRA, what it read is refused, not used."""
+    """Invariant 107: after an edit of the host's weights, or with another LoRA, what it read is refused, not used."""
     model, passages = reader("llama")
     memory = passages.select([[0]])
     answer(model, text(), memory=memory)
@@ -79,7 +79,7 @@ def test_changed_weights_are_noticed() -> None:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_another_lora_is_noticed() -> None:
-    """What was read with a LoRA is refused without it."""
+    """Invariant 107: what was read with a LoRA is refused without it."""
     from peft import LoraConfig, get_peft_model
 
     host = get_peft_model(tiny.make("llama"), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
@@ -94,7 +94,7 @@ def test_another_lora_is_noticed() -> None:
 
 
 def test_another_host_is_noticed() -> None:
-    """Passages that one host has read are refused by another."""
+    """Invariant 107: passages that one host has read are refused by another."""
     _, passages = reader("llama")
     other, _ = reader("llama")
     with pytest.raises(ConditionError, match="another host"):
@@ -121,7 +121,7 @@ def test_files(family: str, mapped: bool, tmp_path: Path) -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    """A torn file, one of another kind, another host's, or none: refused, and nothing is changed."""
+    """Invariant 107: a torn file, one of another kind, another host's, or none: refused, and nothing is changed."""
     model, passages = reader("llama")
     path = tmp_path / "passages.safetensors"
     with pytest.raises(AdapterFileError, match="no passages to write"):

@@ -125,7 +125,9 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Each has a part of the slots; outputs, generated tokens and gradients are those of one process with all."""
+    """Invariant 9: each has a part of the slots; outputs, generated tokens and gradients are those of one process
+    with all.
+    """
     command = [sys.executable, str(Path(__file__).with_name("sharded_memory.py")), f"file://{tmp_path / 'store'}"]
     ranks = [
         subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

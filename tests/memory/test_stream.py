@@ -42,7 +42,7 @@ class Camera(LogitsProcessor):
 @pytest.mark.parametrize("setting", [{}, {"null_slot": True, "length_norm": 9.0}, {"num_kv_heads": 1}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_streamed_is_offline(family: str, setting: dict[str, Any], window: int | None) -> None:
-    """Every token, with host caches, against one forward under the same boundaries."""
+    """Invariant 51: every token, with host caches, against one forward under the same boundaries."""
     model, slots = tiny.attach(tiny.make(family), **setting), frames(40)
     stream = mmattn.MemoryStream(E, window=window, rows=2)
     stream.append(slots[:, :3])
@@ -81,6 +81,7 @@ def test_training_under_boundaries() -> None:
 
 
 def test_the_doctor_finds_what_comes_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 51."""
     model, ids = tiny.attach(tiny.make("llama")), tiny.text(2)
     batch = {"input_ids": ids, "memory": frames(6), "arrived": torch.arange(ids.shape[1]).clamp(max=6).expand(2, -1)}
     report = mmattn.doctor(model, batch)

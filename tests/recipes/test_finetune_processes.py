@@ -71,7 +71,9 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torchrun_restarts_when_a_process_is_killed(tmp_path: Path) -> None:
-    """The run resumes from its last complete checkpoint and ends bit for bit where an uninterrupted run does."""
+    """Invariant 76: the run resumes from its last complete checkpoint and ends bit for bit where an uninterrupted run
+    does.
+    """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
     settings = ("optim.per_device_train_batch_size=3", "optim.save_steps=2", "optim.max_steps=30", "eval.eval_steps=30")
     whole, killed = tmp_path / "whole", tmp_path / "killed"

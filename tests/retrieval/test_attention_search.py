@@ -41,6 +41,7 @@ def whole(rows: int = ROWS, scores: Tensor | None = None) -> mmattn.Memory:
 @pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_found_is_exact_attention(setting: str, metric: str) -> None:
+    """Invariant 90."""
     model, ids = tiny.attach(tiny.make("llama"), **SETTINGS[setting]), tiny.text(ROWS)
     index = Index.build(vectors(), metric=metric)
     with torch.no_grad():
@@ -54,7 +55,7 @@ def test_all_found_is_exact_attention(setting: str, metric: str) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("null", [False, True])
 def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> None:
-    """Each token and head by itself, its best entries chosen and weighed in float64."""
+    """Invariant 90: each token and head by itself, its best entries chosen and weighed in float64."""
     torch.manual_seed(5)
     settings: dict[str, Any] = {"null_slot": null, "length_norm": 7.0 if null else None}
     if bias:
@@ -102,6 +103,7 @@ def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> Non
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
 @pytest.mark.parametrize("setting", [{}, {"null_slot": True, "length_norm": 11.0}, {"layout": PLAIN}], ids=str)
 def test_scores_for_what_each_row_is_looked_up_by(setting: dict[str, Any], metric: str) -> None:
+    """Invariant 90."""
     index, asked = Index.build(vectors(), metric=metric), torch.randn(ROWS, E)
     hits = index.search(asked, N)
     scores = torch.zeros(ROWS, N)
@@ -130,6 +132,7 @@ def test_queries_mean_nothing_to_an_adapter_without_score_bias(metric: str) -> N
 
 
 def test_gradients() -> None:
+    """Invariant 90."""
     ids, index = tiny.text(ROWS), Index.build(vectors(), metric="ip")
 
     def gradients(memory: Any) -> dict[str, Tensor]:
@@ -162,6 +165,7 @@ def test_generating(ways: dict[str, Any]) -> None:
 @pytest.mark.parametrize("store", ["exact", "hnsw"])
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
 def test_changes_are_seen_by_the_next_call(metric: str, store: str) -> None:
+    """Invariant 91."""
     model, ids = tiny.attach(tiny.make("llama")), tiny.text(ROWS)
     index = Index.build(vectors(), metric=metric, store=store)
     memory = index.as_memory(2 * N)
@@ -195,6 +199,7 @@ def test_changes_are_seen_by_the_next_call(metric: str, store: str) -> None:
 
 
 def test_a_change_does_not_build_everything_again() -> None:
+    """Invariant 91."""
     index = Index.build(torch.randn(3000, E), store="hnsw")
     first = index.search_structures.get(index.store, 1e-5)[1].parts[0].structure
     index.add(vectors(3))

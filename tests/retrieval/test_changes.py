@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refused_change_changes_nothing(case: str, kind: str) -> None:
+    """Invariant 80."""
     change, error, match = REFUSED[case]
     index = small(7, store=kind)
     before = held(index)
@@ -121,6 +122,7 @@ def test_tokens_are_for_all_entries_or_for_none() -> None:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_what_cannot_be_compared_is_refused_with_its_row(value: float, metric: str, kind: str) -> None:
+    """Invariant 80."""
     index = small(7, metric, kind)
     vectors = torch.randn(5, WIDTH)
     vectors[3, 2] = value

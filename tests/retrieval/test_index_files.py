@@ -213,6 +213,7 @@ def test_damage_is_refused_by_name(good: Path, tmp_path: Path, case: str) -> Non
 
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_well_signed_and_wrong(good: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 82."""
     shutil.copytree(good, tmp_path / "index")
     change, match, is_opened = MANIFESTS[case]
     sign(tmp_path / "index")

@@ -54,7 +54,7 @@ def test_a_writer_who_did_not_see_the_last_save_is_refused(tmp_path: Path) -> No
 
 
 def test_readers_during_saves_see_committed_versions(tmp_path: Path) -> None:
-    """A version is removed by the second save after it, if nobody reads it; a reader never sees half."""
+    """Invariant 81: a version is removed by the second save after it, if nobody reads it; a reader never sees half."""
     index = Index.build(torch.ones(11, WIDTH), metadata=[0] * 11)
     index.save(tmp_path / "index")
     done, wrong, seen = threading.Event(), [], set()
@@ -116,7 +116,7 @@ def version_of(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_kills_during_saves(tmp_path: Path, seeded: int) -> None:
-    """A process that saves is killed 10 to 600 ms after it began, or after its first save."""
+    """Invariant 67: a process that saves is killed 10 to 600 ms after it began, or after its first save."""
     folder, chance = tmp_path / "index", random.Random(seeded)
     Index.build(torch.ones(ENTRIES, WIDTH), metadata=[1] * ENTRIES).save(folder)
     with Children(SAVES) as writers:

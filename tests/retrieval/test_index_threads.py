@@ -14,7 +14,9 @@ from tests.retrieval.searching import STORES, WIDTH
 
 @pytest.mark.parametrize("store", STORES)
 def test_four_searchers_and_a_writer(store: str) -> None:
-    """Version v holds entries named by v whose vectors, texts and metadata say v; more or fewer of them each time."""
+    """Invariant 81: version v holds entries named by v whose vectors, texts and metadata say v; more or fewer of them
+    each time.
+    """
 
     def contents(version: int) -> dict[str, object]:
         count = 1031 + 7 * (version % 3)

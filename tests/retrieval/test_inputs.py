@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
     ],
 )
 def test_queries(queries: Any, error: type[Exception], match: str, kind: str) -> None:
+    """Invariant 79."""
     with pytest.raises(error, match=match):
         small(3, store=kind).search(queries, 2)
 

@@ -63,7 +63,7 @@ def test_equals_comparing_everything(corpus: str, metric: str) -> None:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("length", [1.0, 1e18, 1e-30])
 def test_what_is_not_allowed_is_no_candidate(metric: str, length: float) -> None:
-    """Among zeros, underflows and equal vectors the bounds exclude nothing; the filter does."""
+    """Invariant 83: among zeros, underflows and equal vectors the bounds exclude nothing; the filter does."""
     zeros = torch.zeros(13, 5) if metric != "cosine" else torch.full((13, 5), 1e-40)
     for vectors in (zeros, torch.full((13, 5), 1e-20), torch.ones(13, 5)):
         allowed = torch.arange(13) % 3 == 1

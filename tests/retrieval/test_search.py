@@ -53,7 +53,7 @@ class TestEveryEngine:
         assert hits.ids is not None and hits.ids[1][4:] == [None] * 3 and None not in hits.ids[1][:4]
 
     def test_filters_hold_among_zeros_and_equals(self, store: str, metric: str) -> None:
-        """Also where so many are allowed that an approximate store searches what it built."""
+        """Invariant 83: also where so many are allowed that an approximate store searches what it built."""
         count = 99 if store == "qdrant" else 2503
         zeros = torch.ones(count, WIDTH) if metric == "cosine" else torch.zeros(count, WIDTH)
         for vectors in (zeros, torch.ones(count, WIDTH), (1e-6 * torch.randn(count, WIDTH)).half()):

@@ -104,6 +104,7 @@ def test_ray_listens_on_this_machine_only(served: tuple[Any, str]) -> None:
 
 
 def test_a_replica_is_killed_under_load(served: tuple[Any, str], answers: dict[str, str]) -> None:
+    """Invariant 86."""
     process, url = served
     first, killed = answering(url), replicas_of(process)[0]
     with Outcomes(url, answers, CLIENTS) as load:

@@ -119,7 +119,7 @@ def test_documents_and_vectors_with_the_request(client: Any, pipe: Any) -> None:
 
 
 def test_many_at_once(server: Server, pipe: Any) -> None:
-    """Sixteen clients, each with its own question; every answer is that of its own memory."""
+    """Invariant 86: sixteen clients, each with its own question; every answer is that of its own memory."""
     wanted = {question: pipe(question).text for question in QUESTIONS}
 
     def ask(question: str) -> bool:
@@ -170,7 +170,7 @@ def test_broken_bodies(server: Server, content: bytes) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_of_a_hundred_megabytes(server: Server, announced: bool) -> None:
-    """Refused after as much as is taken, whether its length is announced or not."""
+    """Invariant 87: refused after as much as is taken, whether its length is announced or not."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as wire:
         length = b"Content-Length: 100000000" if announced else b"Transfer-Encoding: chunked"
         wire.sendall(
@@ -201,6 +201,7 @@ def test_too_many(server: Server) -> None:
 
 
 def test_a_request_that_takes_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 86."""
     monkeypatch.setattr(server.engine, "limits", replace(server.engine.limits, timeout=0.001))
     body = {"model": "tiny", "prompt": QUESTIONS[0]}
     made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
@@ -212,6 +213,7 @@ def test_a_request_that_takes_too_long(server: Server, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_vanishes(server: Server, stream: bool) -> None:
+    """Invariant 86."""
     body = json.dumps({"model": "tiny", "prompt": QUESTIONS[0], "stream": stream}).encode()
     lines = "POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(body)}"
     head = "\r\n".join([*lines, "", ""])
@@ -229,6 +231,7 @@ def test_a_client_that_vanishes(server: Server, stream: bool) -> None:
 
 
 def test_figures_and_logs(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Invariant 87."""
     with caplog.at_level(logging.INFO, "mmattn.serving"):
         httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": QUESTIONS[1]})
         assert server.until(lambda: any("completions" in one.getMessage() for one in caplog.records))
@@ -277,6 +280,7 @@ def test_bearer_tokens_and_a_shutdown_that_finishes_what_runs(pipe: Any) -> None
 
 
 def test_pictures(tmp_path: Path) -> None:
+    """Invariant 87."""
     pipe = captioning_pipe(tmp_path / "adapter")
     wanted = pipe(PICTURES)
     assert wanted[0] != wanted[1]

@@ -69,6 +69,7 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 class TestBadFiles:
     @pytest.mark.parametrize("kind", BAD)
     def test_the_message_says_what_it_looks_like(self, tmp_path: Path, kind: str) -> None:
+        """Invariant 62."""
         write_tensors(tmp_path / "a", example(), META)
         make, words = BAD[kind]
         (tmp_path / "a").write_bytes(make((tmp_path / "a").read_bytes()))
@@ -92,6 +93,7 @@ class TestBadFiles:
                 read(tmp_path / name)
 
     def test_every_flipped_bit_of_the_header_and_64_of_the_values(self, tmp_path: Path) -> None:
+        """Invariant 63."""
         path = tmp_path / "a"
         write_tensors(path, {"x": torch.randn(31), "y": torch.randn(3, 5).half()}, {"format": "example"})
         good = path.read_bytes()
@@ -108,6 +110,7 @@ class TestBadFiles:
         read_tensors(path, "example")
 
     def test_every_truncation(self, tmp_path: Path) -> None:
+        """Invariant 62."""
         path = tmp_path / "a"
         write_tensors(path, {"x": torch.randn(7)}, {"format": "example"})
         good = path.read_bytes()
@@ -119,6 +122,7 @@ class TestBadFiles:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
     def test_not_finite(self, tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+        """Invariant 64."""
         tensors = {"good": torch.randn(5), "bad.weight": torch.randn(31)}
         tensors["bad.weight"][17] = value
         tensors["bad.weight"] = tensors["bad.weight"].to(dtype)
@@ -157,5 +161,6 @@ class TestBadJson:
             read_json(tmp_path / "a.json")
 
     def test_a_byte_order_mark_and_line_ends_of_another_system(self, tmp_path: Path) -> None:
+        """Invariant 75."""
         (tmp_path / "a").write_bytes(b'\xef\xbb\xbf{"a": 1,\r\n "b": "\xc3\xa9"}\r\n')
         assert read_json(tmp_path / "a") == {"a": 1, "b": "é"}

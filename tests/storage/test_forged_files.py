@@ -84,7 +84,7 @@ class TestForgedFiles:
             read_tensors(tmp_path / "a", "example")
 
     def test_nothing_is_allocated_for_what_is_not_there(self, tmp_path: Path) -> None:
-        """Deep, long and large headers end in an error, soon and without much memory."""
+        """Invariant 65: deep, long and large headers end in an error, soon and without much memory."""
         start = b'{"__metadata__":{"header_sha256":"HASH"},"x":'
         process = psutil.Process()
         for body in (

@@ -56,6 +56,7 @@ class TestRoundTrip:
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
     def test_views_and_shared_storage_become_independent_copies(self, tmp_path: Path) -> None:
+        """Invariant 72."""
         whole = torch.randn(23, 29)
         before = {"whole": whole, "tied": whole, "row": whole[3], "slice": whole[::2, 1:5], "turned": whole.T}
         before["wide"] = torch.randn(5, 1).expand(5, 7)
@@ -70,6 +71,7 @@ class TestRoundTrip:
         assert size < (tmp_path / "a").stat().st_size < size + 4096
 
     def test_saving_to_the_path_loaded_from(self, tmp_path: Path) -> None:
+        """Invariant 70."""
         write_tensors(tmp_path / "a", example(), META)
         first = (tmp_path / "a").read_bytes()
         tensors, metadata = read_tensors(tmp_path / "a", "example")

@@ -26,6 +26,7 @@ def run(code: str, *args: object, **kwargs: object) -> subprocess.CompletedProce
 class TestSaving:
     @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
     def test_mode_follows_the_umask(self, tmp_path: Path, umask: int, mode: int) -> None:
+        """Invariant 69."""
         old = os.umask(umask)
         try:
             write_tensors(tmp_path / "a", example(), META)
@@ -43,6 +44,7 @@ class TestSaving:
         assert read_tensors(tmp_path / "a", "example")[0] == {}
 
     def test_a_link_stays_a_link_and_its_target_is_replaced(self, tmp_path: Path) -> None:
+        """Invariant 69."""
         (tmp_path / "deep").mkdir()
         write_json(tmp_path / "deep/real", {"old": 1})
         (tmp_path / "link").symlink_to("deep/real")
@@ -54,6 +56,7 @@ class TestSaving:
         assert litter(tmp_path) == litter(tmp_path / "deep") == []
 
     def test_a_folder_a_missing_parent_and_a_parent_that_is_a_file(self, tmp_path: Path) -> None:
+        """Invariant 68."""
         (tmp_path / "file").write_text("x")
         before = sorted(os.listdir(tmp_path))
         for path, error in {
@@ -66,6 +69,7 @@ class TestSaving:
         assert sorted(os.listdir(tmp_path)) == before
 
     def test_a_read_only_folder(self) -> None:
+        """Invariant 68."""
         # Root writes anywhere, so a process that gives its rights up does it; outside the tests' own private folder.
         code = """
 import os, sys

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_two_threads_share_a_host() -> None:
+    """Invariant 51."""
     found = threads.compare(2, 3)
     assert found == {"threads": (0, 6), "pool": (0, 2), "asyncio": (0, 2), "streamers": (0, 2)}
 
@@ -62,7 +63,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_kills_during_saves() -> None:
-    """In a process of its own, which may fork: it has no threads."""
+    """Invariant 67: in a process of its own, which may fork: it has no threads."""
     scripts.check("kills_in_save", "5")
 
 

@@ -30,7 +30,7 @@ def test_cold_and_warm_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
-    """Killed while nothing was on the disk, and while all was; the whole run had another cache."""
+    """Invariant 76: killed while nothing was on the disk, and while all was; the whole run had another cache."""
     want = run(tmp_path / "whole", tmp_path / "others")
     given = {"hidden_states": str(tmp_path / "states"), "adapter": SETTINGS}
     for kill in ({"at_loss": 10}, {"at_save": 2}):

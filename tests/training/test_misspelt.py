@@ -30,6 +30,7 @@ def public() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(public()))
 def test_a_misspelt_keyword(name: str) -> None:
+    """Invariant 42."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'misspelt'"):
         public()[name](misspelt=1)
 

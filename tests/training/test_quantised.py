@@ -71,7 +71,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_weights_it_stands_for(folder: Path, kind: str) -> None:
-    """Before and after calls without gradients, in training and in evaluation mode."""
+    """Invariant 35: before and after calls without gradients, in training and in evaluation mode."""
     model = tiny.attach(load(folder, kind))
     assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
     got = [gradients(model.train())]
@@ -88,6 +88,7 @@ def test_gradients_are_those_of_the_weights_it_stands_for(folder: Path, kind: st
 
 
 def test_the_host_stays_itself(folder: Path, kind: str, tmp_path: Path) -> None:
+    """Invariant 35."""
     lm, ids, memory = load(folder, kind), tiny.text(ROWS), tiny.memory(ROWS)
     keys, kept = set(lm.state_dict()), copy.deepcopy(lm)
     model = tiny.attach(lm, opened=False)

@@ -21,7 +21,7 @@ NEW = 6
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mistral"])
 def test_each_row_has_its_own(family: str) -> None:
-    """Rows answer as each does alone, and a row without passages as the host does, bit for bit."""
+    """Invariant 106: rows answer as each does alone, and a row without passages as the host does, bit for bit."""
     model, passages = reader(family)
     rows = [[0, 1], [], [2], [1, 1, 0]]
     ids = torch.stack([torch.tensor(TEXT).roll(row) for row in range(4)])
@@ -48,7 +48,7 @@ WAYS = tiny.WAYS | {"several beams": {"num_beams": 4, "num_return_sequences": 2}
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "cohere"])
 def test_generate(family: str, way: str) -> None:
-    """`generate` after a leading passage writes what it writes with the passage in the prompt."""
+    """Invariant 106: `generate` after a leading passage writes what it writes with the passage in the prompt."""
     model, passages = reader(family)
     inputs = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | WAYS[way]
     whole = torch.tensor([[*PASSAGES[0], *TEXT]])
@@ -63,7 +63,7 @@ def test_generate(family: str, way: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
 def test_padded_prompts(family: str) -> None:
-    """Prompts of several lengths, padded on the left, write what each writes alone."""
+    """Invariant 106: prompts of several lengths, padded on the left, write what each writes alone."""
     model, passages = reader(family)
     inputs: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     short = 5
@@ -76,7 +76,9 @@ def test_padded_prompts(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_continuous_batching(family: str) -> None:
-    """Requests that transformers schedules together write what each writes alone; one without passages, as the host."""
+    """Invariant 106: requests that transformers schedules together write what each writes alone; one without
+    passages, as the host.
+    """
     model, passages = reader(family)
     prompts = [list(TEXT[:4]), list(TEXT), list(TEXT[2:9]), list(TEXT[:4])]
     memories = [passages.select([[0]]), passages.select([[2, 1]]), None, passages.select([[1, 0, 2]])]
@@ -109,7 +111,7 @@ def _of(model: Any, name: str) -> Any:
 
 
 def test_unloaded_without_a_trace() -> None:
-    """`unload` gives back the very same host; a copy of both answers alike."""
+    """Invariant 106: `unload` gives back the very same host; a copy of both answers alike."""
     for family in ("llama", "gpt2", "gemma2"):
         host = tiny.make(family)
         before, plain = traces(host), answer(host, text())

@@ -49,6 +49,7 @@ class Reader(nn.Module):
 @pytest.mark.parametrize("settings", [{}, {"position": "before", "num_heads": 4, "num_kv_heads": 2, "qk_norm": True}])
 @torch.no_grad()
 def test_an_exported_host_takes_its_memory_as_an_input(settings):
+    """Invariant 24."""
     ids = tiny.text(ROWS, LENGTH)
     own = shallow()(ids).logits
     model = tiny.attach(shallow(), layers=(0,), **settings)
@@ -252,6 +253,7 @@ def test_a_compiled_model_is_given_keys_and_values(read, graphs):
 
 @torch.no_grad()
 def test_a_change_that_a_graph_cannot_see_is_refused(read, graphs):
+    """Invariant 38."""
     (model, ids), memory = read, tiny.memory(ROWS)
     fast = torch.compile(model.host, backend=graphs, fullgraph=True)
     weight = model.adapter("default").attention(0).kv_proj.k_proj.weight

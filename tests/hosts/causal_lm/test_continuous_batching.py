@@ -63,7 +63,9 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     "family", ["llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen3"))]
 )
 def test_each_request_answers_as_it_does_alone(family: str) -> None:
-    """Memories of several lengths, one shared, none, and two prompts that are alike but for their memory."""
+    """Invariant 51: memories of several lengths, one shared, none, and two prompts that are alike but for their
+    memory.
+    """
     model, inputs = tiny.attach(tiny.make(family)), prompts((4, 9, 2, 6, 4, 11))
     inputs[4] = list(inputs[0])
     memories = [tiny.memory(1, m=3 + row, seed=row) for row in range(6)]
@@ -178,6 +180,7 @@ def test_prompts_that_begin_alike_share_their_cache_only_without_a_memory() -> N
 
 @pytest.mark.usefixtures("quiet")
 def test_what_fails_leaves_no_memory() -> None:
+    """Invariant 51."""
     model, (ids, other), memory = tiny.attach(tiny.make("llama")), prompts((4, 3)), tiny.memory(1)
     with model.host.continuous_batching_context_manager(**settings()) as manager:
         manager.add_request(ids, "first", memory=memory, max_new_tokens=500)

@@ -128,7 +128,9 @@ def test_a_call_with_other_rows_inside_generate_is_refused(way, rows):
 @pytest.mark.parametrize("kept", [(2, 5), (5, 2), (0, 5), (3, 3)])
 @torch.no_grad()
 def test_rows_of_the_next_turn_diverge_at_different_tokens(kept):
-    """Only what ALL rows share with the text before is gone on from: a row that diverges earlier is read anew."""
+    """Invariant 57: only what ALL rows share with the text before is gone on from: a row that diverges earlier is
+    read anew.
+    """
     s = composing.scene("llama")
     ids = s.ids[:PAIR]
     how = {"max_new_tokens": 6, "do_sample": False}

@@ -192,6 +192,7 @@ def test_hooks_that_run_again_in_the_backward_pass_see_the_memory_they_saw_first
 
 
 def test_checkpointing_in_which_memory_or_gradients_would_be_lost_is_refused(ids):
+    """Invariant 49."""
     model = tiny.attach(older_host()).train()
     checkpoint_older(model.host, use_reentrant=True)
     model.host.enable_input_require_grads()

@@ -115,6 +115,7 @@ def test_documents_of_one_token() -> None:
 
 @pytest.mark.parametrize("family", [family for family in tiny.DISTINCT if family in APART] + ["mpt"])
 def test_documents_never_see_each_others_memory(family: str, texts: Texts) -> None:
+    """Invariant 50."""
     model, memory = tiny.attach(tiny.make(family)), tiny.memory(len(LENGTHS))
     with torch.no_grad():
         before = model(**texts.packed, memory=memory).logits[0].split(list(LENGTHS))
@@ -189,6 +190,7 @@ def test_chunks_and_images_are_those_of_their_document() -> None:
 
 @pytest.mark.parametrize("family", MIXING)
 def test_a_host_that_mixes_documents_is_refused(family: str, texts: Texts) -> None:
+    """Invariant 50."""
     model = tiny.attach(tiny.make(family))
     with pytest.raises(ConditionError, match=r"mixes the documents of packed rows.*pad instead of packing"):
         model(texts.packed["input_ids"], position_ids=texts.packed["position_ids"], memory=tiny.memory(4))

@@ -83,6 +83,7 @@ def test_a_mix_up_in_batches_of_odd_or_of_even_sizes(batch_size: int, odd: bool)
 
 
 def test_batches_are_no_larger_than_asked_for() -> None:
+    """Invariant 170."""
     sizes = []
 
     def answer(questions: Sequence[str], evidence: Sequence[Any]) -> list[str]:

@@ -203,10 +203,10 @@ _LAYERS: dict[type, type[AdapterLayers]] = {}
 
 
 def register_adapter(config: type, layers: type[AdapterLayers]) -> None:
-    """Make a kind of adapter known: it can be attached, saved, and loaded again once its module is imported.
+    """Register a kind of adapter, so that it can be attached, saved and loaded once its module is imported.
 
     Args:
-        config: the settings, a frozen dataclass with what `mmattn.extend.AdapterConfig` asks for.
+        config: the settings, a frozen dataclass with the members of `mmattn.extend.AdapterConfig`.
         layers: a subclass of `mmattn.extend.AdapterLayers`, made from the settings and the sites of one host.
 
     Raises:

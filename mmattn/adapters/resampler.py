@@ -28,13 +28,13 @@ class Resampler:
     """Settings of a Perceiver resampler.
 
     Args:
-        num_latents: n, slots of the output for each segment (image).
+        num_latents: n, output slots for each segment (image).
         depth: number of layers.
-        num_heads: h of its attention; None is 8, and fewer for a narrow memory, see `default_heads`.
-        head_dim: k of its attention; None is 64, and less for a narrow memory.
+        num_heads: h of its attention; 8 by default, fewer for a narrow memory, see `default_heads`.
+        head_dim: k of its attention; 64 by default, less for a narrow memory.
         feed_forward: hidden width of its feed-forward as a multiple of e.
-        norm: normalise slots and latents; None is where they are 12 wide or more, since of few numbers a norm leaves
-            little more than signs.
+        norm: normalise slots and latents. By default from a width of 12 on: a norm leaves little more than signs of a
+            narrower vector.
 
     Raises:
         ConfigError: a setting outside what is allowed.
@@ -58,7 +58,7 @@ class Resampler:
         check_float("feed_forward", self.feed_forward, at_least=0.01, below=64.1)
 
     def sized(self, memory_dim: int) -> Resampler:
-        """Return these settings with nothing left open."""
+        """Return these settings with every default filled in."""
         heads, width = default_heads(memory_dim, memory_dim, self.num_heads, self.head_dim)
         return replace(self, num_heads=heads, head_dim=width, norm=default_norm(self.norm, memory_dim))
 

@@ -48,8 +48,8 @@ def default_norm(norm: bool | None, e: int) -> bool:
 def default_heads(d: int, e: int, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
     """Number h and width k of the heads of a cross-attention, whose four matrices hold about 4 d² weights at most.
 
-    That is what an attention of the host itself holds, so that an adapter is small beside it whatever the memory's
-    width; at most 8 heads of 64.
+    An attention layer of the host has as many, so the adapter stays small for any width of the memory. At most 8 heads
+    of 64.
 
     >>> default_heads(768, 768), default_heads(128, 128), default_heads(128, 1280)
     ((8, 64), (8, 16), (1, 16))

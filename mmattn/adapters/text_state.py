@@ -232,7 +232,7 @@ class TextState:
         past = 0 if known.shape[1] == self.length and not self.expansions else self.past
         if past is None:
             raise ConditionError(
-                f"the host does not say how many tokens came before those of this forward: give {name}=(b, l) for it"
+                f"the host does not say how many tokens came before this forward: give {name}=(b, l) for its tokens"
             )
         if known.shape[0] != self.rows:
             known = known.repeat_interleave(self.rows // known.shape[0], 0)

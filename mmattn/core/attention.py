@@ -160,8 +160,8 @@ def attend(
     """Compute scaled dot-product attention of queries over masked keys and values: (b, h, l, v).
 
     Args:
-        q: (b, h, l, k). Its rows may be a multiple of those of k and v: row i of q then reads row i // multiple
-            (beams), and nothing is copied.
+        q: (b, h, l, k). q may have a multiple of the rows of k and v (beams): row i of q then reads row i // multiple,
+            without a copy.
         k: (b, g, m, k), where g divides h.
         v: (b, g, m, v).
         mask: (b, m) bool, True = may attend; the padding of k and v.
@@ -169,16 +169,16 @@ def attend(
         bias: float, broadcastable to (b, h, l, m), added to the scaled scores; a query with -inf on every slot it may
             attend to gives 0.
         causal: query i may attend to keys up to i + m - l.
-        scale: of the scores; 1/√k by default.
+        scale: factor of the scores; 1/√k by default.
         dropout: probability of dropping a weight, from 0 to below 1.
         backend: "sdpa" (fused) or "eager" (scores in float32 at least, gives weights); chosen by default.
         return_weights: also return the weights (b, h, l, m) before dropout.
 
-    NaN and infinity in a slot reach the queries that may attend to it, as NaN, and no others. Where only some may, no
-    gradient flows back from those it reaches.
+    NaN or infinity in a slot gives NaN in the queries that may attend to it, and in no others. If only some queries
+    may, no gradient flows back from them.
 
     Raises:
-        ConfigError: an unknown backend, or a dropout that is no probability.
+        ConfigError: an unknown backend, or a dropout that is not a probability.
         MaskError: a mask that is not bool, or a bias that is.
         ShapeError: sizes, dtypes or devices that do not fit.
 

@@ -31,26 +31,26 @@ class CrossAttention(nn.Module):
         num_kv_heads: g, dividing h; g = 1 is multi-query.
         head_dim: k, d / h by default.
         bias: biases on the q, k, v projections.
-        out_bias: a bias on the output projection, as `bias` by default.
+        out_bias: bias on the output projection; the value of `bias` by default.
         qk_norm: RMSNorm on each head's queries and keys (arXiv 2010.04245 with a learned scale per channel).
         rotary: rotary positions for queries and keys, at `query_positions` and `memory_positions`.
-        null_slot: a learned slot that every query may look at ("nothing here answers"); it does not rescue a query
-            that sees no real slot.
-        length_norm: C; adds log C − log M to the scores of the M real slots a query sees, so that the null slot keeps
-            its weight when the memory grows (arXiv 2410.10450); without a null slot it changes nothing.
+        null_slot: add a learned slot that every query may attend to ("nothing here answers"). A query without a real
+            slot does not see it.
+        length_norm: C; adds log C − log M to the scores of the M real slots that a query sees, so that the null slot
+            keeps its weight when the memory grows (arXiv 2410.10450). It has no effect without a null slot.
         score_bias: adds a learned temperature times the standardised `scores`, (score - score_mean) / score_std, to the
             attention scores.
         score_mean: with `score_bias`, the score that adds nothing.
-        score_std: with `score_bias`, how far from `score_mean` a score adds one temperature.
+        score_std: with `score_bias`, the distance from `score_mean` at which a score adds one temperature.
         dropout: probability of dropping a weight, in training.
         norm_eps: ε of `qk_norm`.
-        scale: of the scores, 1/√k by default.
+        scale: factor of the scores, 1/√k by default.
         backend: as in `attend`.
-        device: of the weights.
-        dtype: of the weights.
+        device: device of the weights.
+        dtype: dtype of the weights.
 
-    A memory of another dtype is cast to that of the weights, and the result to that of x. A row that sees nothing gives
-    exactly 0, output bias included.
+    The memory is cast to the dtype of the weights, and the output to the dtype of x. The output of a query that sees no
+    slot is exactly 0, without the output bias.
 
     >>> layer = CrossAttention(32, memory_dim=24, num_heads=4)
     >>> layer(torch.randn(2, 5, 32), torch.randn(2, 7, 24)).shape
@@ -118,15 +118,15 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def from_multihead(attention: nn.MultiheadAttention) -> CrossAttention:
-        """Return the same attention as an `nn.MultiheadAttention`, on copies of its weights; batches come first here.
+        """Return the attention of an `nn.MultiheadAttention`, with copies of its weights; the batch comes first here.
 
-        Its `key_padding_mask` goes through `mmattn.masks.from_key_padding`.
+        Convert its `key_padding_mask` with `mmattn.masks.from_key_padding`.
 
         Args:
             attention: the layer whose weights are copied.
 
         Raises:
-            ConfigError: it adds keys of its own (`add_bias_kv`, `add_zero_attn`), or keys and values differ in width.
+            ConfigError: it adds keys (`add_bias_kv`, `add_zero_attn`), or its keys and values differ in width.
 
         >>> CrossAttention.from_multihead(nn.MultiheadAttention(32, 4, kdim=24, vdim=24)).memory_dim
         24
@@ -159,7 +159,7 @@ class CrossAttention(nn.Module):
         return layer
 
     def project(self, memory: Tensor, **settings: Any) -> KeyValue:
-        """Compute keys and values of a memory once, to be given to `forward` in its place.
+        """Compute keys and values of a memory once; pass them to `forward` in its place.
 
         Args:
             memory: (b, m, e).
@@ -189,19 +189,19 @@ class CrossAttention(nn.Module):
 
         Args:
             x: (b, l, d).
-            memory: (b, m, e), or what `project` gives for it; its rows may be a divisor of those of x (beams): row i of
-                x then reads row i // multiple.
+            memory: (b, m, e), or the output of `project`. x may have a multiple of its rows (beams): row i of x then
+                reads row i // multiple.
             mask: (b, m) bool, the padding.
             attention_mask: (l, m), (b, l, m) or (b, h, l, m) bool.
             scores: (b, m), with `score_bias`; a slot of score -inf is hidden.
-            causal: query i may look at slots up to i + m - l.
+            causal: query i may attend to slots up to i + m - l.
             query_positions: (l,) or (b, l), for `rotary`; counted from 0 by default.
             memory_positions: (m,) or (b, m), likewise.
             head_scale: (h,), multiplies the output of each head.
             return_weights: also return (b, h, l, m); with a null slot they sum to 1 minus its share.
 
         Raises:
-            ConfigError: `scores` without `score_bias`, or the other way round.
+            ConfigError: `scores` without `score_bias`, or `score_bias` without `scores`.
             MaskError: a mask that is not bool.
             ShapeError: sizes or devices that do not fit.
         """
@@ -253,8 +253,8 @@ class SelfAttention(CrossAttention):
     Args:
         dim: d.
         num_heads: h.
-        causal: a token sees itself and earlier ones only.
-        settings: of `CrossAttention`, by name.
+        causal: each token sees only itself and earlier tokens.
+        settings: further arguments of `CrossAttention`.
 
     >>> SelfAttention(32, num_heads=4)(torch.randn(2, 5, 32)).shape
     torch.Size([2, 5, 32])
@@ -279,16 +279,16 @@ class SelfAttention(CrossAttention):
 
         Args:
             x: (b, l, d).
-            mask: (b, m) bool, the padding; m is l and what the cache holds.
+            mask: (b, m) bool, the padding; m is l plus the length of the cache.
             attention_mask: as in `attend`.
             positions: (l,) or (b, l), for `rotary`; counted from 0 by default.
             bias: broadcastable to (b, h, l, m), added to the scores (`positions.alibi`).
-            cache: takes the keys and values (b, g, l, k) of x and gives those of the whole text so far:
-                `partial(cache.update, layer_idx=layer)` of a `DynamicCache` of transformers.
+            cache: a function from the keys and values (b, g, l, k) of x to those of the whole text so far, such as
+                `partial(cache.update, layer_idx=layer)` of a transformers `DynamicCache`.
             return_weights: also return the weights (b, h, l, m).
 
         Raises:
-            ConfigError: a cache or bias and a null slot or `score_bias`; a cache and `rotary` without positions.
+            ConfigError: a cache or bias with a null slot or `score_bias`; a cache and `rotary` without positions.
             MaskError: a mask that is not bool.
             ShapeError: sizes that do not fit.
         """

@@ -1,7 +1,7 @@
-"""Attention over a memory in parts, one of which many rows share, which lie in several processes, or apart by rows.
+"""Attention over a memory in parts: shared by many rows, split over processes, or split by rows.
 
-Each part is attended to by itself and the results are merged exactly, so that nothing is copied or gathered: rows that
-share a part are its queries (Hydragen, arXiv 2402.05099).
+Each part is attended to separately and the results are merged exactly, so nothing is copied or gathered: rows that
+share a part become its queries (Hydragen, arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KeyValueParts(AttendableMemory):
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
         if self.group is not None and return_weights:
-            raise ConfigError("the weights over a memory that lies in several processes are in none of them: use one")
+            raise ConfigError("no process has the weights over a memory that is split over processes: use one")
         queries = q if self.group is None else _SumGradients.apply(q, self.group)
         options = projection.options(return_weights, return_log_sum_exp=True)
         results = []

@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 
 
 class RowCollator:
-    """A `data_collator` of `transformers.Trainer`: pads rows of begin, prompt, text, end to one batch.
+    """A `data_collator` for `transformers.Trainer`: pads rows of prompt and text, with start and end tokens.
 
-    The prompt is read and not learned. Calling it returns the keyword arguments of the adapted model, labels and
-    `memory` included. Rows are those of a dataset with the columns that `make_row` takes, their pictures and passages
-    encoded by `encode_dataset`.
+    The prompt has no labels. A call returns the keyword arguments of the adapted model, including labels and `memory`.
+    Rows have the columns of `make_row`, and `encode_dataset` has encoded their pictures and passages.
 
     Args:
-        tokenizer: of the host.
-        max_length: ids of the longest row; None for any length.
-        truncation: shorten the text of a longer row, its end token kept; False refuses it.
-        text_only: leave the memories of the rows out, for a control that sees the text alone.
-        packing: several rows of data share a row of the batch, each with its own memory, so that little is padding.
+        tokenizer: tokenizer of the host.
+        max_length: maximum number of ids of a row; None for any length.
+        truncation: truncate the text of a longer row, but not its end token; False raises.
+        text_only: leave out the memories, for a control that sees only the text.
+        packing: pack several rows of data into each row of the batch, each with its memory, to save padding.
 
     Raises:
         ConfigError: a length below 3.
-        TextError: the tokenizer has neither a token that begins a text nor one that ends it.
+        TextError: the tokenizer has neither a start nor an end token.
 
     >>> from types import SimpleNamespace
     >>> class Letters(SimpleNamespace):
@@ -60,14 +59,14 @@ class RowCollator:
         self._ends = bos_and_eos(tokenizer)
 
     def ids(self, rows: Sequence[Row], first: int = 0) -> tuple[list[list[int]], list[int]]:
-        """Return ids of each row, and how many at its beginning are not learned.
+        """Return the ids of each row, and the number of its first ids without labels.
 
         Args:
             rows: of any length.
             first: number of the first row in messages.
 
         Raises:
-            TextError: a row that is too long, or whose text has no tokens.
+            TextError: a row is too long, or its text has no tokens.
         """
         begin, end = self._ends
         prompts, _ = tokenize(self.tokenizer, [row.prompt for row in rows])
@@ -79,7 +78,7 @@ class RowCollator:
             room = None if self.max_length is None else self.max_length - len(prompt) - 2
             if room is not None and len(text) > room and not (self.truncation and room > 0):
                 raise TextError(
-                    f"row {number} has {len(prompt) + len(text) + 2} tokens with its begin and end, and at most "
+                    f"row {number} has {len(prompt) + len(text) + 2} tokens with start and end, and at most "
                     f"{self.max_length} fit: shorten it, or set truncation=True ({rows[number - first].text!r:.60})"
                 )
             out.append([begin, *prompt, *text[:room], end])
@@ -126,16 +125,16 @@ class RowCollator:
 
 
 class MemoryCollator:
-    """A `data_collator` for rows of a `datasets.Dataset` with a column of memories, of any lengths.
+    """A `data_collator` for rows of a `datasets.Dataset` with a column of memories of any length.
 
-    Another collator, of transformers or TRL, makes the batch of the other columns; the memories are padded to one
-    `Memory` beside it. A value of the column is a memory (m, e) as nested lists, array or tensor, a `Memory` of one
-    row, the path of a saved one, or None.
+    A collator of transformers or TRL makes the batch of the other columns, and the memories are padded to a `Memory`. A
+    value of the column is a memory (m, e) as nested lists, array or tensor, a `Memory` of one row, the path of a saved
+    memory, or None.
 
     Args:
-        collator: of the other columns, `transformers.DataCollatorForSeq2Seq(tokenizer)` for instance.
-        column: that holds the memories.
-        memory_dim: width e; only needed where all rows of a batch may be without a memory.
+        collator: collator of the other columns, such as `transformers.DataCollatorForSeq2Seq(tokenizer)`.
+        column: name of the column of memories.
+        memory_dim: width e; only needed if all rows of a batch may lack a memory.
 
     >>> from transformers import default_data_collator
     >>> rows = [{"input_ids": [5, 6], "memory": [[0.5, 1.0]]}, {"input_ids": [7, 8], "memory": None}]

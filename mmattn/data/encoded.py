@@ -29,7 +29,7 @@ _BATCHES = 8
 
 
 class RowEncoder(Protocol):
-    """An encoder of pictures or passages, each of which becomes a row of a memory."""
+    """An encoder of pictures or passages; it makes a row of a memory of each."""
 
     @property
     def dim(self) -> int:
@@ -103,32 +103,32 @@ def encode_dataset(
 ) -> Rows:
     """Encode the pictures, passages and saved memories of rows by `Dataset.map`, and return them as vectors.
 
-    The columns of pictures and passages make room for `memory` (m, e), padded with zeros to the widest encoder, the
-    `segments` (m,) that tell the contents of a row from each other, `scores` (m,) of saved memories, and `sources`, the
-    file of each picture and the text of each passage. `with_format("torch")` gives them as tensors.
+    Replaces the columns of pictures and passages with `memory` (m, e), padded with zeros to the widest encoder,
+    `segments` (m,), which number the pictures and passages of a row, `scores` (m,) of saved memories, and `sources`,
+    the file of each picture and the text of each passage. `with_format("torch")` returns tensors.
 
-    Each shard is a file in the folder. It is found again by a later call with the same rows (the size and time of
-    their files included), encoders and settings, so a run that was killed goes on at the shard it was making.
+    Each shard is a file in the folder. A later call with the same rows (including the size and time of their files),
+    encoders and settings reuses it, so a run that was killed continues at its last shard.
 
     Args:
-        dataset: with the columns of rows, as `read_rows` returns it. A stream is encoded as it is read.
-        folder: of the shards, created where there is none; a stream leaves nothing there.
-        pictures: encoder of pictures; None where no row has any.
-        passages: encoder of passages; None where no row has any.
-        host: "language" or "unet"; for a UNet the column `image` stays, the picture to be drawn.
-        dim: width e of the vectors; None for that of the widest encoder or saved memory.
-        dtype: of the vectors: "float16" or "float32".
-        names: of "pictures" and "passages", under which the encoders were loaded.
-        strict: refuse rows that cannot be used. False keeps them with an empty memory and the reason in the column
-            `error`, for `drop_errors`.
-        batch_size: pictures or passages encoded at once.
-        rows_per_shard: rows of a shard.
-        num_proc: processes, as of `Dataset.map`; on several GPUs each has the encoders on one of them.
+        dataset: a dataset with the columns of rows, such as from `read_rows`. A stream is encoded while it is read.
+        folder: folder of the shards, created if missing; a stream writes none.
+        pictures: encoder of pictures; None without pictures.
+        passages: encoder of passages; None without passages.
+        host: "language" or "unet"; for a UNet the column `image`, the picture to draw, stays.
+        dim: width e of the vectors; by default that of the widest encoder or saved memory.
+        dtype: dtype of the vectors, "float16" or "float32".
+        names: names of the encoders of "pictures" and "passages".
+        strict: raise for an unusable row. False keeps it with an empty memory and the reason in the column `error`, for
+            `drop_errors`.
+        batch_size: number of pictures or passages encoded together.
+        rows_per_shard: number of rows of a shard.
+        num_proc: number of processes, as in `Dataset.map`; with several GPUs each process uses one.
 
     Raises:
-        ConfigError: no rows, a row that cannot be used, by its number, no encoder for the contents of rows, or an
-            encoder that is wider than `dim`.
-        ImageError: a picture that cannot be read, by the number of its row.
+        ConfigError: no rows, an unusable row (with its number), no encoder for the contents of rows, or an encoder
+            wider than `dim`.
+        ImageError: an unreadable picture (with the number of its row).
         OSError: the disk is full, or the folder is not writable.
 
     >>> import tempfile

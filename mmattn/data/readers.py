@@ -41,9 +41,9 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
 ) -> Dataset | DatasetDict | IterableDataset | IterableDatasetDict:
-    """Load a dataset by `datasets.load_dataset`, and name its columns as those of a row.
+    """Load a dataset with `datasets.load_dataset`, and rename its columns to those of a row.
 
-    - A .jsonl, .json or .csv file; paths in it start from its folder.
+    - A .jsonl, .json or .csv file; its paths are relative to its folder.
     - A folder of pictures: with a `.txt` of the same name beside each, or as `load_dataset("imagefolder")` reads them,
       with `metadata.jsonl` or class folders.
     - Tars of webdataset: a .tar, or a pattern such as "data/*.tar".
@@ -51,18 +51,18 @@ def read_rows(
       that `load_dataset` reads, or the name of a dataset on the hub.
 
     Args:
-        path: of the file or folder, a pattern, or a name on the hub.
-        host: "language" or "unet": what the rows are for.
-        split: as of `load_dataset`; None for all, by name.
-        streaming: read the rows as they arrive.
-        columns: from columns of a row to those of the dataset, or from "label" to a column of classes, whose names
-            become the texts; of tars a column is the ending of a file ("jpg"), or a key of a .json ("json.caption").
-            None for columns with the names of rows.
-        template: the text of a picture of which only the class is known, with {label} where the name of the class
-            belongs, whose hyphens and underscores become spaces; None for "A photo of a {label}."
+        path: file, folder, pattern, or name on the hub.
+        host: "language" or "unet", the host of the rows.
+        split: as in `load_dataset`; None for a dict of all splits.
+        streaming: return a stream of rows.
+        columns: maps columns of a row to columns of the dataset, or "label" to a column of classes, whose names become
+            the texts. In tars a column is a file extension ("jpg") or a key of a .json ("json.caption"). None if the
+            dataset has the names of rows.
+        template: the text for a picture with a class and no text; {label} is the class name, with spaces for hyphens
+            and underscores. None for "A photo of a {label}."
 
     Raises:
-        ConfigError: nothing of that name, a file that cannot be read, or columns that rows do not have.
+        ConfigError: no such dataset, an unreadable file, or columns that rows do not have.
         MissingExtraError: datasets is not installed.
     """
     check_choice("host", host, tuple(COLUMNS))

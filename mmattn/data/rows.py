@@ -37,16 +37,16 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A row whose columns have been checked.
+    """A row with checked columns.
 
     Attributes:
-        text: what a language model learns to write, or the prompt of a UNet.
-        prompt: what stands before the text and is not learned.
+        text: the text that a language model learns, or the prompt of a UNet.
+        prompt: the prompt before the text, without labels.
         images: part of the memory: paths, or anything `mmattn.load_image` reads.
         passages: part of the memory: texts.
-        memory: part of the memory, after those: a memory of one row, or the file of one.
-        picture: what a UNet learns to draw.
-        metadata: a JSON object with more about the row.
+        memory: part of the memory, after these: a memory of one row, or its file.
+        picture: the picture that a UNet learns to draw.
+        metadata: a JSON object with further information.
     """
 
     text: str
@@ -64,20 +64,20 @@ class Row:
 
     @property
     def text_length(self) -> int:
-        """Characters of prompt and text: rows are grouped into batches by it."""
+        """Number of characters of prompt and text, to group rows of similar length."""
         return len(self.prompt) + len(self.text)
 
 
 def make_row(values: Values, host: str = "language", folder: Path | None = None) -> Row:
-    """Return a row from its columns; an empty value is the same as none.
+    """Return a row from its columns; an empty value counts as missing.
 
     Args:
-        values: by the names in `COLUMNS[host]` and `ACCEPTED`.
+        values: values by the names in `COLUMNS[host]` and `ACCEPTED`.
         host: "language" or "unet".
-        folder: where relative paths start; None for the working directory.
+        folder: folder of relative paths; None for the working directory.
 
     Raises:
-        ConfigError: unknown or missing columns, values of another type, or files that are not there.
+        ConfigError: unknown or missing columns, values of another type, or missing files.
 
     >>> make_row({"text": "a cat", "passages": ["Cats purr."]}).passages
     ('Cats purr.',)

@@ -1,4 +1,4 @@
-"""Which rows: an order that is a function of its seed, held-out rows, rows with the memories of other rows."""
+"""Choose rows: an order given by a seed, held-out rows, rows with the memories of other rows."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def derive_seed(*parts: object) -> int:
 
 
 def split_rows(dataset: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Rows]:
-    """Return rows to train on, and rows that are never trained on. The rows of one picture are all on one side.
+    """Split rows into training and held-out rows. All rows of a picture are on the same side.
 
     Args:
-        dataset: of any number of rows.
-        held_out: a share below 1, or a number of rows from 1 on; of a stream its first ones, in numbers only.
-        seed: of the random choice; a stream has none.
+        dataset: the rows.
+        held_out: a share below 1, or a number of rows from 1 on; for a stream only a number, of its first rows.
+        seed: seed of the random choice; unused for a stream.
 
     Raises:
-        ConfigError: a share of a stream, or nothing left to train on.
+        ConfigError: a share of a stream, or no row left to train on.
     """
     check_float("held_out", held_out, at_least=0)
     if isinstance(dataset, import_extra("datasets", "train").IterableDataset):
@@ -101,7 +101,7 @@ def split_rows(dataset: Rows, held_out: float, seed: int = 0) -> tuple[Rows, Row
 
 
 def _pictures(dataset: Dataset) -> list[Hashable]:
-    """Return the files of the pictures of each row, or the contents of an encoded memory; None where none is known."""
+    """Return the picture files of each row, or the contents of an encoded memory; None if unknown."""
     if "sources" in dataset.column_names:
         return [tuple(sources) if sources and all(sources) else None for sources in dataset["sources"]]
     name = next((name for name in ("image", "images") if name in dataset.column_names), None)

@@ -22,15 +22,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Rows of text padded on the right, or packed, and their memory.
+    """Padded or packed rows of text, and their memory.
 
     Attributes:
         input_ids: (b, l) int.
-        attention_mask: (b, l) int, 1 = text; None in packed rows, as transformers wants it.
+        attention_mask: (b, l) int, 1 = text; None in packed rows, as transformers expects.
         labels: (b, l) int, the ids themselves and -100 on the padding.
-        memory: of b rows, in packed rows of a row for each document; an index that attention searches; or None for
-            text alone.
-        position_ids: (b, l) int in packed rows, which begin anew with each document; else None.
+        memory: a memory of b rows (packed: a row for each document); an index that attention searches; or None.
+        position_ids: (b, l) int in packed rows, restarting in each document; else None.
     """
 
     input_ids: Tensor
@@ -57,7 +56,7 @@ class TextBatch:
         return TextBatch(*(move(value) if isinstance(value, (Tensor, Memory)) else value for value in values))
 
     def kwargs(self) -> dict[str, object]:
-        """Return keyword arguments of an adapted model; a bare host takes the same where there is no memory."""
+        """Return the keyword arguments of an adapted model, or of a bare host if there is no memory."""
         kwargs: dict[str, object] = {"input_ids": self.input_ids}
         if self.position_ids is None:
             kwargs["attention_mask"] = self.attention_mask
@@ -86,12 +85,12 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None = None
 ) -> list[list[int]]:
-    """Return ids of each text between the begin and the end token; special tokens in a text are taken literally.
+    """Return the ids of each text, with start and end tokens; special tokens in a text are plain text.
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: a tokenizer of transformers.
         texts: any number of strings.
-        max_length: ids of the longest text, begin and end included; None for any length.
+        max_length: maximum number of ids, with start and end tokens; None for any length.
 
     Raises:
         TextError: not a string, an empty text, or one longer than `max_length`.
@@ -103,7 +102,7 @@ def encode_texts(
             raise TextError(f"text {number} is empty: there would be nothing to learn from it; leave it out")
         if max_length is not None and len(row) + 2 > max_length:
             raise TextError(
-                f"text {number} has {len(row) + 2} tokens with its begin and end, and at most {max_length} fit: "
+                f"text {number} has {len(row) + 2} tokens with start and end, and at most {max_length} fit: "
                 f"shorten it ({texts[number]!r:.60})"
             )
     return [[begin, *row, end] for row in rows]
@@ -122,10 +121,10 @@ def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens
         TextError: no tokens, a row of padding only, an id without embedding, or more tokens than positions.
     """
     if not ids.shape[1]:
-        raise TextError("the prompt is empty: begin it with the begin token, at least")
+        raise TextError("the prompt is empty: give at least the start token")
     blank = (~mask.bool().any(1)).nonzero()[:, 0].tolist()
     if blank:
-        raise TextError(f"rows {blank[:5]} of the prompt are padding only: leave them out, or begin them with a token")
+        raise TextError(f"rows {blank[:5]} of the prompt are padding only: leave them out, or start them with a token")
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise TextError(
@@ -141,11 +140,12 @@ def check_prompt(ids: Tensor, mask: Tensor, config: PretrainedConfig, new_tokens
 
 
 def collate(rows: Sequence[Sequence[int]], memory: Any = None, pad: int = 0) -> TextBatch:
-    """Pad rows of ids on the right to one batch.
+    """Pad rows of ids on the right to a batch.
 
     Args:
-        rows: ids of each row.
-        memory: (b, m, e) or a `Memory` of as many rows; an index that attention searches, `index.as_memory()`; or None.
+        rows: the ids of each row.
+        memory: (b, m, e), or a `Memory` with the same rows; an index that attention searches, `index.as_memory()`; or
+            None.
         pad: id of the padding.
 
     Raises:
@@ -184,12 +184,12 @@ def pack(
     unlearned: Sequence[int] | None = None,
     pad: int = 0,
 ) -> TextBatch:
-    """Pack documents into rows, with positions that begin anew in each; the rest of a row is a document without memory.
+    """Pack documents into rows. Positions restart in each document; the rest of a row is a document without memory.
 
     Args:
-        documents: ids of each.
-        memory: of as many rows, or None.
-        unlearned: ids at the beginning of each document that are only read; the first never is predicted.
+        documents: the ids of each document.
+        memory: a memory with a row for each document, or None.
+        unlearned: number of first ids of each document without a label; the first id never has one.
         pad: id of the padding.
 
     Raises:

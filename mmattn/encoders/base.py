@@ -170,13 +170,13 @@ class TextEncoderBase(FrozenEncoder):
 
 
 def register_encoder(kind: str) -> Callable[[EncoderClass], EncoderClass]:
-    """Return a class decorator that registers an encoder, which is then loaded by the name "KIND:NAME".
+    """Return a class decorator that registers an encoder, to load it by the name "KIND:NAME".
 
     Loading calls the class method `from_name(NAME, device, **options)` of the class; the options are `pooled` for
     images and `pooling` for texts.
 
     Args:
-        kind: begin of the names.
+        kind: the prefix of the names.
 
     Raises:
         ConfigError: the class has no `from_name`, or another class has this kind.

@@ -38,20 +38,20 @@ _SHORT_NAMES = {"efficientnet-lite0": "timm:efficientnet-lite0:stage=4:size=112"
 
 
 def load_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image:
-    """Read one image of any kind as an upright RGB image of Pillow.
+    """Read an image of any kind as an upright RGB image of Pillow.
 
-    Of an animation frame 0 is read; transparent parts are laid on white; 16-bit grey is scaled to 8 bits, integer and
-    float images by their range (0..1 for floats, 0..255 or 0..65535). ICC profiles are not applied. `source` is left as
-    it was.
+    Reads frame 0 of an animation and puts transparent parts on white. Scales 16-bit grey to 8 bits, and integer and
+    float images by their range (0..1 for floats, 0..255 or 0..65535). Does not apply ICC profiles. `source` is
+    unchanged.
 
     Args:
         source: path, bytes, open binary file, PIL image, a dict {"bytes": …, "path": …} as `datasets` has it, or numpy
             array or tensor (height, width), (height, width, 1|3|4) or (1|3|4, height, width).
-        max_pixels: larger images are refused from their header, before they are decoded.
+        max_pixels: reject larger images by their header, before decoding.
 
     Raises:
-        ImageError: `source` is no image, is damaged, or is larger than `max_pixels`.
-        ConfigError: `max_pixels` is no positive int.
+        ImageError: `source` is not an image, is damaged, or is larger than `max_pixels`.
+        ConfigError: `max_pixels` is not a positive int.
         MissingExtraError: Pillow is not installed.
 
     >>> load_image(torch.zeros(3, 4, 5)).size

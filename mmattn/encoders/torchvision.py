@@ -60,7 +60,7 @@ class TorchvisionEncoder(ImageEncoder):
         mean: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         std: of each channel of the input, in 0..1; by default that of the named weights, otherwise 0.5.
         pooled: one token per image: the mean over patches, or the class token of a vision transformer (m = 1).
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         layer: the name of the submodule that is read.

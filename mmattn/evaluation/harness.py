@@ -31,21 +31,21 @@ HFLM: Any = import_extra("lm_eval.models.huggingface", "eval").HFLM
 
 @import_extra("lm_eval.api.registry", "eval").register_model("mmattn")
 class AdaptedLM(HFLM):
-    """The harness's `HFLM` of an adapted language model, with a memory for each document.
+    """The `HFLM` of lm-evaluation-harness for an adapted language model, with a memory for each document.
 
-    The requests of a document share batches, and no two documents do.
+    Requests of the same document share batches, requests of different documents never do.
 
     Args:
         adapter: the folder of an adapter that names its host, tokenizer and encoder, as for `mmattn.pipeline`; or an
             adapted language model.
-        tokenizer: of an adapted language model.
+        tokenizer: tokenizer of an adapted language model.
         memory: the field of a document with its memory, or a function of the document. With a folder its value is the
-            input of the pipeline, an image or a question; with a model, and always where it is a `Memory`, it is the
-            memory: a `Memory` of one row, the path of a saved one, vectors (m, e). None is no memory.
-        control: "own"; or as a control "shuffled", the memory of the next document that has one, or "none".
-        index: of an adapter that answers from one, as for `mmattn.pipeline`.
-        device: of a folder's models, as for `mmattn.pipeline`.
-        **options: of `HFLM`, such as `batch_size`, `max_length` and `add_bos_token`.
+            input of the pipeline, an image or a question. With a model it is a `Memory` of one row (also with a
+            folder), the path of a saved memory, or vectors (m, e). None for no memory.
+        control: "own"; or as a control "shuffled" (the memory of the next document with a memory) or "none".
+        index: index of an adapter that answers from one, as in `mmattn.pipeline`.
+        device: device of a folder's models, as in `mmattn.pipeline`.
+        **options: arguments of `HFLM`, such as `batch_size`, `max_length` and `add_bos_token`.
 
     Raises:
         ConfigError: arguments that contradict each other, or a model that writes no text.

@@ -51,27 +51,27 @@ def attach(
     path: str | None = None,
     require_memory: bool = False,
 ) -> AdaptedModel:
-    """Put an adapter on a frozen host; the host's answers stay bit for bit what they were until it is trained.
+    """Attach an adapter to a frozen host. Until it is trained, the host's answers stay bit for bit the same.
 
     Args:
-        host: any causal language model, encoder–decoder or encoder of transformers, any UNet with cross-attention or
-            diffusion transformer of diffusers, a model of a kind that was registered with
-            `mmattn.hosts.register_host`, or what `attach` returned for it.
-        adapter: its settings: a `GatedAdapter` for a model of transformers, for a causal language model also a
-            `ChunkedAdapter` or `ComposedAdapter`, a `DecoupledAdapter` for a model of diffusers, or a kind of your own.
-            A model of diffusers may go without: its own text can go through the core, see `AdaptedUNet.use_core`.
-        name: to switch, combine and save it by.
+        host: any causal language model, encoder–decoder or encoder of transformers; any UNet with cross-attention or
+            diffusion transformer of diffusers; a model of a registered kind (`mmattn.hosts.register_host`); or an
+            adapted model, for a further adapter.
+        adapter: its settings, such as a `GatedAdapter` for a model of transformers, a `ChunkedAdapter` or
+            `ComposedAdapter` for a causal language model, a `DecoupledAdapter` for a model of diffusers, or a
+            registered kind. Optional for a model of diffusers, see `AdaptedUNet.use_core`.
+        name: name of the adapter, to switch, combine and save it.
         path: dotted name of the list of layers in a model of transformers, if it cannot be found.
-        require_memory: calls without a memory raise instead of giving the host's own answer.
+        require_memory: raise for a call without a memory, instead of returning the host's answer.
 
     Returns:
-        the `AdaptedModel` of the host's kind: `AdaptedCausalLM`, `AdaptedEncoder`, `AdaptedUNet`, …
+        The `AdaptedModel` for the host's kind: `AdaptedCausalLM`, `AdaptedEncoder`, `AdaptedUNet`, …
 
     Raises:
-        AttachError: the name is taken or no plain name, the layers do not exist, the adapter is for another kind of
-            host, or an option does not apply here.
-        ConditionError: the host is compiled, has no weights, its 4-bit weights were laid out anew by an earlier call,
-            or memory would not reach a layer. Nothing is changed then.
+        AttachError: the name is taken or not a plain name, the layers do not exist, the adapter is for another kind of
+            host, or an option does not apply to this host.
+        ConditionError: the host is compiled, has no weights, an earlier call changed the layout of its 4-bit weights,
+            or the memory would not reach a layer. The host is unchanged.
     """
     with outside_modes():
         model = adapted_model(host, path, require_memory)
@@ -102,8 +102,8 @@ def adapted_model(host: nn.Module, path: str | None, require_memory: bool = Fals
     if path is not None:
         if "path" not in inspect.signature(kind).parameters:
             raise AttachError(
-                f"path={path!r} names a list of layers, and {type(host).__name__} is a host of kind "
-                f"{kind.kind!r}, which takes none: leave it out"
+                f"path={path!r} names a list of layers, and {type(host).__name__}, a host of kind {kind.kind!r}, takes "
+                "no path: leave it out"
             )
         options["path"] = path
     return kind(host, **options)
@@ -112,7 +112,7 @@ def adapted_model(host: nn.Module, path: str | None, require_memory: bool = Fals
 def register_host(host: Kind) -> Kind:
     """Register a class of hosts, so that `attach` and `load` use it; a class decorator.
 
-    For a model, kinds that were registered later are tried first.
+    Kinds that were registered later are tried first.
 
     Args:
         host: a subclass of `AdaptedModel` with `kind`, `positions`, `matches` and `sites`.
@@ -168,7 +168,7 @@ class AttachReport:
 
     Attributes:
         host: name of its class.
-        kind: registered kind of host; "" if none fits.
+        kind: registered kind of host; "" if no kind matches.
         stacks: part ("" for a single list), dotted name, number of layers and width of each list of layers.
         layers: numbers of the layers with an adapter.
         parameters: number of trained parameters, and of the host's.
@@ -213,14 +213,14 @@ def attach_check(
     """Check from a config whether a model can be a host, and where adapters would act.
 
     Args:
-        config: of transformers.
+        config: a config of transformers.
         memory_dim: e, width of the memory.
-        every: a block at every n-th layer; 4 by default, less in smaller models.
+        every: a block at every n-th layer; 4 by default, less for smaller models.
         where: as in `GatedAdapter`.
         path: as in `attach`.
 
     Raises:
-        AdapterFileError: transformers makes no model of this config.
+        AdapterFileError: transformers has no model for this config.
 
     >>> from transformers import LlamaConfig
     >>> report = attach_check(LlamaConfig(num_hidden_layers=80, hidden_size=8192))

@@ -190,8 +190,8 @@ def refuse_misplaced(host: nn.Module, kwargs: Arguments) -> None:
     for name in ("memory", "adapter_scale"):
         if name in kwargs and name not in inspect.signature(type(host).forward).parameters:
             raise ConditionError(
-                f"{name}= was given to the host, {type(host).__name__}, which does not read it: give it to what attach "
-                "returned, or call the host inside its condition(memory)"
+                f"{name}= was given to the host, {type(host).__name__}, which does not read it: pass it to the adapted "
+                "model that attach returned, or call the host inside its condition(memory)"
             )
 
 

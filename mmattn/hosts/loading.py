@@ -38,28 +38,27 @@ def load(
     revision: str | None = None,
     dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> AdaptedModel:
-    """Put a saved adapter on a host; on a UNet also the single file of a published IP-Adapter.
+    """Load a saved adapter onto a host; onto a UNet also the single file of a published IP-Adapter.
 
-    In whatever precision an adapter was saved, and whatever the host has, it comes in float32, as `attach` makes it and
-    as peft's `autocast_adapter_dtype` does.
+    The adapter is loaded in float32, like a fresh one, whatever dtype it was saved in and the host has (like peft's
+    `autocast_adapter_dtype`).
 
     Args:
         host: as in `attach`.
-        folder: as `save_adapter` or `save_pretrained` wrote it, a checkpoint of a Trainer, or the name of a repository
-            on the Hugging Face hub, "org/name".
-        name: as in `attach`; where the folder has an adapter in a folder of this name, that one is loaded.
+        folder: a folder written by `save_adapter` or `save_pretrained`, a checkpoint of a Trainer, or the name of a
+            repository on the Hugging Face hub, "org/name".
+        name: as in `attach`; if the folder has a subfolder of this name with an adapter, that adapter is loaded.
         path: as in `attach`.
-        revision: branch, tag or commit of that repository.
-        dtype: of the adapter, where it is not to be that of `attach`; "auto" is the one it was saved in. Gates stay in
-            float32 at least.
+        revision: branch, tag or commit of the repository.
+        dtype: dtype of the adapter; "auto" for the dtype it was saved in. Gates stay in float32 or higher.
 
     Returns:
-        as `attach` does.
+        As in `attach`.
 
     Raises:
-        AdapterFileError: the folder does not hold an adapter for this host; nothing is changed.
-        ConfigError: `dtype` is none in which an adapter can run.
-        NonFiniteError: a weight is NaN or infinite, or beyond the range of `dtype`; nothing is changed.
+        AdapterFileError: the folder has no adapter for this host. The host is unchanged.
+        ConfigError: an adapter cannot run in `dtype`.
+        NonFiniteError: a weight is NaN or infinite, or beyond the range of `dtype`. The host is unchanged.
     """
     check_dtype(dtype)
     folder = local_folder(folder, revision)
@@ -218,30 +217,30 @@ def load_published(
     num_heads: int | None = None,
     path: str | None = None,
 ) -> AdaptedModel:
-    """Put the gated cross-attention of a published model on a host that holds the rest of its text part.
+    """Attach the gated cross-attention of a published model to a host with the rest of its text model.
 
-    The memory is what the published blocks attend to: for Idefics the states of its vision model, resampled where it
-    has a resampler, for Mllama those after `multi_modal_projector`, for OpenFlamingo those after its perceiver; with
-    segments that number the images of each row.
+    The memory has the states that the published blocks attend to: for Idefics those of its vision model (after its
+    resampler, if it has one), for Mllama those after `multi_modal_projector`, for OpenFlamingo those after its
+    perceiver. Its segments number the images of each row.
 
     Args:
-        host: for Idefics the Llama with its `layers`; for Mllama the Llama made of the layers that are not
-            cross-attention, in their order; for OpenFlamingo its language model.
+        host: for Idefics the Llama with its `layers`; for Mllama a Llama of its layers without cross-attention, in
+            order; for OpenFlamingo its language model.
         family: "idefics", "mllama" or "openflamingo".
-        weights: a state dict, a `.safetensors` or `.bin` file, or a folder of safetensors files; other tensors than
-            those of the blocks are left alone.
+        weights: a state dict, a `.safetensors` or `.bin` file, or a folder of safetensors files; only tensors of the
+            blocks are read.
         name: as in `attach`.
-        visible_segments: what a token sees: the "latest" image, all "previous" ones, or "all".
+        visible_segments: the images that a token sees: the "latest", all "previous", or "all".
         media_token: id of the token that stands for an image; or give `images` at each call.
-        num_heads: where it cannot be read off: OpenFlamingo with heads of another width than 64.
+        num_heads: needed for OpenFlamingo with a head width other than 64.
         path: as in `attach`.
 
     Returns:
-        as `attach` does.
+        As in `attach`.
 
     Raises:
-        AdapterFileError: tensors are missing, unknown or of another shape, the host is not the one they were made
-            for, or its feed-forward is no SwiGLU (Idefics, Mllama).
+        AdapterFileError: tensors are missing, unknown or of another shape, they belong to another host, or its
+            feed-forward is not a SwiGLU (Idefics, Mllama).
         AttachError: the name is taken. Nothing is changed.
     """
     if isinstance(host, AdaptedModel):
@@ -297,15 +296,15 @@ Folder = str | PathLike[str]
 
 
 def load_prefix_tuning(host: nn.Module, folders: Folder | Sequence[Folder], name: str = "default") -> AdaptedModel:
-    """Put what peft's prefix tuning trained on a host, as a `PrefixAdapter` with a prefix for each checkpoint.
+    """Load prefix-tuning checkpoints of peft onto a host, as a `PrefixAdapter` with a prefix for each.
 
     Args:
         host: as in `attach`.
-        folders: one that `PeftModel.save_pretrained` wrote, or several with equally many virtual tokens.
+        folders: a folder written by `PeftModel.save_pretrained`, or several with the same number of virtual tokens.
         name: as in `attach`.
 
     Returns:
-        as `attach` does; row i of a call reads the checkpoint that `memory=` numbers for it.
+        As `attach`; `memory=` numbers the checkpoint for each row of a call.
 
     Raises:
         AdapterFileError: a folder holds no prefix tuning for a host of these sizes; nothing is changed.

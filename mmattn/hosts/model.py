@@ -64,23 +64,23 @@ class CallOptions(TypedDict, total=False):
     """Keywords of a call or block that belong to its memory.
 
     Args:
-        adapter_scale: multiplies the outputs of the adapters, one number for all or one by adapter name; 0 is exactly
-            nothing. Of diffusion models also (b,), (b, height, width), (b, frames, height, width), one by block, or a
-            function of the timestep (`mmattn.hosts.diffusion.scale`).
-        images: of language models: (b, l) images begun at or before each token, for visible_segments="latest" and
+        adapter_scale: factor of the adapters' outputs, one number or a dict by adapter name; 0 gives exactly the host's
+            output. For diffusion models also (b,), (b, height, width), (b, frames, height, width), a value per block,
+            or a function of the timestep (`mmattn.hosts.diffusion.scale`).
+        images: for language models: (b, l), the number of images up to each token, for visible_segments="latest" and
             "previous".
-        arrived: of language models: (b, l) number of slots of the memory that had arrived at each token, which sees no
-            later ones; tokens after those are like the last. A `MemoryStream` is the same while it grows.
-        window: with `arrived`, how many of the latest slots each token sees; None for all.
-        text_mask: of diffusion models: (rows, m) bool, which tokens of the host's own text are real; needs `use_core`.
-        guided: of diffusion models, for `condition`: a pipeline of diffusers computes classifier-free guidance inside
-            the block, in batches of two or three parts or in a call for each: unconditional rows and calls see no
-            memory. They are known by the null class of DiT, by the names that the pipeline gives to `cache_context`,
-            else by the order of diffusers' own pipelines: of calls at one timestep the conditional one comes first. A
-            call for which nothing tells whether it is unconditional raises ConditionError.
-        negative_prompt_embeds: of diffusion models, for `condition`: (b, m, e), the embeddings of the negative prompt
-            as the host is given them: rows with this text see no memory, in whatever order they come. Implies `guided`;
-            needed by pipelines of another order than diffusers', such as InstructPix2Pix.
+        arrived: for language models: (b, l), the number of slots that have arrived at each token; the token sees no
+            later slots. Generated tokens use the last value. `MemoryStream` does the same for a growing memory.
+        window: with `arrived`, the number of latest slots that each token sees; None for all.
+        text_mask: for diffusion models: (rows, m) bool, the real tokens of the host's text; needs `use_core`.
+        guided: for diffusion models, in `condition`: a diffusers pipeline computes classifier-free guidance inside the
+            block, in batches of two or three parts or in separate calls. Unconditional rows and calls see no memory.
+            They are recognised by the null class of DiT, by the pipeline's `cache_context` names, or by the order of
+            diffusers' pipelines: at each timestep the conditional call comes first. A call that cannot be recognised
+            raises ConditionError.
+        negative_prompt_embeds: for diffusion models, in `condition`: (b, m, e), the embeddings of the negative prompt
+            that the pipeline passes to the host. Rows with this text see no memory, in any order. Implies `guided`;
+            needed for pipelines with another order than diffusers', such as InstructPix2Pix.
     """
 
     adapter_scale: AdapterScale
@@ -105,16 +105,16 @@ _SAVE_OPTIONS: dict[str, tuple[object, ...] | None] = {
 
 
 class AdaptedModel(nn.Module):
-    """A host and its adapters; what `attach` returns. Other attributes are read, set and deleted on the host.
+    """A host and its adapters; the result of `attach`. Other attributes are read, set and deleted on the host.
 
     `.to()`, `.half()`, `.train()` and `.eval()` on either object reach both.
 
-    A kind of host of its own subclasses it, says which models it `matches` and which `sites` they offer, and is
-    registered with `register_host`. By default adapters act by hooks before and after the modules that the sites name.
+    To add a kind of host, subclass it, define which models it `matches` and which `sites` they offer, and register it
+    with `register_host`. By default adapters act by hooks before and after the modules of the sites.
 
     Args:
         host: the frozen model.
-        require_memory: calls without a memory raise instead of giving the host's own answer.
+        require_memory: raise for a call without a memory, instead of returning the host's answer.
     """
 
     kind: ClassVar[str] = ""
@@ -243,7 +243,7 @@ class AdaptedModel(nn.Module):
         self.attachment.replace(self.host, MARK, self)
 
     def unload(self) -> nn.Module:
-        """Give back the very same host with no trace of the adapters."""
+        """Remove all adapters and return the unchanged host."""
         self.attachment.leave()
         return self.host
 
@@ -341,7 +341,7 @@ class AdaptedModel(nn.Module):
         return layers
 
     def set_adapter(self, names: str | Sequence[str]) -> None:
-        """Make these adapters, in this order, the active ones; an empty list is none.
+        """Activate these adapters, in this order; an empty list deactivates all.
 
         Raises:
             AttachError: a name that is not attached.
@@ -355,14 +355,14 @@ class AdaptedModel(nn.Module):
 
     @outside_modes()
     def add_adapter(self, name: str, adapter: AdapterConfig | None = None) -> None:
-        """Put another adapter on the host, active beside those that are.
+        """Attach another adapter and activate it, beside the active adapters.
 
         Args:
-            name: to switch, combine and save it by.
+            name: name of the adapter, to switch, combine and save it.
             adapter: its settings.
 
         Raises:
-            AttachError: the name is taken or no plain name, or the adapter is not for this kind of host.
+            AttachError: the name is taken or not a plain name, or the adapter is for another kind of host.
             ConditionError: memory cannot reach its layers, the adapters were unloaded, or weights are made on the meta
                 device here.
         """
@@ -402,10 +402,10 @@ class AdaptedModel(nn.Module):
         self.refresh_hooks()
 
     def delete_adapter(self, name: str) -> None:
-        """Remove an adapter and its weights; the last one goes with `unload`.
+        """Remove an adapter and its weights; remove the last adapter with `unload`.
 
         Raises:
-            AttachError: it is not attached, or the only one.
+            AttachError: the adapter is not attached, or is the last one.
             ConditionError: inside a block that gives a memory.
         """
         self.adapter(name)
@@ -425,12 +425,12 @@ class AdaptedModel(nn.Module):
             )
 
     def trainable_parameters(self) -> tuple[int, int]:
-        """Numbers of trained parameters and of all, host included."""
+        """Return the number of trained parameters, and of all parameters with the host."""
         counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
         return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
     def print_trainable_parameters(self) -> None:
-        """Print the numbers in the words of peft."""
+        """Print the numbers in the format of peft."""
         trained, total = self.trainable_parameters()
         print(f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}")
 
@@ -439,16 +439,15 @@ class AdaptedModel(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Tensor]:
-        """Return the adapters with their settings, and trained parameters of the host (a LoRA), no frozen ones.
+        """Return the adapters with their settings, and trained parameters of the host (a LoRA), without frozen ones.
 
-        So the checkpoints of every trainer stay small, and `mmattn.load` reads what `transformers.Trainer` writes.
-        `load_state_dict` does not miss the frozen host, and takes it where it is there. The whole host is in
-        `host.state_dict()`.
+        This keeps the checkpoints of every trainer small, and `mmattn.load` reads those of `transformers.Trainer`.
+        `load_state_dict` accepts states with and without the frozen host. `host.state_dict()` has the whole host.
 
         Args:
             destination: as in `torch.nn.Module`.
             prefix: as in `torch.nn.Module`.
-            keep_vars: as in `torch.nn.Module`; True, as `torch.export` asks, gives all of the host and no settings.
+            keep_vars: as in `torch.nn.Module`; True (from `torch.export`) returns the whole host, without settings.
         """
         state: dict[str, Tensor] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not keep_vars:
@@ -474,7 +473,7 @@ class AdaptedModel(nn.Module):
         Args:
             path: the folder.
             name: of the adapter.
-            encoder: fingerprint of the encoder whose memories it was trained on, written to the file.
+            encoder: fingerprint of the encoder it was trained with, written to the file.
 
         Raises:
             AttachError: there is no such adapter.
@@ -488,17 +487,17 @@ class AdaptedModel(nn.Module):
         """Upload one adapter, and nothing of the host, to the Hugging Face hub.
 
         Args:
-            repository: "org/name"; made where it is missing.
+            repository: "org/name"; created if missing.
             name: of the adapter.
             encoder: as in `save_adapter`.
             options: `private`, `revision`, `token` and `commit_message`, as in
-                `transformers.PreTrainedModel.push_to_hub`; a missing branch is made.
+                `transformers.PreTrainedModel.push_to_hub`; a missing branch is created.
 
         Returns:
-            the address of the commit.
+            The address of the commit.
 
         Raises:
-            AdapterFileError: the hub refused it, or cannot be reached.
+            AdapterFileError: the hub rejects it or cannot be reached.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_adapter(folder, name, encoder=encoder)
@@ -514,17 +513,17 @@ class AdaptedModel(nn.Module):
         is_main_process: bool = True,
         **options: object,
     ) -> None:
-        """Write the adapters and nothing of the host, laid out as peft does; `host.save_pretrained` writes the host.
+        """Write the adapters in peft's layout, without the host; `host.save_pretrained` writes the host.
 
-        The adapter "default" is written into the folder itself, every other one into a folder of its name in it, each
-        as `save_adapter` does. `mmattn.load(host, save_directory)` reads the first, and with a name the others.
+        The adapter "default" is written into the folder, every other adapter into a subfolder of its name, each as by
+        `save_adapter`. `mmattn.load(host, save_directory)` loads "default", and with `name` another adapter.
 
         Args:
             save_directory: the folder.
             selected_adapters: names of the adapters; all by default.
             encoder: as in `save_adapter`.
-            is_main_process: False writes nothing: the other processes of a run.
-            options: further keywords of transformers' and peft's `save_pretrained`, with their defaults.
+            is_main_process: False writes nothing, for the other processes of a run.
+            options: further keywords of `save_pretrained` in transformers and peft, with their default values.
 
         Raises:
             AttachError: a name that is not attached, or no adapter at all.
@@ -552,7 +551,7 @@ class AdaptedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Refused: an adapted model is made of a host and an adapter's folder, by `mmattn.load(host, folder)`.
+        """Not supported: load an adapter's folder onto a host with `mmattn.load(host, folder)`.
 
         Raises:
             ConditionError: always.
@@ -565,10 +564,10 @@ class AdaptedModel(nn.Module):
     # Memory --------------------------------------------------------------------------------------------------------
 
     def prepare(self, memory: object) -> Any:
-        """Check a memory and cache what the adapters compute of it, for many calls; give the result as `memory`.
+        """Check a memory and cache its keys and values for many calls; pass the result as `memory`.
 
         Args:
-            memory: one for all active adapters, or one by adapter name.
+            memory: a memory for all active adapters, or a dict by adapter name.
 
         Raises:
             ShapeError: a memory that does not fit.
@@ -626,15 +625,15 @@ class AdaptedModel(nn.Module):
 
     @contextlib.contextmanager
     def condition(self, memory: object, **options: Unpack[CallOptions]) -> Iterator[Self]:
-        """Give every call of the host inside the block this memory; None for no memory.
+        """Pass this memory to every call of the host inside the block; None for no memory.
 
         Args:
-            memory: (b, m, e), one for all active adapters, or one by adapter name.
-            options: `CallOptions`, those of this kind of host.
+            memory: (b, m, e) for all active adapters, or a dict by adapter name.
+            options: the `CallOptions` of this kind of host.
 
         Raises:
             ShapeError: a memory or scale that does not fit.
-            ConfigError: an adapter_scale of an adapter that reads no memory, or of another kind.
+            ConfigError: an adapter_scale for an adapter without a memory, or of another kind of host.
             NonFiniteError: NaN or infinity in a slot that may be attended to, or in a scale.
             ConditionError: a generator opens the block.
         """
@@ -644,18 +643,18 @@ class AdaptedModel(nn.Module):
             yield self
 
     def forward(self, *args: Any, memory: object = None, labels: object = None, **kwargs: Any) -> Any:
-        """Call the host with a memory; returns what the host returns.
+        """Call the host with a memory and return its output.
 
         Args:
-            args: the host's own.
-            memory: (b, m, e), one row for each row of the batch; one for all adapters or one by adapter name. None: the
-                memory of the surrounding `condition` block, or the host's own output. For a `ChunkedAdapter` also a
-                function that finds the neighbours of chunks, for a `ComposedAdapter` an `AugmentingModel`.
-            labels: the host's own; named here because Trainers ask the class of a model for its labels.
-            kwargs: the host's own, and the options of `condition`.
+            args: arguments of the host.
+            memory: (b, m, e), a row for each row of the batch, for all adapters, or a dict by adapter name. None uses
+                the memory of the surrounding `condition` block; without a block the host runs alone. A `ChunkedAdapter`
+                also takes a function that finds the neighbours of chunks, a `ComposedAdapter` an `AugmentingModel`.
+            labels: labels of the host; named here because Trainers inspect the signature for them.
+            kwargs: arguments of the host, and options of `condition`.
 
         Raises:
-            ConfigError: a keyword that is a near miss of ours.
+            ConfigError: a misspelt keyword of mmattn.
         """
         options = self.options_of(kwargs) if kwargs else {}
         if labels is not None:
@@ -671,18 +670,18 @@ class AdaptedModel(nn.Module):
         return contextlib.nullcontext()
 
     def calibrate(self, *args: Any, memory: object, **kwargs: Any) -> None:
-        """Calibrate fresh gated adapters by a batch of the training data: mean and spread of what each block reads.
+        """Calibrate fresh gated adapters with a training batch: mean and spread of the states that each block reads.
 
-        Only tokens that attend to the memory count. The adapter is still exactly nothing. `AdapterTrainer`
-        does this by its first batch; call it yourself before another training loop.
+        Only tokens that attend to the memory count. The adapter still changes nothing. `AdapterTrainer` does this with
+        its first batch; call it yourself before another training loop.
 
         Args:
-            args: those of the host.
+            args: arguments of the host.
             memory: as in `forward`.
-            kwargs: those of `forward`.
+            kwargs: as in `forward`.
 
         Raises:
-            ConditionError: no adapter is fresh and has gated blocks, or fewer than two tokens attend to the memory.
+            ConditionError: no fresh adapter has gated blocks, or fewer than two tokens attend to the memory.
 
         >>> import mmattn
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -696,7 +695,7 @@ class AdaptedModel(nn.Module):
         fresh = fresh_adapters(self)
         if not fresh:
             raise ConditionError(
-                "calibrate measures a fresh adapter of gated blocks, and none with gates at 0 is attached"
+                "calibrate needs a fresh adapter with gated blocks, and no attached adapter has its gates at 0"
             )
         with calibrating(self):
             self(*args, memory=memory, **kwargs)
@@ -705,10 +704,10 @@ class AdaptedModel(nn.Module):
 
     @contextlib.contextmanager
     def disable_adapter(self, names: str | Sequence[str] | None = None) -> Iterator[Self]:
-        """Inside the block these adapters do not exist, whatever memory a call gives.
+        """Disable adapters inside the block, whatever memory a call passes.
 
         Args:
-            names: of the adapters; all by default.
+            names: names of the adapters; all by default.
 
         Raises:
             AttachError: a name that is not attached.

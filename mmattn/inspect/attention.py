@@ -89,18 +89,18 @@ class _Recorder:
 
 
 class AdapterMetrics:
-    """Metrics of the adapters of a model in a step of training, for `RunFolder.train(measure=…)`.
+    """Metrics of adapters in a training step, for `RunFolder.train(measure=…)`.
 
-    Each is named by what it is and the layer of the host: "gate/layer_3" and "feed_forward_gate/layer_3", the mean of
-    |tanh α|; "gradients/layer_3", the L2 norm of the gradient of the parameters there, and "gradients/shared" of those
-    that belong to no layer; "memory_attention/layer_3", the mean share of the attention on the memory, and
-    "null_attention/layer_3" on a null slot. Of an adapter that is not called "default" they are "gate/NAME/layer_3".
+    Names have the metric and the host layer: "gate/layer_3" and "feed_forward_gate/layer_3", the mean of |tanh α|;
+    "gradients/layer_3", the L2 norm of the gradients of its parameters, and "gradients/shared" of parameters outside
+    the layers; "memory_attention/layer_3", the mean share of the attention on the memory, and "null_attention/layer_3"
+    on a null slot. For an adapter other than "default": "gate/NAME/layer_3".
 
     Args:
         model: the adapted model.
-        forward: calls the model on a few rows with their memories, where the attention is measured; None for no figures
-            of attention, which a host whose attention does not give its weights has none of either.
-        attention_steps: steps between two measurements of the attention, each of which costs what `forward` does.
+        forward: calls the model on a few rows with their memories, to measure the attention; None to skip it. Hosts
+            that do not return attention weights have no attention metrics.
+        attention_steps: steps between two measurements of the attention; each calls `forward`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import mmattn
@@ -200,28 +200,28 @@ def attribute(
 ) -> Trace:
     """Compute the attention of each token of a text to each source, and the token's probability without that source.
 
-    The weights of a token are those at the position that predicts it, the one before. Weights tell what a model attends
-    to; the probabilities tell whether that matters. Each source is masked once, in batches.
+    The weights of a token are those at the position before it, which predicts it. Weights show where the model attends;
+    the probabilities show whether this matters. Each source is masked once, in batches.
 
     Args:
         model: an adapted language model.
         ids: (l,) or (1, l), such as `generate` returns.
         memory: one row.
         words: the text of each token of `ids`; its id by default.
-        start: the first token to be explained, 1 or later: the one after the prompt.
-        sources: the name of the source of each slot; slots of one name are one source, None is left out. By default
-            the memory's own sources, or the patches of `grid`, or the slots by number.
+        start: the first token to explain, 1 or later, usually the first after the prompt.
+        sources: the source name of each slot; slots with the same name are one source, and slots with None are skipped.
+            By default the sources of the memory, or the patches of `grid`, or the slot numbers.
         grid: as in `Trace`.
         picture: as in `Trace`.
         title: as in `Trace`.
-        name: of the adapter that attends to the memory; others get none.
-        batch: rows of one call.
+        name: name of the adapter that attends to the memory; other adapters get none.
+        batch: rows per call.
 
     Raises:
         ShapeError: more than one row, or names that do not fit.
         ConfigError: no token to explain, or no source.
-        ConditionError: the model predicts no tokens, or its adapter does not attend to the slots that it is given
-            themselves (a resampler, chunks).
+        ConditionError: the model predicts no tokens, or its adapter does not attend to the slots directly (a resampler,
+            chunks).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import mmattn
@@ -348,7 +348,7 @@ def _group(slots: Sequence[object], real: Sequence[bool]) -> tuple[list[str], Te
             labels.append(slot_name(whole))
         owner[slot] = numbers[key]
     if not labels:
-        raise ConfigError("no slot of this memory that may be attended to has a source: there is nothing to explain by")
+        raise ConfigError("no visible slot of this memory has a source to explain: give sources=")
     return labels, owner
 
 

@@ -384,7 +384,7 @@ def check_entries(memory: Memory | Tensor, like: Tensor | None = None) -> Memory
     if memory.scores is not None or memory.segments is not None:
         raise ShapeError("entries of a bank have no scores and no segments: a request gives scores, one for each hit")
     if memory.tokens.requires_grad:
-        raise ConditionError("the entries need gradients, and keys and values in a bank have none: detach() them first")
+        raise ConditionError("the entries need gradients, and a bank keeps none: detach() them first")
     memory.check_finite()
     if like is not None and memory.tokens.shape[1:] != like.shape[1:]:
         raise ShapeError(

@@ -248,8 +248,8 @@ def _check_adapters(path: str | PathLike[str], model: AdaptedModel, prints: Mapp
             )
         if _digest(model.adapter(name)) != expected:
             raise AdapterFileError(
-                f"the pages in {str(path)!r} were computed with other weights or settings than those adapter {name!r} "
-                "has here: load that adapter, or build the bank again with model.bank(memory)"
+                f"the pages in {str(path)!r} were computed with other weights or settings than adapter {name!r} has "
+                "here: load that adapter, or build the bank again with model.bank(memory)"
             )
     return list(prints)
 

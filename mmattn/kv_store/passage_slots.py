@@ -120,7 +120,7 @@ def _first_tokens(row: Sequence[Passage], count: int) -> list[int]:
 
 
 def _distances(rows: Sequence[Sequence[Passage]]) -> Tensor | None:
-    """Return by how many positions each slot of a row is moved (b, m); None if none is."""
+    """Return the number of positions each slot of a row moves by (b, m); None without a move."""
     moved = [[start - passage.start for start, passage in zip(_starts(row), row, strict=True)] for row in rows]
     if not any(map(any, moved)):
         return None

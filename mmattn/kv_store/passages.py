@@ -29,28 +29,26 @@ TOKENS = 2048
 
 
 class PassageCache:
-    """Keys and values of passages, as a frozen language model computed them of each passage alone.
+    """Keys and values of passages, computed by a frozen language model for each passage alone.
 
-    Each passage is read once. `select` puts some of them, in any order, before the texts of a call: their keys are
-    turned to the positions where they then stand, they do not see each other, and the text sees all of them. One
-    leading passage is what it would be in the prompt. Several are read independently, from which a model that was not
-    trained for it answers worse than from a prompt, and one that was as well (arXiv 2409.15355);
-    `select(…, recomputed_tokens=k)` repairs some of it without training.
+    Each passage is read once. `select` puts passages in any order before the texts of a call. Their keys are rotated to
+    their new positions. The text sees all passages; they do not see each other. A single passage gives the same result
+    as in the prompt. With several, a model answers worse than from the prompt unless it was trained for it (arXiv
+    2409.15355); `select(…, recomputed_tokens=k)` recovers some of this without training.
 
-    Where a model has learned positions (GPT-2, OPT), keys cannot be moved: all passages stand side by side at the first
-    positions, and the text after the longest of them (parallel context windows, arXiv 2212.10947).
+    Keys of a model with learned positions (GPT-2, OPT) cannot be moved. All passages then share the first positions,
+    and the text follows the longest (parallel context windows, arXiv 2212.10947).
 
     Args:
-        model: what `attach(host, PassageAdapter())` returned.
-        tokenizer: makes ids of passages that are given as texts.
-        adapter: name of the passage adapter, where the model has several.
-        prefix: ids before all passages, such as the begin of a chat template: every passage is read after them, and
-            `select` puts them before each row, once.
-        max_bytes: of keys and values in memory, beside those of running calls; None for no limit. What does not fit is
-            loaded from the folder, or read by the host again.
-        folder: where each passage is written to a file when it is read; other processes, and later ones with the same
-            host and prefix, find it there.
-        max_file_bytes: of all files in the folder; None for no limit.
+        model: the result of `attach(host, PassageAdapter())`.
+        tokenizer: tokenizes passages that are texts.
+        adapter: name of the passage adapter, if the model has several.
+        prefix: ids before all passages, such as the start of a chat template. Every passage is read after them, and
+            `select` puts them once before each row.
+        max_bytes: limit of the keys and values in memory, in addition to those of running calls; None for no limit.
+            Passages beyond it are loaded from the folder, or read again by the host.
+        folder: writes each passage to a file there. Other and later processes with the same host and prefix load it.
+        max_file_bytes: limit of all files in the folder; None for no limit.
 
     Raises:
         ConditionError: the model has no passage adapter.
@@ -111,25 +109,24 @@ class PassageCache:
         return list(self._passage(number))
 
     def nbytes(self) -> int:
-        """Bytes of keys and values in memory, those included that `load` left in its file."""
+        """Bytes of keys and values in memory, including those that `load` left in its file."""
         return self._store.nbytes
 
     def add(self, passages: Iterable[str | Sequence[int] | Tensor], *, progress: bool = True) -> list[int]:
-        """Have the host read passages; one that it has read is not read again.
+        """Let the host read passages; known passages are not read again.
 
         Args:
-            passages: texts, or ids of each. Special tokens in a text are plain text; without a prefix the tokenizer
-                puts a BOS token in front, if it should stand there.
+            passages: texts, or lists of ids. Special tokens in a text are plain text. Without a prefix, a BOS token is
+                added if the tokenizer adds one.
             progress: show it.
 
         Returns:
-            the number of each passage.
+            The number of each passage.
 
         Raises:
             ConfigError: texts, and no tokenizer.
             ShapeError: a passage without tokens, or with ids beyond the host's vocabulary.
-            ConditionError: the host computes otherwise than when it read the others, or the passage adapter is not
-                active.
+            ConditionError: the host has changed since it read the others, or the passage adapter is not active.
         """
         tokens = [self._tokens(passage) for passage in passages]
         self.check_current()
@@ -145,18 +142,18 @@ class PassageCache:
         return [self._numbers[ids] for ids in tokens]
 
     def select(self, rows: Sequence[Sequence[int]], recomputed_tokens: int = 0) -> PassageSelection:
-        """Return passages before the texts of a call, to be given to it as `memory=`.
+        """Select the passages before the texts of a call; pass the result as `memory=`.
 
         Args:
-            rows: for each row of text the numbers of its passages, in their order; a row may be empty.
-            recomputed_tokens: number of first tokens of each passage but the first that the host reads again at their
-                new positions, with the passages before them visible (arXiv 2410.15332, section 3).
+            rows: for each row of text the numbers of its passages, in order; a row may be empty.
+            recomputed_tokens: for each passage except the first, the number of its first tokens that the host reads
+                again at their new positions, where they see the passages before them (arXiv 2410.15332, section 3).
 
         Returns:
-            The passages of each row, the prefix before them.
+            The prefix and the passages of each row.
 
         Raises:
-            IndexError: a passage that is not there.
+            IndexError: there is no passage of this number.
             ShapeError: no rows.
             ConditionError: tokens cannot be read again in this host.
         """
@@ -192,17 +189,17 @@ class PassageCache:
         *,
         mapped: bool = False,
     ) -> PassageCache:
-        """Read the passages that `save` wrote.
+        """Load saved passages.
 
         Args:
             model: an adapted model with the same host.
             path: the file.
             tokenizer: as for the class.
-            mapped: leave keys and values in the file until they are selected; it is read through once for its
-                checksums. Else they are read into memory, which is pinned for a host on a CUDA device.
+            mapped: leave keys and values in the file until they are selected; the file is read once for its checksums.
+                False reads them into memory, which is pinned for a host on a CUDA device.
 
         Raises:
-            AdapterFileError: the file is torn, changed or something else, or another host has read them.
+            AdapterFileError: the file is truncated, modified or not of passages, or another host has read them.
         """
         cache = cls(model, tokenizer)
         cache._state, vocab_size = HostState(model.host), getattr(text_config(model.host), "vocab_size", None)
@@ -218,7 +215,7 @@ class PassageCache:
         return cache
 
     def check_current(self) -> None:
-        """Raise ConditionError if the host computes otherwise than when it read the passages."""
+        """Raise ConditionError if the host has changed since it read the passages."""
         if self._state is not None and not self._state.holds():
             raise ConditionError(
                 f"the weights, config, active LoRA adapters or autocast of {type(self.model.host).__name__} have "

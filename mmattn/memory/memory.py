@@ -26,18 +26,19 @@ Source = Any
 
 
 class Memory:
-    """A batch of vectors (b, m, e) to attend to, with a padding mask and, where known, the source of each vector.
+    """A batch of vectors (b, m, e) to attend to, with a padding mask and optionally the source of each vector.
 
-    A memory does not change shape or content: every method returns a new one, which shares storage where it can.
+    A memory is immutable: every method returns a new one, which shares storage if possible.
 
     Args:
         tokens: (b, m, e) floating point vectors. m may be 0.
         mask: (b, m) bool, True = may be attended to; None: every slot is real.
-        segments: (b, m) int, the segment (image, passage) of each slot, counted from 0 in each row; negative for none.
+        segments: (b, m) int, the segment (image, passage) of each slot, counted from 0 in each row; negative without
+            one.
         scores: (b, m) float, relevance of each slot (a retriever's score).
         sources: for each row one entry per slot: any JSON value that names where the slot came from.
-        check_finite: refuse NaN and infinity in slots that may be attended to. Tensors on a device are refused by the
-            call that is given them, the next one, or the end of `generate`.
+        check_finite: reject NaN and infinity in slots that may be attended to. On a GPU, the call with the memory, the
+            next call or the end of `generate` raises.
 
     Raises:
         ShapeError: tensors or sources whose sizes do not fit, or tokens or scores that are not floating point.
@@ -107,7 +108,7 @@ class Memory:
     def check_finite(self) -> None:
         """Raise `NonFiniteError` for NaN or infinity in slots that may be attended to, or in their scores.
 
-        A graph that is being traced cannot read values: there nothing is checked.
+        A traced graph cannot read values, so nothing is checked there.
         """
         if torch.compiler.is_compiling():
             return
@@ -128,9 +129,9 @@ class Memory:
                 )
 
     def check_in_call(self) -> None:
-        """Check as `check_finite` does, once for these values; where they lie on a device without waiting for it.
+        """Check like `check_finite`, once for these values, without waiting for a GPU.
 
-        What is not known yet is raised by the next call, or at the end of `generate`.
+        On a GPU, the next call or the end of `generate` may raise.
 
         Raises:
             NonFiniteError: NaN or infinity in a slot that may be attended to.
@@ -158,7 +159,7 @@ class Memory:
             check_finite: as in `Memory`.
 
         Raises:
-            ShapeError: no rows, or rows that are not (m_i, e) of one width e.
+            ShapeError: no rows, or rows that are not (m_i, e) with the same e.
             NonFiniteError: NaN or infinity.
 
         >>> Memory.pad([torch.ones(3, 2), torch.ones(1, 2)]).lengths
@@ -179,10 +180,10 @@ class Memory:
 
     @classmethod
     def cat(cls, memories: Sequence[Memory]) -> Memory:
-        """Concatenate the slots of memories of one width and the same rows, (b, m1 + m2, e).
+        """Concatenate the slots of memories with the same rows and width, (b, m1 + m2, e).
 
-        Segments of later memories are numbered after those of earlier ones; a memory without segments counts as one
-        segment, and a slot of no segment (a negative one) stays so.
+        Segments of later memories are numbered after those of earlier memories. A memory without segments counts as one
+        segment. Negative segments stay negative.
 
         Raises:
             ShapeError: no memories, or rows or widths that differ.
@@ -194,7 +195,7 @@ class Memory:
 
     @classmethod
     def stack(cls, memories: Sequence[Memory]) -> Memory:
-        """Concatenate the rows of memories of one width, (b1 + b2, m, e), the shorter ones padded.
+        """Concatenate the rows of memories of the same width, (b1 + b2, m, e); shorter memories are padded.
 
         Raises:
             ShapeError: no memories, or widths that differ.
@@ -208,11 +209,11 @@ class Memory:
         return _joined(memories, 0, _concatenated(memories, "segments", 0))
 
     def expand(self, rows: int) -> Memory:
-        """Return this one row shared by `rows` rows of text, without a copy.
+        """Return this single row, shared by `rows` rows of text without a copy.
 
         Raises:
             ShapeError: the memory has more than one row.
-            ConfigError: `rows` is no number of rows.
+            ConfigError: `rows` is not a positive int.
         """
         check_int("rows", rows, at_least=0)
         if self.batch != 1:
@@ -231,7 +232,7 @@ class Memory:
         return self._map(lambda tensor: tensor[index], sources=[every[number] for number in numbers])
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
-        """Return the memory on another device or with tokens and scores in another dtype, as `Tensor.to` does."""
+        """Return the memory on another device, or with tokens and scores in another dtype, like `Tensor.to`."""
         tokens = self.tokens.to(*args, **kwargs)
         if tokens is self.tokens:
             return self
@@ -243,7 +244,7 @@ class Memory:
         return self._map(follow, tokens)
 
     def pin_memory(self) -> Memory:
-        """Return the memory in page-locked memory, from which a device reads it while it computes."""
+        """Return the memory in page-locked memory, from which a GPU copies asynchronously."""
         return self._map(Tensor.pin_memory)
 
     def replace(self, tokens: Tensor) -> Memory:
@@ -263,13 +264,13 @@ class Memory:
         return memory
 
     def real_slots(self) -> Tensor:
-        """Return the slots that may be attended to, (b, m) bool: the mask, or all True where there is none."""
+        """Return the slots that may be attended to, (b, m) bool: the mask, or all True without one."""
         if self.mask is None:
             return self.tokens.new_ones(self.tokens.shape[:2], dtype=torch.bool)
         return self.mask.to(self.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tokens, and the mask, segments and scores that are there."""
+        """Return the tokens, and the mask, segments and scores if set."""
         return [value for value in (self.tokens, self.mask, self.segments, self.scores) if value is not None]
 
     def detach(self) -> Memory:
@@ -284,7 +285,7 @@ class Memory:
 
         Raises:
             ConfigError: sources that are not plain JSON.
-            OSError: the folder is missing or not writable; a file that was there is unchanged.
+            OSError: the folder is missing or not writable; an existing file is unchanged.
         """
         tensors = {"tokens": self.tokens.detach()}
         for name in ("mask", "segments", "scores"):
@@ -305,7 +306,7 @@ class Memory:
             check_finite: as in `Memory`.
 
         Raises:
-            AdapterFileError: the file is torn, changed or something else.
+            AdapterFileError: the file is truncated, modified or not a memory.
             NonFiniteError: NaN or infinity.
         """
         with parse_errors(path, "memory"):

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class SharedMemory:
     """A memory of two parts, attended to as one: slots that all rows share, and slots of each row.
 
-    The same answers as `Memory.cat([shared.expand(b), own])`, without a copy of the shared slots, of their keys and
-    values, or of the time to read them: all rows attend to them at once, and the two parts are merged exactly by their
-    log-sum-exp (Hydragen, arXiv 2402.05099).
+    Gives the same answers as `Memory.cat([shared.expand(b), own])`, but stores and reads the shared slots only once:
+    all rows attend to them together, and both parts are merged exactly by their log-sum-exp (Hydragen, arXiv
+    2402.05099).
 
     Args:
-        shared: one row (1, m, e), such as a handbook: a `Memory`, a tensor, or what `model.prepare` made of it, with
-            keys and values that are kept from call to call.
-        own: (b, n, e), a row for each row of text; likewise.
+        shared: one row (1, m, e), such as a handbook: a `Memory`, a tensor, or the output of `model.prepare`, with
+            cached keys and values.
+        own: (b, n, e), a row for each row of text, in the same forms.
 
     Raises:
         ShapeError: the shared part has several rows.
@@ -39,11 +39,11 @@ class SharedMemory:
         self.shared, self.own = (Memory(one) if isinstance(one, Tensor) else one for one in (shared, own))
         rows = getattr(self.shared, "batch", 1)
         if rows != 1:
-            raise ShapeError(f"what all rows share is one row, got {rows}: give rows of their own as own=")
+            raise ShapeError(f"the shared part has one row, got {rows}: give a row for each row of text as own=")
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """The shared part, and that of each row."""
+        """The shared part, and the rows."""
         return self.shared, self.own
 
     def __repr__(self) -> str:

@@ -12,17 +12,17 @@ from mmattn.memory.memory import Memory
 
 
 class MemoryStream:
-    """Slots that arrive one after the other: frames, samples of a sensor, new passages.
+    """A memory whose slots arrive over time: frames, samples of a sensor, new passages.
 
-    Given as `memory=`, each forward of the host sees the slots that had arrived when it began, the latest `window` of
-    them; so in `generate` each token sees what had arrived when it was read. `append` may be called at any time, from
-    any thread. Keys and values of a slot are projected once. `model(ids, memory=whole, arrived=counts, window=window)`
-    is the same for a text that is known, in one forward and with gradients.
+    Pass it as `memory=`. Each forward of the host sees the latest `window` slots that have arrived at its start, so in
+    `generate` each token sees the slots of its time. Call `append` at any time, from any thread. Keys and values of a
+    slot are projected once. For a known text, `model(ids, memory=whole, arrived=counts, window=window)` computes the
+    same in one forward, with gradients.
 
     Args:
         dim: e, width of each slot.
-        window: how many of the latest slots are seen; None for all.
-        rows: b, of the text; slots arrive in all rows at once.
+        window: number of latest slots that are visible; None for all.
+        rows: b of the text; slots arrive in all rows at once.
 
     >>> stream = MemoryStream(dim=24, window=5)
     >>> for frame in torch.randn(7, 1, 1, 24):
@@ -42,14 +42,14 @@ class MemoryStream:
 
     @property
     def arrived(self) -> int:
-        """Number of slots that have arrived, forgotten ones included."""
+        """Number of slots that have arrived, including forgotten slots."""
         return self._slots.stop
 
     def append(self, slots: Memory | Tensor) -> None:
-        """Add slots after those that are there.
+        """Append slots.
 
         Args:
-            slots: (b, n, e), a tensor or a `Memory` without padding; their device and dtype are those of the first.
+            slots: (b, n, e), a tensor or a `Memory` without padding. The first call sets device and dtype.
 
         Raises:
             ShapeError: other rows or another width.
@@ -73,12 +73,12 @@ class MemoryStream:
             self._slots.append(memory.tokens.detach())
 
     def visible_range(self) -> tuple[int, int]:
-        """Return the numbers, from 0, of the first slot that is visible now, and of the one that arrives next."""
+        """Return the range of visible slots, counted from 0: the first visible slot, and the next to arrive."""
         stop = self.arrived
         return (0 if self.window is None else max(0, stop - self.window)), stop
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Return slots by their numbers, (b, stop - start, e), or raise `ConditionError` where they are forgotten."""
+        """Return slots by their numbers, (b, stop - start, e); raise `ConditionError` for forgotten slots."""
         if self._slots.data is None:
             return torch.zeros(self.rows, 0, self.dim)
         return self._slots.get(start, stop)

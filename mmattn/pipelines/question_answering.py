@@ -93,8 +93,8 @@ class QuestionAnsweringPipeline(Pipeline):
         chosen = self.index if index is None else self._load_index(index)
         if chosen is None:
             raise ConfigError(
-                f"{str(self.folder)!r} answers from an index, and there is none: give index=, such as the one of its "
-                "run, or one that mmattn index build made"
+                f"{str(self.folder)!r} answers from an index, and there is none: give index=, such as that of its run, "
+                "or build one with mmattn index build"
             )
         return chosen
 

@@ -129,16 +129,19 @@ class Entries:
         """Return which entries (n,) a filter allows, True = may be found; None where it allows all.
 
         Args:
-            filter: a dict of metadata that must be equal, as Python compares, so that {} allows all; or a function of
-                an entry's metadata.
+            filter: a dict, as for `Index.search`; or a function of an entry's metadata.
 
         Raises:
-            ConfigError: the filter is neither a dict nor a function.
+            ConfigError: the filter is neither, or no entry has one of its keys.
         """
         if filter is None:
             return None
         if isinstance(filter, Mapping):
             allowed = [_matches(metadata, filter) for metadata in self.metadata]
+            if allowed and not any(allowed):
+                check_keys(
+                    filter, {key for metadata in self.metadata if isinstance(metadata, dict) for key in metadata}
+                )
         elif callable(filter):
             allowed = [bool(filter(copied(metadata))) for metadata in self.metadata]
         else:
@@ -170,7 +173,22 @@ def _replaced(column: tuple[Value, ...], rows: Sequence[int], values: Sequence[V
 def _matches(metadata: object, filter: Mapping[str, object]) -> bool:
     if not filter:
         return True
-    return isinstance(metadata, dict) and all(key in metadata and metadata[key] == filter[key] for key in filter)
+    return isinstance(metadata, dict) and all(
+        any(value in values_of(wanted) for value in values_of(metadata.get(key, []))) for key, wanted in filter.items()
+    )
+
+
+def values_of(value: object) -> list[object]:
+    """Return the values in a filter, or in the metadata of an entry, each of which may match."""
+    return value if isinstance(value, list) else [value]
+
+
+def check_keys(filter: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise ConfigError for the first key of a filter that no entry has."""
+    for key in filter:
+        if key not in known:
+            there = f"their keys are {_listed(sorted(known))}" if known else "they have no metadata"
+            raise ConfigError(f"filter has the key {key!r}, which no entry has: {there}")
 
 
 def is_id(name: object) -> TypeGuard[Id]:
@@ -211,7 +229,7 @@ def check_new(names: Sequence[Id], known: Collection[Id]) -> None:
 
 
 def check_texts(texts: object, count: int) -> tuple[str | None, ...]:
-    """Return texts as a tuple; None is an entry without a text."""
+    """Return texts as a tuple, with None for an entry without a text."""
     values = as_list("texts", texts, count)
     check_text(["" if text is None else text for text in values])
     return tuple(values)

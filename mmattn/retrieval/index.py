@@ -37,21 +37,20 @@ from mmattn.storage.files import Path
 
 
 class Index:
-    """Entries with a vector, an id, and optionally a text, metadata and encoded tokens; searched by vector.
+    """A search index. Each entry has a vector and an id, and optionally a text, metadata and encoded tokens.
 
-    `Index.build`, `Index.load` and `Index.open` make an index. Threads may search while another thread changes or saves
-    it; in a store in memory a search sees one version from its beginning to its end.
+    Create one with `Index.build`, `Index.load` or `Index.open`. Threads may search while another thread changes or
+    saves the index; in an in-memory store, each search sees a single version.
 
-    A higher score is better: the cosine, the inner product, or the negative squared distance, computed in float64 from
-    the full vectors and rounded to float32, whatever the store. Entries of equal rounded score come in the order of
-    adding.
+    A higher score is better: the cosine, the inner product, or the negative squared distance. Every store computes it
+    in float64 from the full vectors and rounds it to float32. Entries with equal scores are in the order of adding.
 
-    Stores: "exact" misses nothing. "hnsw", "ivf" and "ivfpq" (faiss) are approximate: they may miss some of the best k,
-    with a filter more of them, and the last two may then give fewer than k. "pgvector", "qdrant" and "lancedb" hold
-    entries in a database, where `Index.open` finds them again. `register_store` registers others.
+    Stores: "exact" finds the best k. "hnsw", "ivf" and "ivfpq" (faiss) are approximate: they may miss some of the best
+        k, more of them with a filter, and then "ivf" and "ivfpq" may return fewer than k. "pgvector", "qdrant" and
+        "lancedb" keep entries in a database; reopen it with `Index.open`. Add further stores with `register_store`.
 
     Args:
-        store: the store of the entries.
+        store: the store with the entries.
         encoder: the encoder of the entries, for texts.
 
     Raises:
@@ -91,16 +90,16 @@ class Index:
         """Make an index.
 
         Args:
-            items: texts, which need an encoder, or vectors: a tensor (n, e), an array, lists of numbers, or a memory
-                with one slot per row.
-            encoder: encodes texts, here and in `search`: `encode(texts) -> Memory`, `dim` and `fingerprint`.
+            items: texts, with an encoder, or vectors: a tensor (n, e), an array, lists of numbers, or a memory with one
+                slot per row.
+            encoder: encodes texts, here and in `search`; it has `encode(texts) -> Memory`, `dim` and `fingerprint`.
             ids: unique texts or ints; by default 0, 1, 2 …, and never a deleted id.
-            texts: the text of each entry, where items are vectors.
-            metadata: a JSON value for each entry, which filters read.
+            texts: the text of each entry, if items are vectors.
+            metadata: a JSON value for each entry, for filters.
             tokens: encoded tokens of each entry, one row each, for `hits.memory(tokens=True)`.
             metric: "cosine", "ip" or "l2".
-            store: "exact" (the default), "hnsw", "ivf", "ivfpq", "qdrant", "pgvector", "lancedb", a
-                registered one, or an address, as for `open`.
+            store: "exact" (the default), "hnsw", "ivf", "ivfpq", "qdrant", "pgvector", "lancedb", a registered store,
+                or an address, as in `open`.
             **settings: settings of the store, such as `links=16` of "hnsw": see `mmattn.retrieval.stores`.
 
         Raises:
@@ -136,7 +135,7 @@ class Index:
 
     @property
     def ids(self) -> tuple[Id, ...]:
-        """The ids, in the order of adding."""
+        """The ids of all entries, in the order of adding."""
         return self.store.ids
 
     @property
@@ -156,7 +155,7 @@ class Index:
 
     @property
     def has_tokens(self) -> bool:
-        """The entries have encoded tokens."""
+        """True if the entries have encoded tokens."""
         return self.store.about.get("token_dim") is not None
 
     def add(
@@ -168,7 +167,7 @@ class Index:
         metadata: Iterable[object] | None = None,
         tokens: Memory | None = None,
     ) -> tuple[Id, ...]:
-        """Add entries, all or none, and return their ids. Arguments and errors as for `build`."""
+        """Add entries, all or none, and return their ids. Arguments and errors as in `build`."""
         columns = self.space.columns(items, texts, metadata, tokens)
         return self._add(None if ids is None else check_ids(ids, len(columns["vectors"])), columns)
 
@@ -204,7 +203,7 @@ class Index:
         return new.ids
 
     def delete(self, ids: Iterable[Id]) -> None:
-        """Delete entries, all or none. Their ids are not given again.
+        """Delete entries, all or none. Their ids are never reused.
 
         Args:
             ids: a list of ids.
@@ -227,7 +226,7 @@ class Index:
         metadata: Iterable[object] | None = None,
         tokens: Memory | None = None,
     ) -> None:
-        """Replace the given columns of entries, all or none; ids and places stay. Arguments as for `build`.
+        """Replace the passed columns of entries, all or none; ids and order stay. Arguments as in `build`.
 
         Raises:
             IndexMismatchError: an id that is not in the index, or another width.
@@ -251,15 +250,16 @@ class Index:
         filter: Filter | None = None,
         encoder: Encoder | None = None,
     ) -> Hits:
-        """Return the entries that fit best.
+        """Return the best entries for each query.
 
         Args:
             queries: texts, a tensor (b, e) or (e,), an array, lists of numbers, or a memory with one slot per row.
-            top_k: how many entries k per query; missing ones are masked.
-            score_threshold: entries of a lower score are masked.
-            filter: metadata that must be equal ({"lang": "de"}), or a function of an entry's metadata, which a
-                database refuses.
-            encoder: the encoder of the queries; refused if the entries have another.
+            top_k: number k of entries per query; missing entries are masked.
+            score_threshold: entries with a lower score are masked.
+            filter: a dict of metadata that must be equal as Python compares ({"lang": "de"}). A list allows each of its
+                values ({"lang": ["de", "fr"]}); an entry with a list matches each value in it. Or a function of an
+                entry's metadata (not for databases).
+            encoder: the encoder of the queries, which must be that of the entries.
 
         Returns:
             Hits (b, k). Scores carry gradients to queries that require them.
@@ -268,7 +268,8 @@ class Index:
             IndexMismatchError: queries of another width or encoder.
             TextError: an empty query.
             NonFiniteError: NaN or infinity.
-            ShapeError: a query of zeros under "cosine", or no numbers (b, e).
+            ShapeError: a query of zeros with "cosine", or queries that are not (b, e).
+            ConfigError: no entry has a key of the filter.
         """
         check_int("top_k", top_k)
         if score_threshold is not None:
@@ -287,12 +288,12 @@ class Index:
         """Return all entries as a memory that attention searches in each layer.
 
         Args:
-            per_query: how many entries each token attends to, in each layer and head.
-            queries: for adapters with score_bias the query of each row of text, as in `search`.
+            per_query: number of entries that each token attends to, in each layer and head.
+            queries: for adapters with score_bias, the query of each row of text, as in `search`.
             encoder: as in `search`.
 
         Raises:
-            ConfigError: the entries are not in this process, or queries are given for an index of distances ("l2").
+            ConfigError: the entries are not in this process, or queries for the metric "l2".
             IndexMismatchError: queries of another width or encoder.
 
         >>> Index.build(torch.randn(1000, 24)).as_memory(per_query=8)
@@ -308,7 +309,7 @@ class Index:
         return IndexMemory(store, self.search_structures, per_query, vectors)
 
     def to(self, device: str | torch.device) -> Index:
-        """Move the vectors to a device, where searches then run, and return this index.
+        """Move the vectors, and so the searches, to a device, and return this index.
 
         Args:
             device: the device.
@@ -322,7 +323,7 @@ class Index:
         return self
 
     def save(self, path: Path) -> None:
-        """Save as a folder, atomically: a process killed at any moment leaves the previous version, or this one.
+        """Save as a folder, atomically: a process that is killed leaves the previous version or this one.
 
         Args:
             path: the folder.
@@ -337,7 +338,7 @@ class Index:
 
     @classmethod
     def load(cls, path: Path, *, encoder: Encoder | None = None, mapped: bool = False) -> Self:
-        """Load a folder that `save` wrote.
+        """Load a saved folder.
 
         Args:
             path: the folder.
@@ -346,8 +347,8 @@ class Index:
                 "exact" store still has a scan of all entries in memory; other stores may read everything.
 
         Raises:
-            IndexFileError: the folder or a file is missing, torn, changed, newer or something else, or its store is
-                not registered.
+            IndexFileError: the folder or a file is missing, truncated, modified, of a newer version or not an index, or
+                its store is not registered.
             IndexMismatchError: another encoder.
         """
         saved, store = load_index(path, mapped)
@@ -357,16 +358,16 @@ class Index:
 
     @classmethod
     def open(cls, address: Path, *, encoder: Encoder | None = None) -> Self:
-        """Open an index where it is: a saved folder, or a database, which later changes reach.
+        """Open a saved folder, or a database; later changes are written to the database.
 
         Args:
             address: a folder; "postgresql://user@host/database#table"; "qdrant:http://host:6333/collection" or
-                "qdrant:FOLDER"; "lance:FOLDER" or "lance:s3://bucket/path#table"; or an address
-                of a registered store. `Index.build(…, store=address)` makes one there.
+                "qdrant:FOLDER"; "lance:FOLDER" or "lance:s3://bucket/path#table"; or an address of a registered store.
+                `Index.build(…, store=address)` creates one.
             encoder: the encoder of the entries, for texts.
 
         Raises:
-            IndexFileError: nothing is there, or something else, or of another version.
+            IndexFileError: there is no index, or one of another version.
             IndexMismatchError: another encoder.
             MissingExtraError: a library of the store is not installed.
         """
@@ -385,14 +386,14 @@ class Index:
             raise
 
     def copy(self, store: str, **settings: Any) -> Self:
-        """Return a copy in another store, such as a database; entries keep ids, order and encoder.
+        """Copy the index to another store, such as a database; entries keep ids, order and encoder.
 
         Args:
-            store: its name or an address, as for `build`.
+            store: its name or an address, as in `build`.
             **settings: settings of the store.
 
         Raises:
-            ConfigError: as for `build`; or the entries have encoded tokens, and the store holds none.
+            ConfigError: as in `build`; or the entries have encoded tokens, which the store does not support.
 
         >>> Index.build([[3.0, 4.0]], ids=["a"], metric="ip").copy("hnsw")
         Index(1 entries, e=2, ip, hnsw)
@@ -411,7 +412,7 @@ class Index:
         return copied
 
     def close(self) -> None:
-        """Release what the store holds, such as a connection."""
+        """Release resources of the store, such as a connection."""
         self.store.close()
 
     @contextlib.contextmanager
@@ -440,8 +441,8 @@ class Index:
         """Return the width of the encoded tokens of new entries, which all entries share."""
         if tokens is not None and not self.store.holds_tokens:
             raise ConfigError(
-                f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use one that does, such "
-                "as 'exact'"
+                f"the store {self.store.kind!r} holds no encoded tokens: leave tokens= out, or use a store that does, "
+                "such as 'exact'"
             )
         widths = {part.shape[1] for part in tokens or ()}
         if len(self):

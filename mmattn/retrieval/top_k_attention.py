@@ -25,7 +25,7 @@ _TOGETHER = 1 << 24
 
 @dataclass(frozen=True)
 class SearchedSlots(AttendableMemory):
-    """A memory of which each query attends to the slots that a search finds for it."""
+    """A memory where each query attends to the slots that a search finds for it."""
 
     # from the projection of a layer and queries (b, n, e) in the space of the slots to their rows in the memory
     # (b, n, c); -1 is none. It is not differentiated
@@ -67,7 +67,7 @@ class SearchedSlots(AttendableMemory):
                 "use an adapter without qk_norm and rotary positions"
             )
         if (self.scores is None) != (projection.score_scale is None):
-            raise ConfigError("a searched memory has scores where the layer has score_bias=True, and none elsewhere")
+            raise ConfigError("a searched memory needs scores with score_bias=True, and must not have them without")
 
     def _beside_null_slot(self, projection: KeyValueProjection, q: Tensor, total: Tensor) -> Tensor:
         """Return the log-sum-exp of the slots with the terms that only count beside a null slot."""

@@ -175,7 +175,7 @@ def check_adapters_stack(case: Case) -> None:
     """Several adapters act together, each on its own memory, and are switched by set_adapter and disable_adapter."""
     model, memory = case.trained(), case.memory()
     if not model.adapter(case.name).traits.starts_as_identity:
-        raise SkipTest("a fresh one is seen, so that another is not as it was beside it")
+        raise SkipTest("a fresh adapter changes the output, also of an adapter beside it")
     alone = case.ask(model, memory)
     model.add_adapter("second", case.adapter)
     same(case.ask(model, {case.name: memory, "second": case.memory(1)}), alone, "beside a fresh one")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmattn.errors import ConfigError
 from mmattn.memory import Memory
-from mmattn.retrieval.entries import Entries, Filter
+from mmattn.retrieval.entries import Entries, Filter, check_filter
 from mmattn.retrieval.index import Index
 from mmattn.retrieval.scoring import METRICS, score
 from mmattn.retrieval.stores import STORES, Candidates, VectorStore
@@ -42,7 +42,7 @@ def filled(
 
 def candidates_of(store: VectorStore, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
     """Return the candidates of the store itself, after a check of their form."""
-    found = store.search(queries, top_k, filter)
+    found = store.search(queries, top_k, check_filter(filter))
     rows, entries = found.rows, found.entries
     assert isinstance(entries, Entries), f"a search gives Candidates of Entries, got {type(entries).__name__}"
     assert rows.dtype == torch.int64 and rows.dim() == 2 and len(rows) == len(queries), (
@@ -166,7 +166,7 @@ def check_filters(make: MakeStore) -> None:
 
 
 def check_filter_values(make: MakeStore) -> None:
-    """A filter compares values as Python does: 1 is 1.0 and True, not "1"; a key that is missing is not None."""
+    """A filter compares as Python does, a list by each of its values; a key that no entry has is refused."""
     values = [1, 1.0, True, "1", None, [1, "a"], {"b": 0, "a": [None]}, 0.5, "ü🌷"]
     metadata: list[object] = [
         *({"value": value, "row": row} for row, value in enumerate(values)),
@@ -176,18 +176,25 @@ def check_filter_values(make: MakeStore) -> None:
         "value",
     ]
     index = filled(make, "ip", normal(len(metadata)), metadata)
-    for wanted in (*values, 2, "A", {}, [1], {"a": [None]}):
-        rows = [row for row, value in enumerate(values) if value == wanted]
+    for wanted in (*values, 2, "A", {}, [], [1], ["1", 0.5, 2], [None, "a"], [[1, "a"]], {"a": [None]}):
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        owned = [value if isinstance(value, list) else [value] for value in values]
+        rows = [row for row, own in enumerate(owned) if any(value in allowed for value in own)]
         (names,) = ids_of(index, normal(1, seed=1), 13, {"value": wanted})
         assert sorted(name for name in names if name is not None) == rows, f"{wanted!r}: found {names}"
     (names,) = ids_of(index, normal(1, seed=1), 13, {})
     assert sorted(name for name in names if name is not None) == list(range(13)), "{} allows all"
+    (names,) = ids_of(index, normal(1, seed=1), 13, {"value": [1, "1"], "row": [3, 5, 8]})
+    assert sorted(name for name in names if name is not None) == [3, 5], "each key allows one of its values"
+    for wanted in ({"valeu": 1}, {"value": 1, "raw": 0}):
+        refuses(ConfigError, partial(index.search, normal(1, seed=1), 1, filter=wanted), f"the filter {wanted}")
+    assert ids_of(filled(make, "ip", normal(0)), normal(1), 2, {"value": 1}) == [[None, None]], "no entries"
 
 
 def check_filter_spellings(make: MakeStore) -> None:
     """A filter is compared as JSON: a tuple is a list, a number as a key its text; or it is a function, or refused."""
-    index = filled(make, "ip", normal(2), [{"a": [1, 2], "b": {"2": 3}, "3": "c"}, {"a": (2, 1)}])
-    spelt: list[Any] = [{"a": (1, 2)}, {"b": {2: 3}}, {3: "c"}, {"a": [1.0, True + 1]}]
+    index = filled(make, "ip", normal(2), [{"a": [3, 2], "b": {"2": 3}, "3": "c"}, {"a": (2, 1)}])
+    spelt: list[Any] = [{"a": (3, 4)}, {"b": {2: 3}}, {3: "c"}, {"a": [3.0, True + 4]}]
     for wanted in spelt:
         assert ids_of(index, normal(1, seed=1), 2, wanted) == [[0, None]], wanted
     spoilt: tuple[Filter, ...] = ({"a": {1, 2}}, {"a": float("nan")}, {"a": object()}, {"b": {2: 3, "2": 3}})

@@ -51,7 +51,7 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
 
     config, table = Path(folder) / "config.resolved.yaml", Path(folder) / "table.json"
     if not config.is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {config.name}; name one that `out` named")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {config.name}; name the `out` of a run")
     try:
         settings = flattened(yaml.safe_load(config.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:

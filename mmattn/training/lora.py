@@ -70,21 +70,21 @@ def matched_lora(
 ) -> PeftModel:
     """Add a LoRA of a given number of parameters to a host: the control of equal size.
 
-    As every LoRA it starts as nothing. Its parameters, and those of adapters that are attached to the host, are what is
-    trained; peft freezes the host, and leaves it frozen.
+    Like every LoRA it starts as the identity. Only its parameters and those of adapters on the host are trained; peft
+    freezes the host, and leaves it frozen.
 
     Args:
         host: a model with linear layers, and without layers of peft.
-        parameters: that are to be trained, within 5 %.
-        layers: only in host layers of these numbers, as peft's `layers_to_transform`; None for all.
-        dropout: of the inputs of the LoRA.
+        parameters: number of trained parameters, within 5 %.
+        layers: numbers of the host layers with LoRA, like peft's `layers_to_transform`; None for all.
+        dropout: dropout probability of the inputs of the LoRA.
 
     Returns:
-        The peft model, which is trained and called like the host; its `unload()` returns the host.
+        The peft model, to train and call like the host; its `unload()` returns the host.
 
     Raises:
         ConfigError: no ranks come within 5 %, no such layers, an adapted model instead of its host, or a host with a
-            LoRA; nothing is changed then.
+            LoRA. The host is unchanged.
         MissingExtraError: peft is not installed.
     """
     sizes = _linear_sizes(host, layers)
@@ -99,16 +99,16 @@ def matched_lora(
 
 
 def add_lora(host: nn.Module, rank: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0) -> PeftModel:
-    """Add a LoRA of one rank to every linear layer of a host, head excepted.
+    """Add a LoRA of the same rank to every linear layer of a host, except its head.
 
-    Its parameters, and those of adapters that are attached to the host before or after, are what is trained; peft
-    freezes the host, and leaves it frozen.
+    Only its parameters and those of adapters on the host, attached before or after, are trained; peft freezes the host,
+    and leaves it frozen.
 
     Args:
         host: a model with linear layers, and without layers of peft.
-        rank: peft's r; less in layers that are narrower than that.
+        rank: r of peft; less in layers narrower than r.
         layers: as in `matched_lora`.
-        dropout: of the inputs of the LoRA.
+        dropout: dropout probability of the inputs of the LoRA.
 
     Returns:
         The peft model, to which adapters can be attached.

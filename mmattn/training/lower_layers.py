@@ -177,7 +177,7 @@ def lower_layers(model: nn.Module) -> LowerLayers:
     elif not (isinstance(model, AdaptedModel) and model.predicts_tokens and model.adapters):
         raise ConfigError(
             f"hidden states are cached for a causal language model with adapters or a LoRA, got {type(model).__name__}:"
-            " give what mmattn.attach or peft returned for one"
+            " give an adapted model, or a peft model"
         )
     lower, (ids, mask) = _frozen_layers(model), _texts(model.host, 0)
     name, count = type(model.host).__name__, lower.count
@@ -444,32 +444,31 @@ def _refused(reason: str) -> ConditionError:
 def cached_hidden_states(
     model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, batch_size: int = 1
 ) -> Iterator[HiddenStateCache]:
-    """Run the layers of a causal language model below everything that is trained once for each text inside the block.
+    """Cache hidden states: inside the block, the layers below all trained weights run once for each text.
 
-    Their hidden states are cached on the disk, in a file for each text, and a forward that reads the text again begins
-    above them: any trainer, order of rows, padding and packing, and evaluation alike. They are those of the evaluation
-    mode, so dropout of the lower layers does not act. Weights, LoRA, config, dtype of autocast, and versions of torch
-    and transformers are part of the key: a changed host computes its own. Generation runs the whole host.
+    Their hidden states are cached on the disk, in a file for each text, and later forwards of the text start above
+    them, with any trainer, order of rows, padding and packing, and in evaluation. The lower layers run in evaluation
+    mode, without dropout. Weights, LoRA, config, dtype of autocast, and versions of torch and transformers are part of
+    the key, so a changed host does not reuse states of another. Generation runs the whole host.
 
-    With `batch_size=1` what is cached is a function of the text alone, so that a run ends bit for bit the same whether
-    the cache was full, empty, or lost with a killed process. From a run without the cache it differs as any two batches
-    do that are split otherwise: by rounding, and by nothing where a batch is a single text.
+    With `batch_size=1` the cached states depend only on the text, so a run ends bit for bit the same with a full, an
+    empty or a lost cache. It differs from a run without the cache by the rounding of another split into batches, and
+    not at all if a batch is a single text.
 
     Args:
-        model: a causal language model with adapters, all of which are attached, or the peft model of a LoRA alone.
-        folder: of the cache, which may serve many runs. A token takes d numbers; folders of hosts that are no longer
-            used may be removed at any time.
-        dtype: in which hidden states are cached, float32, bfloat16 or float16; None for that of the host.
-        batch_size: texts that the lower layers read together where several are not in the cache. More are quicker on an
-            accelerator; hidden states then depend by rounding on the texts beside them.
+        model: a causal language model with all its adapters attached, or a peft model with a LoRA.
+        folder: folder of the cache, for any number of runs. A token takes d numbers. You may remove folders of unused
+            hosts at any time.
+        dtype: dtype of the cached states, float32, bfloat16 or float16; None for that of the host.
+        batch_size: number of new texts that the lower layers read together. More are faster on a GPU, but the states
+            then depend on the batch by rounding.
 
     Raises:
-        ConditionError: no layer is below the lowest adapter, something below it is trained, the host's weights lie in
-            several processes, or it does not answer as before when it begins with these hidden states (a probe of a few
-            tokens sees to it).
-        ConfigError: no language model with adapters or a LoRA, or no such dtype.
+        ConditionError: no layer is below the lowest adapter, weights below it are trained, the host's weights are
+            sharded over processes, or its answer from cached states differs (checked with a probe of a few tokens).
+        ConfigError: not a language model with adapters or a LoRA, or an unknown dtype.
         OSError: the folder cannot be written to.
-        AdapterFileError: a file of the cache is damaged; remove it, and it is computed again.
+        AdapterFileError: a file of the cache is damaged; remove it to compute it again.
 
     >>> import mmattn, tempfile
     >>> from transformers import LlamaConfig, LlamaForCausalLM

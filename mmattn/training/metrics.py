@@ -71,15 +71,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(model: Any) -> float:
-    """Return the floating-point operations of a training step for each token that an adapted language model reads.
+    """Return the floating-point operations of a training step of an adapted language model, per token.
 
-    As in PaLM's model FLOPs utilization (arXiv 2204.02311, appendix B), 2 for each weight in the forward pass and 2 for
-    each gradient: of the inputs of layers above the lowest adapter, and of the inputs and weights of what is trained.
-    Attention scores are left out, and a slot of a memory counts as nothing.
+    As in PaLM's model FLOPs utilization (arXiv 2204.02311, appendix B): 2 for each weight in the forward pass and 2 for
+    each gradient, of the inputs of layers above the lowest adapter, and of the inputs and weights of trained layers.
+    Attention scores and slots of a memory are not counted.
 
     Returns:
-        0 where that is no measure: of other models, of experts, of which each token passes few, and of weights that are
-        stored packed.
+        0 if this is not a measure: for other models, mixtures of experts, and packed quantised weights.
     """
     if not getattr(model, "predicts_tokens", False) or not model.adapters or model.config.is_encoder_decoder:
         return 0.0

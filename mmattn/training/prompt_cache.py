@@ -165,24 +165,24 @@ def _refuse_update(*_: object, **__: object) -> NoReturn:
 def cached_prompts(
     model: nn.Module, prompts: Sequence[Sequence[int]] | Tensor, *, last: int = 1, batch_size: int = 32
 ) -> Iterator[PromptCache]:
-    """Read prompts once without a memory; inside the block a call reads their last tokens, which see the memory.
+    """Read prompts once without a memory; inside the block a call reads only their last tokens, which see the memory.
 
-    `prompts[rows]` are the arguments of one call for some of them: ids (b, last), their mask and positions, and the
-    cache of the tokens before them. The logits are those of the whole prompts with `arrived=` that is 0 for all tokens
-    but the last. A call costs the layers above the lowest adapter on the last tokens. Equal prompts are read once; keys
-    and values of the upper layers stay in memory, padded to the longest prompt.
+    `prompts[rows]` has the arguments of a call for these rows: ids (b, last), their mask and positions, and the cache
+    of the tokens before them. The logits equal those of the whole prompts with `arrived=` 0 for all tokens except the
+    last. A call computes only the layers above the lowest adapter for the last tokens. Equal prompts are read once.
+    Keys and values of the upper layers stay in memory, padded to the longest prompt.
 
     Args:
         model: a causal language model with all its adapters attached, and nothing trained in the host.
-        prompts: ids of each, longer than `last`.
-        last: tokens of each prompt that see the memory.
-        batch_size: prompts that are read together.
+        prompts: the ids of each prompt, longer than `last`.
+        last: number of last tokens of each prompt, which see the memory.
+        batch_size: number of prompts that are read together.
 
     Raises:
-        ConditionError: no layer is below the lowest adapter, the host is trained, or it does not answer as before when
-            it goes on from a cached prompt (a probe of two prompts sees to it).
-        ConfigError: no language model with adapters.
-        TextError: no prompt, or one of `last` tokens or fewer.
+        ConditionError: no layer is below the lowest adapter, the host is trained, or its answer from a cached prompt
+            differs (checked with a probe of two prompts).
+        ConfigError: not a language model with adapters.
+        TextError: no prompt, or a prompt of `last` tokens or fewer.
         ShapeError: ids beyond the vocabulary, or prompts longer than the host has positions.
 
     >>> import mmattn
@@ -202,7 +202,7 @@ def cached_prompts(
         raise TextError(f"prompts {short[:5]} have no token before the last {last}, which see the memory")
     lower = lower_layers(model)
     if any(parameter.requires_grad for parameter in lower.model.host.parameters()):
-        raise ConditionError(f"{type(lower.model.host).__name__} is trained, which changes what it makes of prompts")
+        raise ConditionError(f"{type(lower.model.host).__name__} is trained, so no prompt can be cached: freeze it")
     with lower.installed():
         cache = PromptCache(lower, prompts, last, batch_size)
     with lower.skipped_by(cache.before):

@@ -32,10 +32,10 @@ IGNORED = 1e-3
 
 
 class RunFolder:
-    """A folder that a run writes its files into. Files of an earlier run are replaced as they are written.
+    """The folder of a run. Files of an earlier run are overwritten.
 
     Args:
-        path: of the folder, which is created where it is missing.
+        path: path of the folder, created if missing.
 
     Raises:
         OSError: the folder cannot be created or written to.
@@ -46,15 +46,15 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def begin(self, settings: Mapping[str, object]) -> bool:
-        """Begin a run: write its settings, and remove metrics and table of an earlier one.
+        """Start a run: write its settings, and remove metrics and table of an earlier run.
 
-        A finished run of the same settings is left as it is, and one line says so.
+        A finished run with the same settings stays unchanged; a line is printed.
 
         Args:
-            settings: of the run, as JSON values.
+            settings: settings of the run, as JSON values.
 
         Returns:
-            Whether there is anything to do.
+            False if the run is already finished.
         """
         if finished := self.finished(settings):
             print(finished)
@@ -69,7 +69,7 @@ class RunFolder:
         """Return a message if a run with the same settings is finished here, else an empty string.
 
         Args:
-            settings: as they were given to `begin` or `write_config`.
+            settings: as passed to `begin` or `write_config`.
         """
         earlier = self._read_config()
         if not (self.path / "table.json").is_file() or _learned_from(earlier) != _learned_from(settings):
@@ -80,10 +80,10 @@ class RunFolder:
         )
 
     def check_settings(self, settings: Mapping[str, object], free: Sequence[str] = ()) -> None:
-        """Refuse to go on with a run of other settings.
+        """Refuse to continue a run with other settings.
 
         Args:
-            settings: as they were given to `write_config`.
+            settings: as passed to `write_config`.
             free: settings, or sections of them, that may differ.
 
         Raises:
@@ -108,7 +108,7 @@ class RunFolder:
         return content if isinstance(content, dict) else {}
 
     def write_config(self, settings: Mapping[str, object]) -> None:
-        """Write all settings as they were used, as `config.resolved.yaml`."""
+        """Write all settings as `config.resolved.yaml`."""
         import yaml
 
         self.write_text("config.resolved.yaml", yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
@@ -123,7 +123,7 @@ class RunFolder:
 
         Args:
             model: its name.
-            step: the last one that stays.
+            step: the last step that stays.
         """
         lines: list[dict[str, Any]] = read_metrics(self.path / "metrics.jsonl")
         kept = [line for line in lines if line.get("model") != model or line["step"] <= step]
@@ -140,12 +140,12 @@ class RunFolder:
         """Train, with metrics in `metrics.jsonl`, and return the seconds.
 
         Args:
-            trainer: what to train.
-            label: names the model in the metrics, and stands before the progress.
-            progress: show it.
-            resume: from the last checkpoint, if there is one.
-            measure: is called with the number of each step that is logged while its gradients are there, in every
-                process; what it returns is added to the metrics. See `mmattn.inspect.AdapterMetrics`.
+            trainer: the trainer to run.
+            label: name of the model in the metrics and the progress bar.
+            progress: show progress.
+            resume: resume from the last checkpoint, if any.
+            measure: called with the number of each logged step, with gradients present, in every process; its result is
+                added to the metrics. See `mmattn.inspect.AdapterMetrics`.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the model has the weights of its last step.
@@ -170,7 +170,7 @@ class RunFolder:
         plot_curves({"loss": losses}, self.path / "loss.png", log=True)
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a text file, closed by a line break, and return its path."""
+        """Write a text file with a final line break, and return its path."""
         write_text(self.path / name, text if not text or text.endswith("\n") else text + "\n")
         return self.path / name
 
@@ -182,8 +182,8 @@ class RunFolder:
         """Write the content of a finished run as `table.json` and its table as `table.md`, and print the table.
 
         Args:
-            content: what `table` makes a text of, as JSON values.
-            table: from the contents of one or several runs to the text.
+            content: the input of `table`, as JSON values.
+            table: a function from the contents of one or more runs to the text.
         """
         self.write_json("table.json", content)
         text = table([content])
@@ -200,8 +200,8 @@ class RunLog(TrainerCallback):
 
     Args:
         run: the folder.
-        label: names the model in the metrics, and stands before the progress.
-        progress: show it.
+        label: name of the model in the metrics and the progress bar.
+        progress: show progress.
         measure: as in `RunFolder.train`.
     """
 

@@ -1,4 +1,4 @@
-"""Settings that recipes share: of a run, and of its optimizer, which become `transformers.TrainingArguments`."""
+"""Settings shared by recipes: of a run, and of its optimizer, which become `transformers.TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ class RunSettings(Settings):
 class OptimSettings(Settings):
     """Settings of a training.
 
-    A field that `transformers.TrainingArguments` has means the same there. A recipe adds fields and changes defaults;
-    those that `TrainingArguments` does not have are for the recipe to read.
+    Fields of `transformers.TrainingArguments` mean the same here. A recipe may add fields, which it reads itself, and
+    change defaults.
     """
 
     max_steps: int = Field(1000, ge=1)
     per_device_train_batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(2e-3, gt=0)
-    gate_learning_rate: float | None = Field(None, gt=0)  # of `AdapterTrainer`
     weight_decay: float = Field(0.01, ge=0)
     warmup_steps: int = Field(50, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -48,8 +47,8 @@ class OptimSettings(Settings):
         """Return the arguments of a Trainer for these settings.
 
         Args:
-            run: of which the training is a part.
-            **fields: of `TrainingArguments`, in the place of those of the settings.
+            run: settings of the run.
+            **fields: fields of `TrainingArguments`, which override the settings.
         """
         from transformers import TrainingArguments
 

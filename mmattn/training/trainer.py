@@ -39,27 +39,26 @@ T = TypeVar("T")
 
 
 class AdapterTrainer(Trainer):
-    """A `transformers.Trainer` for what `mmattn.attach` returned.
+    """A `transformers.Trainer` for an adapted model.
 
-    As `data_collator` it takes a `RowCollator` for rows of texts, pictures and passages, a `MemoryCollator` for
-    tokenised ones with a column of memories.
+    As `data_collator` use a `RowCollator` for rows of texts, pictures and passages, or a `MemoryCollator` for tokenised
+    rows with a column of memories.
 
-    A checkpoint holds the adapters as `save_pretrained` writes them, for `mmattn.load`, and all trained weights (a
-    LoRA's among them) in `trained.safetensors`, beside what every Trainer writes there. A resumed run ends bit for
-    bit where the uninterrupted one does on the CPU; `resume_from_checkpoint=True` resumes from the last complete
-    checkpoint. A step is that of its whole batch, however it is accumulated, also of hosts whose loss is a mean.
-    `logging_nan_inf_filter` is off, since it reads the loss of each step: a loss that is NaN raises
-    where it is read: at each step on the CPU, where metrics are logged on a device.
+    A checkpoint has the adapters, for `mmattn.load`, all trained weights (including a LoRA) in `trained.safetensors`,
+    and the usual files of a Trainer. On the CPU a resumed run ends bit for bit like an uninterrupted run;
+    `resume_from_checkpoint=True` resumes from the last complete checkpoint. Gradient accumulation does not change a
+    step, even if the host's loss is a mean. A NaN loss raises at each step on the CPU, and on a GPU when metrics are
+    logged (`logging_nan_inf_filter` is off, because it reads the loss of each step).
 
     Args:
         args: positional arguments of the Trainer.
-        gate_learning_rate: of the gates; None for `TrainingArguments.learning_rate`.
-        calibrate: calibrate fresh gated adapters by the first batch, see `AdaptedModel.calibrate`.
-        encoder: fingerprint of the encoder, written with the adapters.
+        gate_learning_rate: learning rate of the gates; None for `TrainingArguments.learning_rate`.
+        calibrate: calibrate fresh gated adapters with the first batch, see `AdaptedModel.calibrate`.
+        encoder: fingerprint of the encoder, saved with the adapters.
         kwargs: keyword arguments of the Trainer.
 
     Raises:
-        ConfigError: `ddp_find_unused_parameters` of the arguments is True, or `dispatch_batches` of their
+        ConfigError: the arguments have `ddp_find_unused_parameters=True`, or `dispatch_batches` in
             `accelerator_config`.
     """
 
@@ -122,7 +121,7 @@ class AdapterTrainer(Trainer):
             self.model_accepts_loss_kwargs = True  # the Trainer counts the targets of a step
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW as asked for in the arguments, with the groups of `parameter_groups`."""
+        """Create the AdamW of the arguments, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = parameter_groups(
@@ -141,7 +140,7 @@ class AdapterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[object, ...]:
-        """The loss of a micro-batch: the sum over its targets, divided by the targets of the whole step.
+        """Return the loss of a micro-batch: the sum over its targets, divided by the targets of the whole step.
 
         Where no row has a memory, and no adapter is reached, the gradients are zero.
         """
@@ -167,7 +166,7 @@ class AdapterTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Evaluate a batch; where only the loss is needed it is that of `compute_loss`, without the outputs."""
+        """Evaluate a batch; if only the loss is needed, use `compute_loss`, without outputs."""
         inputs = self._prepare_inputs(inputs)
         items: Any = self._get_num_items_in_batch([inputs], self.args.device)
         if prediction_loss_only:
@@ -215,7 +214,7 @@ class AdapterTrainer(Trainer):
             return is_close(chunked_nats(model, kwargs, kwargs["input_ids"]).mean(), loss)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> object:
-        """Train; with True, from the last complete checkpoint, or from the beginning where there is none."""
+        """Train; with True, from the last complete checkpoint, or from the start without one."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(Path(self.args.output_dir))
         # A checkpoint holds the calibration of the run that is resumed.
@@ -335,7 +334,7 @@ class AdapterTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
-        """Evaluate, as every Trainer does; its time is none of the training's."""
+        """Evaluate like every Trainer; the time does not count as training."""
         with self._clock.aside(), stored(self.model):
             return super().evaluate(*args, **kwargs)
 
@@ -389,8 +388,8 @@ def _read_in_every_process(arguments: TrainingArguments) -> None:
     config = arguments.accelerator_config
     if config.dispatch_batches:
         raise ConfigError(
-            "dispatch_batches=True sends slices of tensors to other processes, and a memory is none: leave it out, so "
-            "that each process reads the dataset and keeps its part"
+            "dispatch_batches=True sends slices of tensors to other processes, and a memory cannot be sliced: leave it "
+            "out, so that each process reads the dataset and keeps its part"
         )
     config.dispatch_batches = False
 
@@ -441,10 +440,10 @@ def parameter_groups(
     """Return parameter groups for a torch optimizer, of the parameters of a module that require gradients.
 
     Args:
-        module: whose parameters are trained.
-        learning_rate: of all parameters but the gates.
-        gate_learning_rate: of the gates, which start at 0; None for `learning_rate`.
-        weight_decay: of matrices; vectors and gates have none.
+        module: the module to train.
+        learning_rate: learning rate of all parameters except the gates.
+        gate_learning_rate: learning rate of the gates, which start at 0; None for `learning_rate`.
+        weight_decay: weight decay of matrices; vectors and gates have none.
 
     Raises:
         ConfigError: no parameter of the module requires gradients.
@@ -464,19 +463,18 @@ def parameter_groups(
     ]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ConfigError("no parameter of this module is trained; set requires_grad on those that should be")
+        raise ConfigError("no parameter of this module is trained: set requires_grad of the parameters to train")
     return groups
 
 
 @contextlib.contextmanager
 def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing (arXiv 1604.06174) of every block of every adapter, inside this context.
+    """Use gradient checkpointing (arXiv 1604.06174) in every adapter block, inside this context.
 
-    The gradients are the same bit for bit. The host has a setting of its own:
-    `model.activation_checkpointing_enable()`.
+    The gradients are bit for bit the same. For the host use `model.activation_checkpointing_enable()`.
 
     Args:
-        model: what `mmattn.attach` returned.
+        model: an adapted model.
 
     Raises:
         ConfigError: the model has no adapters.

@@ -1,4 +1,4 @@
-"""What mmattn costs on a GPU at the sizes that people use, beside what they would use instead.
+"""Time and memory of mmattn on a GPU at real sizes, beside diffusers, a LoRA and the bare host.
 
     python -m recipes.benchmarks.on_a_card [--tiny] [--write docs/benchmarks.md]
 

@@ -119,9 +119,9 @@ class World:
     def draw_key_text(self, random: Random, done: float = 1.0, known: bool = True, key_model: int = 0) -> Pair:
         """Return a text of m_A: the value of the key before it, or both values of an expression after : and =.
 
-        A tenth of the keys come first, and all after a third of the training, of which `done` is the share: with all
-        from the start it may take thousands of steps to begin to tell keys apart. Without `known` the values of a text
-        are drawn anew: there is nothing to know. `key_model` is the number of the model.
+        `done` is the share of the training: it starts with a tenth of the keys and has all after a third, because with
+        all from the start a model may need thousands of steps to tell keys apart. Without `known` each text has random
+        values. `key_model` is the number of the model.
         """
         keys = self.known[key_model]
         one = self.draw([keys[: round((0.1 + 2.7 * done) * len(keys))]], random)

@@ -92,11 +92,10 @@ class Language:
         lora = training.matched_lora(self.lm, parameters)
         return lora, lora.unload
 
-    def write(self, model: Any, memory: mmattn.Memory, prompt: str) -> str:
-        """Generate a text after a prompt."""
+    def write(self, model: Any, memory: mmattn.Memory, prompts: Sequence[str]) -> list[str]:
+        """Generate a text after each prompt."""
         options = {"max_new_tokens": self.max_new_tokens, "num_beams": self.settings.caption.num_beams}
-        (text,) = pipelines.generate_texts(model, self.tokenizer, [prompt], memory, options=options)
-        return text
+        return pipelines.generate_texts(model, self.tokenizer, prompts, memory, options=options)
 
     def pipeline_config(self, results: str = "", pooled: bool = False) -> pipelines.PipelineConfig:
         """Return the file that lets `mmattn caption` load the adapter with its models."""

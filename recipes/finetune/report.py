@@ -23,6 +23,8 @@ NOTE = "Loss in nats per token, of a UNet the weighted squared error per picture
 NOTES = {
     "adapter, shuffled": "Shuffled: each row with the memory of another row.",
     "LoRA": "LoRA: as many trained parameters, the same texts.",
+    "linear probe": "Right: the share of held-out texts with the right word at this place. Linear probe: a logistic "
+    "regression on the mean of each memory.",
 }
 
 
@@ -30,6 +32,12 @@ def table_row(name: str, loss: float, parameters: int, seconds: float, host: str
     """Return a row of the table."""
     perplexity = math.exp(min(loss, 700.0)) if host == "language" and not math.isnan(loss) else math.nan
     return {"name": name, "loss": loss, "perplexity": perplexity, "parameters": parameters, "seconds": seconds}
+
+
+def with_words(rows: list[dict[str, Any]], words: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Return the rows of the table with the shares of right words, those of the linear probe in a row of its own."""
+    others = [dict.fromkeys(COLUMNS) | {"name": name} for name in words if name not in {row["name"] for row in rows}]
+    return [row | words.get(row["name"], {}) for row in (*rows, *others)]
 
 
 def table(contents: list[dict[str, Any]]) -> str:
@@ -41,7 +49,11 @@ def table(contents: list[dict[str, Any]]) -> str:
         saved = [None if lora is None or loss is None else lora - loss for loss in losses]
         runs.append([{**row, "saved": one} for row, one in zip(content["rows"], saved, strict=True)])
     rows = [row for run in runs for row in run]
-    columns = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    words = {
+        name: (f"{name} right", 100, ".0f", " %") for row in rows for name in row if name not in ("name", *COLUMNS)
+    }
+    columns = {n: column for n, column in (COLUMNS | words).items() if any(row.get(n) is not None for row in rows)}
+    runs = [[dict.fromkeys(columns) | row for row in run] for run in runs]
     notes = [note for start, note in NOTES.items() if any(row["name"].startswith(start) for row in rows)]
     return "\n\n".join((training.spread_table("", columns, runs), " ".join((NOTE, *notes))))
 

@@ -31,10 +31,10 @@ class DataSettings(training.Settings):
 class AdapterSettings(training.Settings):
     every: int | None = Field(None, ge=1)
     layers: list[int] | None = None  # by default every second one of the upper six
-    num_heads: int = Field(4, ge=1)
-    head_dim: int = Field(32, ge=1)
-    num_kv_heads: int | None = 1
-    feed_forward: float = Field(0.0, ge=0)  # hidden width as a multiple of the host's; 0: none
+    num_heads: int | None = Field(None, ge=1)  # by default 8 heads of 64, fewer and narrower beside a narrow host
+    head_dim: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = None
+    feed_forward: float = Field(1.0, ge=0)  # hidden width as a multiple of the host's; 0: none
     gate: Literal["scalar", "head", "channel"] = "scalar"
     qk_norm: bool = False
     null_slot: bool = False

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from mmattn import inspect, training
 from mmattn.errors import ConfigError, TextError, import_extra
 
-from . import data, report
+from . import data, probe, report
 from .language import Language, hidden_states, trace_texts
 from .painting import Painting
 from .report import table
@@ -261,21 +261,21 @@ class Run:
             report.plot_pictures(self.out / "samples.png", rows, pictures)
             return
         prompts = [row.get("prompt") or "" for row in rows]
-        memories = [training.stack_memories([row]) for row in rows]
-        texts = [self.host.write(model, *both) for both in zip(memories, prompts, strict=True)]
+        texts = self.host.write(model, training.stack_memories(rows), prompts)
         names = [", ".join(data.picture_files(row)) or row.get("prompt") or "row" for row in rows]
         if self.first:
             self.folder.write_text("samples.txt", "\n".join(map(": ".join, zip(names, texts, strict=True))))
         # Attribution works on a copy of the host, and a host in several processes has none.
         grid = encoding.encoders["pictures"].grid if "pictures" in encoding.encoders else None
-        traces = [] if together else trace_texts(model, self.host.tokenizer, rows, texts, grid)
-        if traces:
+        if not together and (traces := trace_texts(model, self.host.tokenizer, rows, texts, grid)):
             inspect.save_traces(traces, self.out)
 
     def write_table(self, model: Any, losses: dict[str, float], seconds: float) -> None:
-        """Write the held-out losses, and beside them that of a text-only LoRA."""
+        """Write the held-out losses, the words that are right, and beside them what the controls have."""
         parameters, host = model.trainable_parameters()[0], self.settings.host
         rows = [report.table_row(f"adapter, {name}", loss, parameters, seconds, host) for name, loss in losses.items()]
+        if host == "language" and hasattr(self.rows, "__len__") and (self.first or self.settings.called_together):
+            rows = report.with_words(rows, probe.measure(self.host, model, self.rows, self.held_out))
         if self.settings.eval.controls:
             model.unload()
             rows.insert(0, self.control(parameters))

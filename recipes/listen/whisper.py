@@ -23,7 +23,7 @@ SCALE = 8  # of a word's chance, in a slot whose other values have a deviation o
 
 
 class WhisperRecogniser(nn.Module):
-    """Whisper, frozen, that writes words of `WORDS`, each of which is one token; its "energies" are encoder states."""
+    """Frozen Whisper that writes words of `WORDS`, one token each; its "energies" are encoder states."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

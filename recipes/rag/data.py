@@ -243,7 +243,7 @@ def distinct_values(facts: Sequence[Fact]) -> list[str]:
 
 @dataclass
 class EntrySet:
-    """Rows of facts in one index, and of facts to ask for, half of which are not in it."""
+    """Rows of the facts in an index, and of the facts to ask for; half of these are not in the index."""
 
     rows: list[int]
     questions: list[int]

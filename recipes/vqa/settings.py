@@ -17,6 +17,7 @@ class AdapterSettings(training.Settings):
 class OptimSettings(training.OptimSettings):
     max_steps: int = Field(5000, ge=1)
     per_device_train_batch_size: int = Field(64, ge=1)
+    gate_learning_rate: float | None = Field(None, gt=0)  # None is `learning_rate`
     calibrate: bool = True  # False to see what the calibration of the blocks' norms is good for
     lora_steps: int = Field(100, ge=1)  # of 16 questions; there are 107
     lora_learning_rate: float = Field(2e-3, gt=0)

@@ -21,7 +21,6 @@ from tests.foreign.store import SqliteStore
 from tests.retrieval.searching import Letters
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = ("extending.md", "retrieval.md")
 
 
 @pytest.mark.parametrize("check", store_checks(), ids=lambda check: check.__name__.removeprefix("check_"))
@@ -42,12 +41,10 @@ def test_it_serves_an_index_by_its_name(tmp_path: Path) -> None:
         mmattn.Index.load(tmp_path / "index", encoder=Letters(seed=2))
 
 
-def test_the_documentation_shows_this_file_and_its_lines_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The file stands in "Extending", and "Retrieval" uses it."""
-    extending, retrieval = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
-    shown = extending.split("<!-- tests/foreign/store.py -->\n```python\n")[1].split("```", 1)[0]
-    assert shown == (ROOT / "tests" / "foreign" / "store.py").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", retrieval, re.DOTALL) if "sqlite_store" in block)
+def test_the_documentation_names_this_file_and_its_lines_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "retrieval.md").read_text(encoding="utf-8")
+    assert "](../tests/foreign/store.py)" in page
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "sqlite_store" in block)
     monkeypatch.setitem(sys.modules, "sqlite_store", importlib.import_module("tests.foreign.store"))
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"mmattn": mmattn, "texts": ["one", "two"], "encoder": Letters(384)}

@@ -311,7 +311,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
         mmattn.inspect.attribute(model, IDS, memory, grid=(2, 3))
     with pytest.raises(ConfigError, match="start=7 leaves nothing"):
         mmattn.inspect.attribute(model, IDS, memory, start=7)
-    with pytest.raises(ConfigError, match="no slot"):
+    with pytest.raises(ConfigError, match="no visible slot"):
         mmattn.inspect.attribute(model, IDS, mmattn.Memory(memory.tokens, torch.zeros(1, SLOTS, dtype=torch.bool)))
     resampled = tiny.attach(tiny.make("llama"), resampler=mmattn.Resampler(num_latents=3, num_heads=2, head_dim=8))
     with pytest.raises(ConditionError, match="attends to 3 vectors"):

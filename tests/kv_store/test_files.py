@@ -90,7 +90,7 @@ def test_the_bank_of_another_adapter_is_refused_by_name(model, tmp_path):
         other.load_bank(path)
     reload(model)
     with pytest.raises(
-        mmattn.errors.AdapterFileError, match=r"other weights or settings than those adapter 'default' has here"
+        mmattn.errors.AdapterFileError, match=r"other weights or settings than adapter 'default' has here"
     ):
         model.load_bank(path)
     # The same weights on another copy of the host are the same adapter; the gate has no say in keys and values.

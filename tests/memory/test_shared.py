@@ -103,7 +103,7 @@ def test_nothing_of_the_shared_part_is_copied() -> None:
 
 def test_what_is_refused() -> None:
     shared, own, _ = memories()
-    with pytest.raises(ShapeError, match="what all rows share is one row, got 3"):
+    with pytest.raises(ShapeError, match="the shared part has one row, got 3"):
         SharedMemory(own, own)
     model = tiny.attach(tiny.make("llama"))
     with pytest.raises(ShapeError, match="the text has 4 rows and the memory of adapter 'default' has 3"):

@@ -351,6 +351,32 @@ def test_collections_of_others_are_left_alone() -> None:
     assert client.count("other").count == 0
 
 
+def test_a_folder_of_qdrant_is_opened_twice(tmp_path: Path) -> None:
+    """Stores of one process share its client, until the last is closed; another process is refused in words."""
+    folder = tmp_path / "q"
+    made = Index.build(torch.eye(3), store=f"qdrant:{folder}")
+    again = Index.open(f"qdrant:{folder}/../q")
+    again.add(torch.eye(3)[:2])
+    assert len(made) == 5
+    again.close()
+    code = f"""
+import mmattn
+try:
+    mmattn.Index.open("qdrant:{folder}")
+except mmattn.errors.IndexFileError as error:
+    print(error)
+"""
+    run = [sys.executable, "-W", "error", "-c", code]
+    other = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert "is open in another process" in other.stdout and not other.stderr
+    made.close()
+    opened = Index.open(f"qdrant:{folder}")
+    assert len(opened) == 5
+    opened.close()
+    other = subprocess.run([*run[:-1], code.replace("mmattn.Index", "index = mmattn.Index")], capture_output=True)
+    assert (other.stdout, other.stderr) == (b"", b"")
+
+
 def test_further_fields_of_a_collection_are_left_alone() -> None:
     client = QdrantClient(":memory:")
     index = Index.build(torch.eye(3), store="qdrant", client=client)

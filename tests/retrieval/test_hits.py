@@ -46,7 +46,7 @@ class TestMemory:
         assert memory.sources is not None and memory.sources[0][3] == {"id": "z", "text": "Z", "slot": 0}
         assert memory.sources[1][1] == {"id": "x", "text": "X", "slot": 1} and memory.sources[0][4] is None
         assert memory.scores is not None and torch.equal(memory.scores[0, :4], hits.scores[0, [0, 0, 0, 1]])
-        none = index.search(torch.eye(3)[:2], 2, filter={"no": 1})
+        none = index.search(torch.eye(3)[:2], 2, filter=lambda metadata: False)
         with pytest.raises(ConfigError, match="no query found"):
             none.memory(tokens=True)
         mixed = Hits(hits.scores, torch.tensor([[True, True], [False, False]]), tokens=hits.tokens)

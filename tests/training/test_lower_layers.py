@@ -80,7 +80,7 @@ class TestRefused:
 
     def test_other_models(self) -> None:
         for model in (tiny.make("llama"), tiny.attach(tiny.make("llama")).host):
-            with pytest.raises(ConfigError, match="what mmattn.attach or peft returned"):
+            with pytest.raises(ConfigError, match="give an adapted model, or a peft model"):
                 lower_layers(model)
 
 

@@ -45,29 +45,29 @@ class ChunkedAdapter:
 
     The memory of a call is a `Memory` (b, c·n·r, e) whose `segments` name the chunk that each slot was retrieved for,
     counted from 0 over the real tokens of the row; or a function from the ids (c, s) of complete chunks to a `Memory`
-    (c, n·r, e) of their neighbours, asked once for each chunk that is new, also while text is generated.
+    (c, n·r, e) of their neighbours. The function is called once for each new chunk, also during generation.
 
     Args:
         memory_dim: e, width of the memory.
-        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either, or the
-            depth of a host with fewer.
-        layers: or the explicit list of host layers, counted from 0.
-        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_heads`.
-        head_dim: k of the cross-attention; None is 64, and less beside a narrow host.
+        every: add a block at every n-th host layer (layers n-1, 2n-1, …). Without `layers` it defaults to 4, or to the
+            depth of a smaller host.
+        layers: the host layers with a block, counted from 0, instead of `every`.
+        num_heads: h of the cross-attention; 8 by default, fewer for a narrow host, see `default_heads`.
+        head_dim: k of the cross-attention; 64 by default, less for a narrow host.
         num_kv_heads: g of the cross-attention, h by default.
-        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
-            0 leaves it out.
-        gate: "scalar", "head" or "channel": how many numbers the attention gate has.
+        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 decodes faster); 0
+            for none.
+        gate: "scalar", "head" or "channel": one gate value for the block, each head or each channel.
         qk_norm: normalise queries and keys, as in `CrossAttention`.
-        null_slot: a learned slot beside those of the memory, as in `CrossAttention`.
+        null_slot: add a learned slot to the memory, as in `CrossAttention`.
         length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
-        dropout: of attention weights in training.
-        position: the block acts "after" its host layer, or "before" it.
+        dropout: probability of dropping an attention weight, in training.
+        position: run the block "after" its host layer, or "before" it.
         layout: norms, activation and feed-forward as in published models.
-        score_bias: add the scores of slots to the attention scores; the memory must have them.
-        score_mean: the score that adds nothing.
-        score_std: how far from `score_mean` a score adds the learned temperature.
-        resampler: turn the memory into few latents first.
+        score_bias: add the memory's `scores`, which are then required, to the attention scores.
+        score_mean: with `score_bias`, the score that adds nothing.
+        score_std: with `score_bias`, the distance from `score_mean` at which a score adds one learned temperature.
+        resampler: first reduce the memory to a few latents.
         chunk_size: s, tokens per chunk.
 
     >>> ChunkedAdapter(memory_dim=24, layers=[1, 3], chunk_size=16).chunk_size

@@ -43,32 +43,33 @@ from mmattn.memory import Memory
 
 @dataclass(frozen=True)
 class ComposedAdapter:
-    """Settings of the composition of a language model with an augmenting one, which reads the same text.
+    """Settings of a language model that attends to the hidden states of another model, which reads the same text.
 
-    The memory of a call is `mmattn.AugmentingModel(lm)`. For several augmenting models attach an adapter for each.
+    The memory of a call is `mmattn.AugmentingModel(lm)`. For several augmenting models, attach one adapter for each.
 
     Args:
         memory_dim: e, width of the augmenting model.
-        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either, or the
-            depth of a host with fewer.
-        layers: or the explicit list of host layers, counted from 0.
-        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_heads`.
-        head_dim: k of the cross-attention; None is 64, and less beside a narrow host.
+        every: add a block at every n-th host layer (layers n-1, 2n-1, …). Without `layers` it defaults to 4, or to the
+            depth of a smaller host.
+        layers: the host layers with a block, counted from 0, instead of `every`.
+        num_heads: h of the cross-attention; 8 by default, fewer for a narrow host, see `default_heads`.
+        head_dim: k of the cross-attention; 64 by default, less for a narrow host.
         num_kv_heads: g of the cross-attention, h by default.
-        feed_forward: hidden width of a gated feed-forward as a multiple of d; none by default, as in the paper.
-        gate: "scalar", "head" or "channel": how many numbers the attention gate has.
+        feed_forward: hidden width of a gated feed-forward as a multiple of d; 0 (no feed-forward) by default, as in the
+            paper.
+        gate: "scalar", "head" or "channel": one gate value for the block, each head or each channel.
         qk_norm: normalise queries and keys, as in `CrossAttention`.
-        null_slot: a learned slot beside those of the memory, as in `CrossAttention`.
+        null_slot: add a learned slot to the memory, as in `CrossAttention`.
         length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
-        dropout: of attention weights in training.
-        position: the block acts "after" its host layer, or "before" it.
+        dropout: probability of dropping an attention weight, in training.
+        position: run the block "after" its host layer, or "before" it.
         layout: norms, activation and feed-forward as in published models.
-        augmenting_layers: for each of the host's layers, in the order given, the layer of the augmenting model whose
-            states it reads, counted from 0; those of the same numbers by default. The states of its last layer are
-            taken after its final norm.
+        augmenting_layers: for each of these host layers, in the order of `layers`, the layer of the augmenting model
+            whose states it reads, counted from 0; the same numbers by default. States of its last layer are read after
+            its final norm.
         rotary: rotary positions (arXiv 2104.09864) for queries and keys.
-        own_place: queries and keys have learned biases that begin so that a token looks at the state of its own place
-            (with head_dim 16 or more); needs rotary.
+        own_place: learned biases of queries and keys, initialised so that each token attends to the state at its own
+            position (with head_dim 16 or more); needs `rotary`.
 
     >>> ComposedAdapter(memory_dim=24, layers=[3, 1], augmenting_layers=[5, 2]).augmenting_layers
     (2, 5)
@@ -113,7 +114,7 @@ class ComposedAdapter:
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is another model."""
         raise ConfigError(
-            "a composed adapter reads another language model, and none can be made up: give mmattn.AugmentingModel(lm)"
+            "a composed adapter reads another language model, so it has no example: give mmattn.AugmentingModel(lm)"
         )
 
 

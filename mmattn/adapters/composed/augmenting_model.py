@@ -131,9 +131,9 @@ class AugmentedPrompt:
         if len(wrong):
             row, token = wrong[0].tolist()
             raise ConditionError(
-                f"adapter {name!r} was given what a model read of another prompt: token {token} of row {row} is "
-                f"{int(ids[row, token])}, and it read {int(read[row, token])}; prefill the very prompt with which the "
-                "text begins"
+                f"adapter {name!r} got the cache of another prompt: token {token} of row {row} is "
+                f"{int(ids[row, token])}, in the cache it is {int(read[row, token])}; prefill the prompt at the "
+                "start of the text"
             )
 
 
@@ -163,14 +163,14 @@ def token_places(real: Tensor) -> Tensor:
 
 
 class AugmentingModel:
-    """A language model as the memory of a `ComposedAdapter`: it reads the text of the call, as far as that has come.
+    """A language model as the memory of a `ComposedAdapter`: it reads the text of the call so far.
 
-    It becomes no part of host or adapter, is never trained, and what it has read is forgotten with the call.
+    It is not part of the host or the adapter, is never trained, and forgets the text after the call.
 
     Args:
         lm: a causal language model of transformers in eval mode, whose tokenizer is the host's.
-        tokenizers: for a `FusedCacheAdapter`, the fast tokenizers of the host and of `lm` where they differ: a token of
-            the host has the mean of what `lm` caches of its characters.
+        tokenizers: for a `FusedCacheAdapter`, the fast tokenizers of the host and of `lm`, if they differ. A token of
+            the host then gets the mean of the cache of `lm` over its characters.
 
     Raises:
         AttachError: not a language model, or one whose tokens see later ones.
@@ -227,7 +227,7 @@ class AugmentingModel:
         """Read prompts once: keys and values of every layer, as the memory of a `FusedCacheAdapter`.
 
         Args:
-            input_ids: (b, p), of the prompts with which the texts of calls will begin, in tokens of the host.
+            input_ids: (b, p), the prompts at the start of later calls, in tokens of the host.
             attention_mask: (b, p), 1 = a real token; all by default.
 
         Raises:
@@ -339,7 +339,7 @@ class AugmentingModel:
     def read(
         self, text: TextState, layers: list[int], before: AugmentedText | None, name: str, keep: bool
     ) -> AugmentedText:
-        """Return a text with the states of its tokens at some layers; only what was not read before is computed.
+        """Return a text with the states of its tokens at some layers; only new tokens are computed.
 
         Raises:
             ConditionError: the ids of the whole text are not known.

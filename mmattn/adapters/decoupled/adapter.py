@@ -60,16 +60,17 @@ class DecoupledAdapter:
 
     Args:
         memory_dim: e, width of the memory.
-        blocks: beginnings of the names of the attention layers that get the adapter ("up", "down_blocks.2",
-            "transformer_blocks.3", ...); None is all, but for those that hold text and picture in one stream where the
-            host has others (Flux's `single_transformer_blocks`).
-        tokens: turn each vector of the memory into this many slots of the host's text width (IP-Adapter's image
-            projection: 4); None reads the vectors as they are, normalised.
-        start: "nothing", or "host": as a copy of the host's own K and V projections, as IP-Adapter starts.
-        resampler: turn the memory into few latents first.
-        layout: as in published adapters.
-        memory_norm: normalise what the blocks read; None is where it comes from `tokens`, or is 12 wide or more: of few
-            numbers a norm leaves little more than signs.
+        blocks: name prefixes of the attention layers with the adapter ("up", "down_blocks.2", "transformer_blocks.3",
+            ...). None means all, except layers with text and picture in one stream if the host has others (Flux's
+            `single_transformer_blocks`).
+        tokens: project each vector of the memory to this many slots of the host's text width (IP-Adapter: 4). None
+            reads the vectors directly.
+        start: "nothing" (a fresh adapter changes nothing), or "host": copy the host's K and V projections, as
+            IP-Adapter does.
+        resampler: first reduce the memory to a few latents.
+        layout: the layout of published adapters.
+        memory_norm: normalise the slots that the blocks read. By default with `tokens`, or from a width of 12 on: a
+            norm leaves little more than signs of a narrower vector.
 
     >>> DecoupledAdapter(memory_dim=24, tokens=4).tokens
     4

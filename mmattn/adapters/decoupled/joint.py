@@ -78,9 +78,9 @@ class JointDecoupledAdapter:
 
     Args:
         memory_dim: e, width of the memory.
-        blocks: beginnings of the names of the attention layers that get the adapter ("transformer_blocks.3", ...); None
-            is all, but for those that hold text and picture in one stream where the host has others.
-        resampler: what turns the memory into latents under the time step.
+        blocks: name prefixes of the attention layers with the adapter ("transformer_blocks.3", ...). None means all,
+            except layers with text and picture in one stream if the host has others.
+        resampler: reduces the memory to latents, conditioned on the timestep.
 
     >>> JointDecoupledAdapter(memory_dim=24).resampler.num_latents
     64

@@ -48,21 +48,22 @@ FUSERS = ("network", "ridge")
 
 @dataclass(frozen=True)
 class FusedCacheAdapter:
-    """Settings of the cache of another language model, fused into that of the host.
+    """Settings of fused caches: the cache of another language model changes the host's cache.
 
-    The memory of a call is `mmattn.AugmentingModel(lm).prefill(input_ids, attention_mask)` of the prompts with which
-    its texts begin. For several models attach an adapter for each.
+    The memory of a call is `mmattn.AugmentingModel(lm).prefill(input_ids, attention_mask)` of the prompts at the start
+    of its texts. For several models, attach one adapter for each.
 
     Args:
         memory_dim: e, `cache_dim` of the augmenting model: keys and values of all heads of one of its layers.
-        every: fused at every n-th host layer (layers n-1, 2n-1, …); at all where `layers` is not given either.
-        layers: or the explicit list of host layers, counted from 0.
-        augmenting_layers: for each of these layers, in the order given, the layer of the augmenting model that is fused
-            into it, counted from 0; by default those of the same numbers, or with "ridge" the two that `fit` chooses.
-        hidden_dim: width of the network between.
-        gate: "scalar" or "head": how many numbers the gates of its layer have, for keys and for values.
+        every: fuse at every n-th host layer (layers n-1, 2n-1, …); at every layer by default.
+        layers: the host layers to fuse at, counted from 0, instead of `every`.
+        augmenting_layers: for each of these host layers, in the order of `layers`, the layer of the augmenting model
+            that is fused into it, counted from 0; the same numbers by default, or with "ridge" the two that `fit`
+            chooses.
+        hidden_dim: hidden width of the network.
+        gate: "scalar" or "head": one gate value for the layer or for each head, of keys and of values.
         fuser: "network", which is trained and adds to the host's keys and values; or "ridge", a map without gates that
-            `model.adapter(name).fit` computes in closed form and that replaces them.
+            `model.adapter(name).fit` computes in closed form and whose output replaces them.
 
     >>> FusedCacheAdapter(memory_dim=64, layers=[3, 1], augmenting_layers=[5, 2]).augmenting_layers
     (2, 5)
@@ -96,7 +97,7 @@ class FusedCacheAdapter:
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is the cache of another model."""
         raise ConfigError(
-            "a fused cache is that of another language model, and none can be made up: give "
+            "a fused cache is computed by another language model, so it has no example: give "
             "mmattn.AugmentingModel(lm).prefill(input_ids)"
         )
 
@@ -347,8 +348,8 @@ class FusedMemory(BoundMemory):
 
     def as_memory(self, text: TextState) -> Memory:
         raise ConditionError(
-            f"adapter {self.name!r} fuses the cache of another model into that of the host, which is no Memory: "
-            "compare calls with what was read of other prompts, or without"
+            f"adapter {self.name!r} reads the cache of another model, not a Memory: compare calls with caches of other "
+            "prompts, or without"
         )
 
 

@@ -44,17 +44,17 @@ PARTS = ("decoder", "encoder")
 
 @dataclass(frozen=True)
 class GatedLayout:
-    """Layout of the blocks of published models where it differs from the default.
+    """Layout of gated blocks, for the differences of published models from the default.
 
     Args:
-        norm: "layer" or "rms", of what goes into the attention and the feed-forward.
-        norm_eps: ε of these norms and of qk_norm; what torch and `CrossAttention` have by default.
-        memory_norm: normalise the memory, once for all layers; None is where it is 12 wide or more: of few numbers a
-            norm leaves little more than signs.
-        activation: "gelu", or "swiglu", which has a third matrix (arXiv 2002.05202).
+        norm: "layer" or "rms", the norm before the attention and the feed-forward.
+        norm_eps: ε of these norms and of qk_norm; by default that of torch and `CrossAttention`.
+        memory_norm: normalise the memory, once for all layers. By default from a width of 12 on: a norm leaves little
+            more than signs of a narrower vector.
+        activation: "gelu", or "swiglu" with a third matrix (arXiv 2002.05202).
         calibrated: the blocks have the mean and spread of the host's hidden states; set by `AdaptedModel.calibrate`.
-        feed_forward_all: the feed-forward also acts on tokens that may attend to nothing, as in OpenFlamingo and
-            Idefics; by default they pass through bit for bit. For gated adapters only.
+        feed_forward_all: apply the feed-forward also to tokens without a visible slot, as in OpenFlamingo and Idefics;
+            by default they pass through bit for bit. For gated adapters only.
     """
 
     norm: str = "layer"
@@ -82,34 +82,34 @@ class GatedLayout:
 
 @dataclass(frozen=True)
 class GatedAdapter:
-    """Settings of gated cross-attention for a language model, or another model of transformers.
+    """Settings of gated cross-attention for a language model or any other model of transformers.
 
     Args:
         memory_dim: e, width of the memory.
-        every: a block at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given either, or the
-            depth of a host with fewer.
-        layers: or the explicit list of host layers, counted from 0.
-        num_heads: h of the cross-attention; None is 8, and fewer beside a narrow host, see `default_heads`.
-        head_dim: k of the cross-attention; None is 64, and less beside a narrow host.
+        every: add a block at every n-th host layer (layers n-1, 2n-1, …). Without `layers` it defaults to 4, or to the
+            depth of a smaller host.
+        layers: the host layers with a block, counted from 0, instead of `every`.
+        num_heads: h of the cross-attention; 8 by default, fewer for a narrow host, see `default_heads`.
+        head_dim: k of the cross-attention; 64 by default, less for a narrow host.
         num_kv_heads: g of the cross-attention, h by default.
-        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 keeps decoding fast);
-            0 leaves it out.
-        gate: "scalar", "head" or "channel": how many numbers the attention gate has.
+        feed_forward: hidden width of the gated feed-forward as a multiple of d (4 in the paper; 1 decodes faster); 0
+            for none.
+        gate: "scalar", "head" or "channel": one gate value for the block, each head or each channel.
         qk_norm: normalise queries and keys, as in `CrossAttention`.
-        null_slot: a learned slot beside those of the memory, as in `CrossAttention`.
+        null_slot: add a learned slot to the memory, as in `CrossAttention`.
         length_norm: C of arXiv 2410.10450, as in `CrossAttention`.
-        dropout: of attention weights in training.
-        position: the block acts "after" its host layer, or "before" it.
+        dropout: probability of dropping an attention weight, in training.
+        position: run the block "after" its host layer, or "before" it.
         layout: norms, activation and feed-forward as in published models.
-        score_bias: add the scores of slots to the attention scores; the memory must have them.
-        score_mean: the score that adds nothing.
-        score_std: how far from `score_mean` a score adds the learned temperature.
-        resampler: turn the memory into few latents first.
-        visible_segments: a token sees "all" slots, or those of the "latest" image that began at or before it, or of all
-            "previous" ones (needs `media_token` or `images` at the call, and segments in the memory).
+        score_bias: add the memory's `scores`, which are then required, to the attention scores.
+        score_mean: with `score_bias`, the score that adds nothing.
+        score_std: with `score_bias`, the distance from `score_mean` at which a score adds one learned temperature.
+        resampler: first reduce the memory to a few latents.
+        visible_segments: which slots a token sees: "all", those of the "latest" image up to the token, or those of all
+            "previous" images. The last two need `media_token`, or `images` at the call, and a memory with segments.
         media_token: id of the token that stands for an image in the text.
-        where: of a host with an encoder and a decoder, whose layers `layers` and `every` count: "decoder", which is
-            None, or "encoder"; for both attach two adapters.
+        where: for a host with an encoder and a decoder, the part with the blocks: "decoder" (the default) or "encoder".
+            For both, attach two adapters.
 
     >>> GatedAdapter(memory_dim=24, layers=[1, 3]).layers
     (1, 3)

@@ -234,8 +234,8 @@ def _layers(family: str, numbers: list[int], others: int, depth: int, source: st
         layers = tuple(number - before for before, number in enumerate(numbers))
         if others not in (0, depth) or len(set(layers)) != len(layers):
             raise AdapterFileError(
-                f"{source} has cross-attention layers {numbers}, no two of which may follow each other, and {others} "
-                f"others, which must be those of the host; it has {depth} layers"
+                f"{source} has cross-attention layers {numbers} and {others} others, the host has {depth} layers: "
+                "give the host of these others; cross-attention layers must not follow each other"
             )
     if layers[-1] >= depth:
         raise AdapterFileError(

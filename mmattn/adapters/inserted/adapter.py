@@ -44,17 +44,16 @@ PROJECTIONS = ("mlp", "linear")
 
 @dataclass(frozen=True)
 class InsertedAdapter:
-    """Settings of a memory that is inserted as tokens before the text of a causal language model.
+    """Settings of inserted tokens: the memory becomes tokens before the text of a causal language model.
 
     Args:
         memory_dim: e, width of the memory.
         projection: "mlp", two linear layers with GELU between them, as in LLaVA 1.5; or "linear", as in LLaVA.
-        gate: what the tokens change in the attention of each layer is weighed by tanh of a number that starts at 0, so
-            that a fresh adapter is the host. False is LLaVA's own form, in which even a fresh one changes every answer:
-            it is not the identity at the start, and only where this is asked for.
-        resampler: turn the memory into few latents first.
-        memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
-            than signs.
+        gate: scale the tokens' effect on the attention of each layer by tanh of a value that starts at 0, so that a
+            fresh adapter changes nothing. False is LLaVA's form, in which even a fresh adapter changes every answer.
+        resampler: first reduce the memory to a few latents.
+        memory_norm: normalise the memory. By default from a width of 12 on: a norm leaves little more than signs of a
+            narrower vector.
 
     >>> InsertedAdapter(memory_dim=24).gate
     True

@@ -43,17 +43,17 @@ GATES = ("scalar", "head")
 
 @dataclass(frozen=True)
 class JoinedAdapter:
-    """Settings of rectangular attention: slots as further keys and values of a language model's own attention.
+    """Settings of rectangular attention: slots are further keys and values of a language model's own attention.
 
     Args:
         memory_dim: e, width of the memory.
-        every: slots are joined at every n-th host layer (layers n-1, 2n-1, …); 4 where `layers` is not given
-            either, or the depth of a host with fewer.
-        layers: or the explicit list of host layers, counted from 0.
-        gate: "scalar" or "head": how many numbers the gate of a layer has.
+        every: join slots at every n-th host layer (layers n-1, 2n-1, …). Without `layers` it defaults to 4, or to the
+            depth of a smaller host.
+        layers: the host layers with slots, counted from 0, instead of `every`.
+        gate: "scalar" or "head": one gate value for the layer or for each head.
         length_norm: C, rescales the total weight of the slots to that of C identical slots; None: no rescaling.
-        memory_norm: normalise the memory; None is where it is 12 wide or more: of few numbers a norm leaves little more
-            than signs.
+        memory_norm: normalise the memory. By default from a width of 12 on: a norm leaves little more than signs of a
+            narrower vector.
 
     >>> JoinedAdapter(memory_dim=24, layers=[3, 1]).layers
     (1, 3)

@@ -26,10 +26,9 @@ from mmattn.memory import Memory
 
 @dataclass(frozen=True)
 class PassageAdapter:
-    """Settings of passages as keys and values of the host; `mmattn.hosts.PassageCache` reads and selects them.
+    """Settings of passages that the host reads beforehand, by `mmattn.hosts.PassageCache`, and attends to.
 
-    It has no weights, so that there is nothing to train: what can be trained is the host, to read passages that do not
-    see each other.
+    It has no weights. You can train the host, to read passages that do not see each other.
 
     >>> PassageAdapter().kind
     'passages'
@@ -48,8 +47,8 @@ class PassageAdapter:
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the host itself computes passages."""
         raise ConfigError(
-            "passages are read by the host, and none can be made up without it: make a "
-            "mmattn.hosts.PassageCache(model), add passages, and select some"
+            "the host reads passages itself, so there is no example: make a mmattn.hosts.PassageCache(model), add "
+            "passages, and select some"
         )
 
 

@@ -35,12 +35,12 @@ from mmattn.storage.tensor_cache import KeyValueCache
 class PrefixAdapter:
     """Settings of trained keys and values before the text of a language model.
 
-    The memory of a call says which prefix each row has: a tensor (b,) or a list of their numbers, −1 or None where a
-    row has none, lists of several that stand one after the other.
+    The memory of a call is the number of each row's prefix: a tensor (b,) or a list. Use −1 or None for a row without
+    one, and a list of numbers for several prefixes in sequence.
 
     Args:
-        num_virtual_tokens: p, slots of a prefix, as peft calls it.
-        num_prefixes: how many there are, of tasks, documents or users, each with weights of its own.
+        num_virtual_tokens: p, slots of a prefix, as in peft.
+        num_prefixes: number of prefixes (tasks, documents or users), each with separate weights.
 
     >>> PrefixAdapter(num_virtual_tokens=16, num_prefixes=3).num_prefixes
     3

@@ -81,7 +81,7 @@ class AdaptedCausalLM(AdaptedModel):
     Args:
         host: the language model.
         path: dotted name of its list of decoder layers, if it cannot be found.
-        require_memory: calls without a memory raise instead of giving the host's own answer.
+        require_memory: raise for a call without a memory, instead of returning the host's answer.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> lm = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
@@ -283,21 +283,22 @@ class AdaptedCausalLM(AdaptedModel):
     # Entries that many requests attend to ----------------------------------------------------------------------------
 
     def bank(self, memory: Memory | Tensor, dtype: torch.dtype | None = None) -> Bank:
-        """Cache the keys and values of every row of a memory (n, m, e), for requests that gather some: a `Bank`.
+        """Cache the keys and values of every row of a memory (n, m, e) as a `Bank`, from which requests select rows.
 
         Args:
-            memory: a row for each entry.
-            dtype: of the cached keys and values; that of the weights by default, `torch.int8` for codes with scales.
+            memory: one row for each entry.
+            dtype: dtype of the cached keys and values, by default that of the weights; `torch.int8` for quantised
+                values.
         """
         from mmattn.kv_store.bank import Bank
 
         return Bank.from_memory(self, memory, dtype)
 
     def load_bank(self, path: str | PathLike[str], *, mapped: bool = False) -> Bank:
-        """Read what `Bank.save` wrote; `mapped` leaves entries and pages in the file.
+        """Load a `Bank` that was saved; `mapped` leaves entries and pages in the file.
 
         Raises:
-            AdapterFileError: the file is torn, changed or something else, or its pages are of another adapter.
+            AdapterFileError: the file is truncated, modified or not a bank, or its pages are of another adapter.
         """
         from mmattn.kv_store.bank import Bank
 
@@ -308,17 +309,17 @@ class AdaptedCausalLM(AdaptedModel):
     def generate(
         self, inputs: Tensor | None = None, *, memory: object = None, **kwargs: object
     ) -> Tensor | ModelOutput:
-        """The host's `generate` with a memory, one row for each row of the prompt; beams share their row's.
+        """Call the host's `generate` with a memory, one row for each prompt; its beams share the row.
 
-        With `guidance_scale` both passes see the memory: it weighs the prompt, not the memory.
+        With `guidance_scale` both passes see the memory; the scale weights the prompt, not the memory.
 
         Args:
             inputs: the prompt.
             memory: as in `forward`.
-            kwargs: the host's own, and the options of `condition`.
+            kwargs: arguments of the host, and options of `condition`.
 
         Raises:
-            ConfigError: a keyword that is a near miss of ours.
+            ConfigError: a misspelt keyword of mmattn.
         """
         options = self.options_of(kwargs)
         if inputs is not None:
@@ -329,23 +330,23 @@ class AdaptedCausalLM(AdaptedModel):
     def generate_batch(
         self, inputs: Sequence[list[int]], *, memory: Sequence[object] | Memory | Tensor | None = None, **kwargs: object
     ) -> Mapping[str, GenerationOutput]:
-        """The host's `generate_batch`, continuous batching of requests of any lengths, each with its own memory.
+        """Call the host's `generate_batch`: continuous batching of requests of any lengths, each with its memory.
 
-        Prompts that begin alike do not share their cache, since it depends on the memory. Requests that come one by one
-        go to `init_continuous_batching()`, whose `add_request` takes `memory=`, too.
+        Prompts with a common prefix do not share its cache, which depends on the memory. For requests that arrive one
+        by one use `init_continuous_batching()`, whose `add_request` also takes `memory=`.
 
         Args:
-            inputs: ids of each prompt.
-            memory: a list with a memory of one row for each request, None for none, the same object where several share
-                one; or a memory with a row for each.
-            kwargs: the host's own.
+            inputs: the ids of each prompt.
+            memory: a list with a one-row memory or None for each request (the same object to share it), or a memory
+                with a row for each request.
+            kwargs: arguments of the host.
 
         Returns:
-            What the host returns, by request.
+            The host's output, by request.
 
         Raises:
-            ShapeError: another number of memories than of prompts, or one that does not fit the adapters.
-            ConditionError: adapters for which a token sees a part of its memory only, or a compiled forward.
+            ShapeError: a different number of memories and prompts, or a memory that does not fit the adapters.
+            ConditionError: an adapter whose tokens see only a part of their memory, or a compiled forward.
         """
         # transformers logs what is raised while it queues, and answers without it: so all is checked before.
         inputs = list(inputs)
@@ -363,7 +364,7 @@ class AdaptedCausalLM(AdaptedModel):
     ) -> None:
         """Set the images and the slots that had arrived at each token."""
         if window is not None and arrived is None:
-            raise ConditionError("window= counts back from what had arrived at each token: give arrived=, too")
+            raise ConditionError("window= counts back from the slots arrived at each token: give arrived=, too")
         if call is not None:
             call.images = images
             if arrived is not None:

@@ -1,7 +1,7 @@
 """Find the attention layers of a diffusion transformer that can read a memory, by one small forward.
 
-The kind of an attention layer cannot be inferred from its class, of which there are as many as models, nor from its
-sizes: text is often as wide as pictures. It follows from the inputs and outputs of the layer.
+The kind of an attention layer follows from its inputs and outputs. Its class does not tell, because every model has its
+own, nor do its sizes, because text is often as wide as pictures.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Guidance:
         guidance_scale: s, the weight of ε(c) − ε(∅); 1 is no guidance.
 
     Raises:
-        ConfigError: a scale that is no finite number.
+        ConfigError: the scale is not a finite number.
 
     >>> Guidance(guidance_scale=3.0).guidance_scale
     3.0
@@ -57,7 +57,7 @@ class Guidance:
         inputs: Mapping[str, object] | None = None,
         null_inputs: Mapping[str, object] | None = None,
     ) -> Iterator[Predict]:
-        """Yield a function from a sample (b, …) and a timestep, one or (b,), to the guided prediction.
+        """Yield a function from a sample (b, …) and a timestep (a number or (b,)) to the guided prediction.
 
         K/V of the text (with `use_core`) and of every memory are computed once for all steps.
 
@@ -68,9 +68,9 @@ class Guidance:
             null_text: (b or 1, n, e), the text of ε(∅) for hosts trained with one; n = m, or less with `use_core`.
             memory: as in `AdaptedDenoiser.condition`, with b rows.
             adapter_scale: as in `AdaptedDenoiser.condition`.
-            inputs: further arguments of the host by name; tensors have b rows, but for those that all rows share
-                (`img_ids`, `txt_ids`, `padding_mask`).
-            null_inputs: those that differ for ε(∅), such as `pooled_projections` of no text.
+            inputs: further arguments of the host by name; tensors have b rows, except shared ones (`img_ids`,
+                `txt_ids`, `padding_mask`).
+            null_inputs: the inputs that differ for ε(∅), such as `pooled_projections` of the empty text.
 
         Raises:
             ConfigError: a name in `null_inputs` that `inputs` lacks.

@@ -16,12 +16,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from mmattn.errors import AdapterFileError, ConfigError, IndexFileError
-from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, write_entries
+from mmattn.retrieval.entries import MAX_METADATA, Entries, Filter, Id, check_keys, values_of, write_entries
 from mmattn.retrieval.scoring import directions
 from mmattn.retrieval.stores import About, Candidates
 from mmattn.retrieval.stores.exact import InMemoryStore
 from mmattn.storage.json_files import dump_json, validated
 
+#: Entries whose keys a message lists.
+_SAMPLE = 64
 #: The JSON object about a table, as `_State` describes it.
 State = dict[str, Any]
 
@@ -167,8 +169,8 @@ class DatabaseStore(ABC):
     def _replace(self, rows: list[Row]) -> None: ...
 
     @abstractmethod
-    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
-        """Return the `count` nearest rows of each query (b, e) among the rows that have all of these facts.
+    def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:
+        """Return the `count` nearest rows of each query (b, e) among the rows that have one fact of each list.
 
         Queries of inner products and cosines are at length 1.
         """
@@ -218,11 +220,22 @@ class DatabaseStore(ABC):
         compared = queries if self.metric == "l2" else directions(queries.double()).float()
         with self._lock:
             near = self._nearest(compared, 2 * top_k + 32, facts) if len(queries) else []
+            if isinstance(filter, Mapping) and near and not any(near):
+                self._check_keys(filter, compared[:1])
         entries = as_entries([row for rows in near for row in rows], self.dim)
         table = torch.full((len(queries), max(map(len, near), default=0)), -1)
         for line, rows in zip(table, near, strict=True):
             line[: len(rows)] = torch.tensor([entries.rows[json.loads(row.id)] for row in rows], dtype=torch.long)
         return Candidates(entries, table)
+
+    def _check_keys(self, filter: Mapping[str, object], query: Tensor) -> None:
+        """Raise ConfigError for a key of a filter that no entry has, with the keys of entries near a query."""
+        (near,) = self._nearest(query, _SAMPLE, [])
+        columns = [metadata for row in near if isinstance(metadata := json.loads(row.metadata), dict)]
+        known = {key for metadata in columns for key in metadata}
+        known |= {key for key in filter.keys() - known if any(self._nearest(query, 1, [[_digest(key)]]))}
+        if near:
+            check_keys(filter, known)
 
     def save(self, folder: str) -> None:
         with self._lock:
@@ -256,20 +269,29 @@ def _as_rows(entries: Entries, places: Sequence[int]) -> list[Row]:
 
 
 def _facts(metadata: object) -> list[str]:
-    """Return one digest per key and value of metadata, equal exactly where Python says that these are equal."""
+    """Return digests of the keys of metadata, and of each value under its key."""
     if not isinstance(metadata, Mapping):
         return []
-    facts = [dump_json("filter", [key, _normal(value)], MAX_METADATA) for key, value in metadata.items()]
-    return [hashlib.sha256(fact).hexdigest()[:32] for fact in facts]
+    pairs = [[key, _normal(part)] for key, value in metadata.items() for part in values_of(value)]
+    return list(map(_digest, [*metadata, *pairs]))
 
 
-def _facts_of_filter(filter: Filter | None) -> list[str]:
+def _facts_of_filter(filter: Filter | None) -> list[list[str]]:
+    """Return for each key of a filter the digests of which an entry must have one."""
     if filter is not None and not isinstance(filter, Mapping):
         raise ConfigError(
             f"filter must be a dict of metadata that must be equal, got {type(filter).__name__}: a database cannot "
             "call a function; use a store in memory, such as 'exact'"
         )
-    return _facts(filter)
+    # No entry has the digest "", so that an empty list allows none.
+    return [
+        [_digest([key, _normal(part)]) for part in values_of(wanted)] or [""] for key, wanted in (filter or {}).items()
+    ]
+
+
+def _digest(fact: object) -> str:
+    """Return a digest that is equal exactly where Python says that the facts are."""
+    return hashlib.sha256(dump_json("filter", fact, MAX_METADATA)).hexdigest()[:32]
 
 
 def _normal(value: object) -> object:

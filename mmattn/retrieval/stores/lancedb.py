@@ -157,13 +157,14 @@ class LanceStore(DatabaseStore):
         lines = [row._asdict() | columns for row, columns in zip(rows, vectors, strict=True)]
         return import_extra("pyarrow", "lance").Table.from_pylist(lines, schema=self.table.schema)
 
-    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
+    def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:
         is_l2, column = self.metric == "l2", "direction" if self.metric == "cosine" else "vector"
         scaled = list((queries if is_l2 else queries * _LENGTH).numpy())
         request = self.table.search(scaled, vector_column_name=column).select([*_READ, "_distance"])
         request = request.distance_type("l2" if is_l2 else "dot").limit(count)
         if facts:
-            request = request.where(f"array_has_all(facts, [{_quoted(facts)}])", prefilter=True)
+            conditions = (f"array_has_any(facts, [{_quoted(part)}])" for part in facts)
+            request = request.where(" AND ".join(conditions), prefilter=True)
         near: list[list[Row]] = [[] for _ in queries]
         for number, row in _rows(request.to_arrow()):
             near[number].append(row)

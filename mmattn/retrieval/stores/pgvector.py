@@ -191,8 +191,10 @@ class PgvectorStore(DatabaseStore):
                 vector = dumps(row.vector.tolist())
                 copy.write_row((row.place, row.id, dumps(row.text), row.metadata, row.facts, vector, row.tokens))
 
-    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
-        where, operator = "WHERE facts @> %(facts)s" if facts else "", "<->" if self.metric == "l2" else "<#>"
+    def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:
+        conditions = {f"facts_{number}": part for number, part in enumerate(facts)}
+        where = f"WHERE {' AND '.join(f'facts && %({name})s' for name in conditions)}" if facts else ""
+        operator = "<->" if self.metric == "l2" else "<#>"
         indexed = not facts and count <= _MOST and self._read_state()["indexed"]
         # An expression that no index has is computed for every entry.
         exact = "" if indexed else " + 0"
@@ -207,7 +209,7 @@ class PgvectorStore(DatabaseStore):
                 # Rows that were replaced stay in the index until a vacuum: the scan goes on behind them.
                 self._run("SELECT set_config('hnsw.iterative_scan', 'relaxed_order', true)")
                 self._run("SELECT set_config('hnsw.ef_search', %s, true)", [str(min(_MOST, max(200, 4 * count)))])
-            rows = self._run(statement, {"queries": literals, "facts": facts, "count": count})
+            rows = self._run(statement, {"queries": literals, "count": count, **conditions})
         near: list[list[Row]] = [[] for _ in queries]
         for number, *row in rows:
             near[number - 1].append(_as_row(row))

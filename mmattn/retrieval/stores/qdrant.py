@@ -8,18 +8,21 @@ store.
 
 from __future__ import annotations
 
+import atexit
 import base64
 import os
 import threading
 import uuid
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mmattn.errors import import_extra
+from mmattn.errors import IndexFileError, import_extra
 from mmattn.retrieval.stores import register_store
 from mmattn.retrieval.stores.database import DatabaseStore, Row, State
 
@@ -34,6 +37,11 @@ _NAMES = uuid.uuid5(uuid.NAMESPACE_DNS, "mmattn")
 ABOUT = str(uuid.uuid5(_NAMES, "about"))
 #: Points of one request: a server limits the bytes.
 _POINTS = 256
+#: The client of each folder that is open in this process: Qdrant allows one.
+_FOLDERS: WeakValueDictionary[str, QdrantClient] = WeakValueDictionary()
+#: The stores of each client, and the lock they share: in this process Qdrant must not be read while it is written to.
+_STORES: WeakKeyDictionary[QdrantClient, tuple[threading.RLock, WeakSet[QdrantStore]]] = WeakKeyDictionary()
+_OPENING = threading.Lock()
 
 
 @register_store("qdrant")
@@ -47,12 +55,14 @@ class QdrantStore(DatabaseStore):
     Args:
         dim: width e of the vectors.
         metric: "cosine", "ip" or "l2".
-        location: ":memory:", the address of a server, or a folder, which one process at a time can open.
+        location: ":memory:", the address of a server, or a folder, which one process at a time can open; its stores
+            share a client.
         client: your own client instead, which `close` leaves open.
         collection: its name.
 
     Raises:
         ConfigError: the collection exists.
+        IndexFileError: another process has opened the folder.
         MissingExtraError: qdrant-client is not installed.
     """
 
@@ -67,14 +77,31 @@ class QdrantStore(DatabaseStore):
         client: QdrantClient | None = None,
         collection: str = "mmattn",
     ) -> None:
-        place = os.fspath(location)
-        kind = "location" if place == ":memory:" else "url" if "://" in place else "path"
         self._library = import_extra("qdrant_client", "scale")
-        self.client: QdrantClient = self._library.QdrantClient(**{kind: place}) if client is None else client
         self.collection, self._owned = collection, client is None
-        # In this process Qdrant must not be read while it is written to.
-        self.place, self._lock = f"collection {collection!r}", threading.RLock()
+        with _OPENING:
+            self.client: QdrantClient = self._connected(os.fspath(location)) if client is None else client
+            self._lock, self._stores = _STORES.setdefault(self.client, (threading.RLock(), WeakSet()))
+            self._stores.add(self)
+        self.place = f"collection {collection!r}"
         super().__init__(dim, metric)
+
+    def _connected(self, place: str) -> QdrantClient:
+        """Return a client, for a folder that is open in this process the one that it has."""
+        if place == ":memory:" or "://" in place:
+            return self._library.QdrantClient(**{"location" if place == ":memory:" else "url": place})
+        folder, refused = os.path.realpath(place), False
+        client = _FOLDERS.get(folder)
+        if client is None or client not in _STORES:  # closed
+            with warnings.catch_warnings():  # a client that is refused leaves its lock file open
+                warnings.simplefilter("ignore", ResourceWarning)
+                try:
+                    client = _FOLDERS[folder] = self._library.QdrantClient(path=place)
+                except RuntimeError:
+                    refused = True
+        if refused:
+            raise IndexFileError(f"{place!r} is open in another process: close it there, or use a Qdrant server")
+        return client
 
     @classmethod
     def settings_of(cls, address: str) -> dict[str, str]:
@@ -113,9 +140,12 @@ class QdrantStore(DatabaseStore):
         self.close()
 
     def close(self) -> None:
-        """Close the client, unless it is your own."""
-        if self._owned:
-            self.client.close()
+        """Close the client, unless it is your own or other stores use it."""
+        with _OPENING:
+            self._stores.discard(self)
+            if self._owned and not self._stores:
+                self.client.close()
+                _STORES.pop(self.client, None)
 
     def _ids(self) -> list[str]:
         payloads = [point.payload or {} for point in self._scroll(["id", "place"], False)]
@@ -164,9 +194,9 @@ class QdrantStore(DatabaseStore):
             if offset is None:
                 return points
 
-    def _nearest(self, queries: Tensor, count: int, facts: list[str]) -> list[list[Row]]:
+    def _nearest(self, queries: Tensor, count: int, facts: list[list[str]]) -> list[list[Row]]:
         models = self._library.models
-        must = [models.FieldCondition(key="facts", match=models.MatchValue(value=fact)) for fact in facts]
+        must = [models.FieldCondition(key="facts", match=models.MatchAny(any=part)) for part in facts]
         requests = [
             models.QueryRequest(
                 query=query,
@@ -183,6 +213,13 @@ class QdrantStore(DatabaseStore):
             for batch in _batches(requests)
             for answer in self.client.query_batch_points(self.collection, batch)
         ]
+
+
+@atexit.register
+def _close_folders() -> None:
+    """Close the clients of folders while modules that they import are there."""
+    for client in list(_FOLDERS.values()):
+        client.close()
 
 
 def _key(name: str) -> str:

@@ -62,7 +62,7 @@ def patch_engine() -> None:
     ) -> Any:
         template = resolve_template(tokenizer, chat_template, *args, model_config=model_config, **more)
         prompt = getattr(model_config.hf_config, "mmattn_prompt", None)
-        return template if prompt is None or chat_template is not None else prompt_template(*prompt, template)
+        return template if prompt is None or chat_template is not None else prompt_template(prompt, template)
 
     hf.resolve_chat_template = resolve_chat_template
     EngineArgs.create_model_config = create_model_config
@@ -103,16 +103,17 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
     }
 
 
-def prompt_template(prompt: str, captions: bool, host: str | None) -> str:
+def prompt_template(prompt: tuple[str, bool], host: str | None) -> str:
     """Return a chat template with the prompt of a pipeline for one message of a user, and the host's for others.
 
-    Where the adapter `captions` and the prompt has no "{question}", no message is read.
+    Where an adapter of pictures has a prompt without "{question}", no message is read.
     """
-    before, place, after = prompt.partition("{question}")
+    text, reads_pictures = prompt
+    before, place, after = text.partition("{question}")
     start, end = json.dumps(before, ensure_ascii=False), json.dumps(after, ensure_ascii=False)
     if not place:
         start = f"(bos_token or eos_token) ~ {start}"
-        if captions:
+        if reads_pictures:
             return f"{{{{ {start} }}}}"
     parts = "messages[0].content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join('\\n')"
     text = f"(messages[0].content if messages[0].content is string else {parts}){' | trim' if place else ''}"

@@ -131,7 +131,7 @@ def test_what_is_refused() -> None:
         model(other, memory=memory)
     with pytest.raises(ConditionError, match="use generate"):
         model.generate_batch([ids[0].tolist()], memory=[read(ids[:1])])
-    with pytest.raises(ConfigError, match="none can be made up"):
+    with pytest.raises(ConfigError, match="it has no example"):
         FusedCacheAdapter(24).example_memory(torch.Generator())
     with pytest.raises(ConfigError, match="one layer for each"):
         FusedCacheAdapter(24, layers=(0, 1), augmenting_layers=(0,))

@@ -68,7 +68,7 @@ def test_it_is_saved_and_trained_with(tmp_path: Path) -> None:
     model.save_adapter(tmp_path)
     again = mmattn.load(tiny.make("llama"), tmp_path)
     assert torch.equal(again(**batch, memory=memory).logits, written)
-    with pytest.raises(ConditionError, match="none with gates at 0 is attached"):
+    with pytest.raises(ConditionError, match="no attached adapter has its gates at 0"):
         again.calibrate(**batch, memory=memory)
 
 

@@ -21,8 +21,7 @@ LOWEST_TESTS := tests/test_golden.py tests/core/test_attention.py tests/memory/t
     tests/adapters/chunked/test_calls.py tests/adapters/composed/test_adapter.py tests/hosts/test_peft.py \
     tests/hosts/diffusion/test_unet.py \
     tests/hosts/diffusion/test_pipelines.py tests/training/test_trainer.py tests/training/test_lora.py \
-    tests/data/test_rows.py tests/data/test_folders.py tests/training/test_checkpoints.py tests/storage/test_safetensors.py \
-    tests/encoders tests/inspect/test_plots.py
+    tests/data/test_rows.py tests/storage/test_safetensors.py tests/encoders tests/inspect/test_plots.py
 # In its loss of an evaluation the oldest Trainer counts the first token of each row, which has no label.
 LOWEST_KEYS := not (mistral or mixtral or qwen or gemma or phi or gpt2 or gpt_neo or gptj or bloom or falcon or mpt or \
     opt] or mamba or sdxl or only_cross or k] or test_memory_arrives)

@@ -55,7 +55,7 @@ class Reader(nn.Module):
     Attributes:
         score_bias: the memory must have scores.
         follows_text: the slots that a token attends to depend on the text.
-        changes_all: blocks change tokens that attend to nothing, too.
+        changes_all: blocks also change tokens without a visible slot.
     """
 
     config: AdapterConfig
@@ -139,13 +139,13 @@ class Reader(nn.Module):
 
 
 class PreparedMemory:
-    """A memory with what the adapters of a host computed of it, used by many calls; what `model.prepare` returns.
+    """A memory with cached keys and values for many calls; the result of `model.prepare`.
 
-    Keys and values are projected at their first use, cached only while no gradients are needed, and projected again
-    when the memory or a weight was changed.
+    Keys and values are projected at their first use, cached if no gradients are needed, and projected again after a
+    change of the memory or a weight.
 
     Args:
-        memory: the memory; it stays as it is.
+        memory: the memory; it is not changed.
     """
 
     def __init__(self, memory: Memory) -> None:

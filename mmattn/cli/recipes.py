@@ -90,18 +90,15 @@ def _measure(config: Path, overrides: Sequence[str], seeds: str | None) -> None:
     import os
     import tempfile
 
-    from mmattn.recipes import read_settings, run_recipe
+    from mmattn.recipes import run_recipe
     from mmattn.training import DryRunEnded, dry_run
 
     if seeds is not None:
         raise ConfigError(f"--dry-run measures one run, and --seeds {seeds} asks for several: leave one of them out")
     with tempfile.TemporaryDirectory(prefix="mmattn-dry-run-") as folder:
-        changes = [*overrides, f"out={folder}"]
-        if "trackers" in read_settings(config, overrides):
-            changes.append("trackers=[]")
         try:
             with dry_run():
-                run_recipe(config, changes)
+                run_recipe(config, [*overrides, f"out={folder}"])
         except DryRunEnded as ended:
             if os.environ.get("RANK", "0") == "0":
                 typer.echo(str(ended))

@@ -31,11 +31,11 @@ class ModelReference(_Strict):
     """A model and its tokenizer by name.
 
     Args:
-        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for one that is
-            installed with mmattn. A relative folder lies beside the adapter's own.
+        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for a model
+            installed with mmattn. Relative folders are relative to the adapter's.
         revision: branch, tag or commit on the hub.
         quantization: "int8" (torchao), "bnb8" or "bnb4" (bitsandbytes).
-        lora: folder of a LoRA that the model had when the adapter was trained.
+        lora: folder of the LoRA that the host had in training.
         tokenizer_fingerprint: sha256 of the tokenizer.
     """
 
@@ -62,9 +62,9 @@ class EncoderReference(_Strict):
     """An encoder by name.
 
     Args:
-        name: of images or of texts, as `load_image_encoder` and `load_text_encoder` take it.
-        pooling: of texts, as in `TextEncoder`.
-        pooled: of images, one slot for each.
+        name: name of an encoder of images or texts, as in `load_image_encoder` and `load_text_encoder`.
+        pooling: for texts, as in `TextEncoder`.
+        pooled: for images, one slot for each image.
     """
 
     name: str
@@ -93,7 +93,7 @@ class MemoryConfig(_Strict):
     """Settings of the memory made of the hits of an index.
 
     Args:
-        top_k: entries that a question, or a chunk of text, attends to.
+        top_k: number of entries that a question, or a chunk of text, attends to.
         fields: of an entry's JSON line; the concatenated vectors of their texts are its encoded token, and the first
             field is searched. None where entries are passages that the host itself reads.
         text: template of its fields, by which an entry is displayed.
@@ -105,7 +105,7 @@ class MemoryConfig(_Strict):
 
 
 class PipelineConfig(_Strict):
-    """Settings that `mmattn.pipeline` needs beside the adapter itself.
+    """Settings that `mmattn.pipeline` needs in addition to the adapter.
 
     Args:
         task: "image-to-text", "question-answering", "passage-answering" with passages that the host has read,

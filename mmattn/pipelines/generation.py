@@ -29,7 +29,7 @@ Prompt = str | list[int]
 
 
 def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the ids of each text after the begin token, special tokens in it as plain text; ids stay as they are."""
+    """Return the ids of each text after the start token, special tokens in it as plain text; ids stay as they are."""
     rows = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -83,7 +83,7 @@ def generate_texts(
     Args:
         model: a causal language model, with adapters where there is a memory.
         tokenizer: of the model.
-        prompts: the texts to continue, each after the begin token, special tokens in them as plain text; or their ids.
+        prompts: the texts to continue, each after the start token, special tokens in them as plain text; or their ids.
         memory: a row for each prompt, or a searched memory for at most `batch_size` prompts; None for the bare model.
         batch_size: prompts at once.
         options: of `generate`.
@@ -195,7 +195,7 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, fields: Mapp
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the ids of a conversation and the begin of its answer, as `apply_chat_template` gives them.
+    """Return the ids of a conversation and the start of its answer, as `apply_chat_template` gives them.
 
     Raises:
         ConfigError: the template refuses the messages.
@@ -229,7 +229,7 @@ def _new_mark() -> str:
 
 
 def _marked(text: str, mark: str, special: Collection[str]) -> str:
-    """Put a mark before each special token that a text spells, and before the begin of one at its end."""
+    """Put a mark before each special token that a text spells, and before the start of one at its end."""
     places = {match.start() for match in special_pattern(special).finditer(text)}
     longest = max(map(len, special), default=0)
     for start in range(max(0, len(text) - longest), len(text)):

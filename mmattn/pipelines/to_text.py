@@ -168,7 +168,7 @@ class MemoryToTextPipeline(Pipeline):
         """Return the text that the model generates after a text, or a list of texts for a list.
 
         Args:
-            text: one or a list; a question, or the begin of the answer.
+            text: one or a list; a question, or the start of the answer.
             memory: (b, m, e), a row for each text; None for the bare host.
             batch_size: texts at once.
             **options: of `generate`; they override those of the adapter's folder.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
 
 from mmattn.errors import ConfigError
 from mmattn.inspect.plots import plot_curves
@@ -151,9 +152,11 @@ class RunFolder:
             KeyboardInterrupt: Ctrl-C; the model has the weights of its last step.
             DryRunEnded: inside a `dry_run` block, after a few measured steps.
         """
-        for callback in (PrinterCallback, ProgressCallback):
+        is_dry = _DRY_RUN.get()
+        trackers = get_reporting_integration_callbacks(trainer.args.report_to) if is_dry else []
+        for callback in (PrinterCallback, ProgressCallback, *trackers):
             trainer.remove_callback(callback)
-        trainer.add_callback(CostForecast(label) if _DRY_RUN.get() else RunLog(self, label, progress, measure))
+        trainer.add_callback(CostForecast(label) if is_dry else RunLog(self, label, progress, measure))
         try:
             output = trainer.train(resume_from_checkpoint=resume)
         except KeyboardInterrupt:
@@ -322,7 +325,7 @@ def cost(
 
 
 class CostForecast(TrainerCallback):
-    """Ends a training after a few steps, and raises `DryRunEnded` with the cost of the whole.
+    """Ends a training after a few steps, without evaluations and saves, and raises `DryRunEnded` with the cost.
 
     Args:
         label: of the training.
@@ -338,6 +341,7 @@ class CostForecast(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """End the measurement after the last measured step."""
+        control.should_evaluate = control.should_save = False
         steps, last = state.global_step, min(state.max_steps, 1 + MEASURED)
         if steps == last:
             seconds = (time.perf_counter() - self.began) / max(1, steps - 1)

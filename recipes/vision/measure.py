@@ -75,7 +75,7 @@ def bits_saved(nats: Sequence[float], control: Sequence[float]) -> float:
 def write_captions(
     model: Any, tokenizer: PreTrainedTokenizerBase, memory: mmattn.Memory | None, max_new_tokens: int = 64
 ) -> list[str]:
-    """Generate a caption for each row of the memory, or one without a memory, from the begin token alone."""
+    """Generate a caption for each row of the memory, or one without a memory, from the start token alone."""
     prompts = [""] * (1 if memory is None else memory.batch)
     return pipelines.generate_texts(model, tokenizer, prompts, memory, options={"max_new_tokens": max_new_tokens})
 
@@ -111,7 +111,7 @@ def name_span(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int],
     hit = re.search(rf"\b{re.escape(name)}", text, re.IGNORECASE)
     if hit is None:
         return None
-    # Entry j of the nats is token j of the text: nothing predicts the begin token.
+    # Entry j of the nats is token j of the text: nothing predicts the start token.
     lengths = [len(tokenizer.decode(ids[1 : 1 + count])) for count in range(len(ids) - 1)]
     start = max(count for count, length in enumerate(lengths) if length <= hit.start())
     # A token may include the space before the name.

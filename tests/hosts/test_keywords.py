@@ -357,6 +357,9 @@ def test_what_needs_a_memory_is_not_dropped_without_one():
         for call in (model, model.generate):
             with pytest.raises(ConditionError, match=f"{next(iter(given))}=.*memory="):
                 call(ids, **given)
+    for option in ("guided", "misspelt"):
+        with pytest.raises(TypeError, match=option), model.condition(None, **{option: True}):
+            pass
     unet = tiny_unets.attach(tiny_unets.make())
     args, kwargs = tiny_unets.given()
     with pytest.raises(ConditionError, match="adapter_scale=.*memory="):

@@ -297,7 +297,7 @@ def _complaint(importer: str, imported: str) -> str | None:
     height = {name: number for number, names in enumerate(ROOMS) for name in names}
     for name in (importer, imported):
         if name and name not in height and name not in BESIDE:
-            return f"{name} has no room in the house; give it one in tests/architecture.py"
+            return f"{name} has no room in the house; give it one in tests/style/architecture.py"
     if imported == "":
         return None if importer in ("cli", "__main__") else "the front door is for users; import from the module itself"
     if importer == imported:

@@ -167,8 +167,8 @@ def _alone(asker: Asker, order: Sequence[int]) -> Checks:
             "the second is right, a call gets the evidence of the one before" if late else "sampling, dropout, a race",
         ),
         "earlier calls": (
-            len(pairs) * min(fisher(*answers) for answers in pairs.values()),
-            "; ".join(words.format(*map(_of, answers)) for words, answers in pairs.items()),
+            min([1.0, *(len(pairs) * fisher(*answers) for answers in pairs.values())]),
+            "; ".join(words.format(*map(_of, answers)) for words, answers in pairs.items()) or "one question alone",
             "something of an earlier call is kept, such as its evidence or a cache by the question",
         ),
     }

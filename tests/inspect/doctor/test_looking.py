@@ -187,6 +187,11 @@ def test_few_questions_are_not_enough_to_fail() -> None:
     assert report.ok and ("note", "looks") in [one[:2] for one in verdicts(report)], report
 
 
+def test_one_question() -> None:
+    report = mmattn.doctor(tiny_readers.chain, passage_rows(7), max_questions=1)
+    assert report.ok and ("ok", "earlier calls", "one question alone") in verdicts(report), report
+
+
 def test_the_evidence_of_a_function_and_the_counterfactual() -> None:
     rows = [
         {"prompt": "Who came?", "passages": [f"{name} came.", "It rained."], "text": name} for name in ("Ann", "Bob")

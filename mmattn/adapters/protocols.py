@@ -202,6 +202,12 @@ class BoundMemory(ABC):
             "batching does not tell it: use generate"
         )
 
+    def hide_from(self, tokens: int) -> None:
+        """Hide the memory of a request from its first tokens."""
+        raise ConditionError(
+            f"adapter {self.name!r} cannot hide the memory of a request from its first tokens: leave visible_from= out"
+        )
+
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
         """Combine this memory with the memories of the other requests in the step."""
         raise ConditionError(f"adapter {self.name!r} takes no part in continuous batching: use generate")

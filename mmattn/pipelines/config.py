@@ -21,6 +21,8 @@ FILE = "pipeline_config.json"
 #: Arguments of `generate` and of a training, as JSON values.
 Settings = dict[str, bool | int | float | str | None]
 Task = Literal["image-to-text", "question-answering", "passage-answering", "text-to-image", "memory-to-text"]
+#: The first token of a prompt that sees the memory.
+VisibleFrom = Literal["first_token", "last_token"]
 
 
 class _Strict(BaseModel):
@@ -117,6 +119,8 @@ class PipelineConfig(_Strict):
             the passages. There, and for "image-to-text" and "memory-to-text" with a question, it is a template whose
             special tokens are tokens, such as that of a chat.
         refusal: the answer if nothing in the index answers.
+        visible_from: the first token that sees the memory, "first_token" or "last_token" of the prompt, as in training;
+            tokens before it are the bare host's. "last_token" is for "image-to-text" and "memory-to-text".
         generation: arguments of `generate`, or for drawing num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.
         training: settings of the training that the card shows.
@@ -137,6 +141,7 @@ class PipelineConfig(_Strict):
     memory: MemoryConfig | None = None
     prompt: str = ""
     refusal: str | None = None
+    visible_from: VisibleFrom = "first_token"
     generation: Settings = {}
     trained_on: str = ""
     training: Settings = {}
@@ -148,6 +153,8 @@ class PipelineConfig(_Strict):
             raise ValueError(f"memory must be {'left out' if self.memory else 'given'} for the task {self.task}")
         if (self.task == "memory-to-text") != (self.encoder is None):
             raise ValueError(f"encoder must be {'left out' if self.encoder else 'given'} for the task {self.task}")
+        if self.visible_from == "last_token" and self.task not in ("image-to-text", "memory-to-text"):
+            raise ValueError(f"visible_from must be first_token for the task {self.task}")
         if self.answers_questions and "{question}" not in self.prompt:
             raise ValueError(f"prompt must have {{question}} in it for the task {self.task}")
         return self

@@ -139,7 +139,7 @@ def label(row: dict[str, Any]) -> str:
 
 
 def load_entries(config: Config) -> tuple[Entries, Entries, int]:
-    """Return facts to train on; entries to measure with, the held-out facts first; and how many those are.
+    """Return training facts, entries to measure with (held-out facts first), and the number of held-out facts.
 
     Facts to train on come before the others that fill indexes in training. Indexes of measuring have facts that
     training does not see, and after them made-up ones. Both have an encoder whose queries are fitted to the former.

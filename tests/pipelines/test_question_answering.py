@@ -185,6 +185,7 @@ class TestFolder:
             ({"novel": 1}, "novel"),
             ({"task": "dancing"}, "task"),
             ({"memory": None}, "memory must be given"),
+            ({"visible_from": "last_token"}, "visible_from must be first_token for the task question-answering"),
             ({"prompt": "say:"}, "prompt must have"),
         ],
     )

@@ -74,12 +74,12 @@ DOES_NOT_APPLY = {
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), CASES, DOES_NOT_APPLY))
 def test_adapters(check: Check, name: str) -> None:
-    check(case_of(name))
+    contracts.holds(check, case_of(name))
 
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, {}))
 def test_hosts(check: Check, name: str) -> None:
-    check(case_of(name))
+    contracts.holds(check, case_of(name))
 
 
 @pytest.mark.parametrize(("check", "name"), contracts.not_applying(adapter_checks(), DOES_NOT_APPLY))

@@ -55,7 +55,7 @@ class Reader(nn.Module):
     Attributes:
         score_bias: the memory must have scores.
         follows_text: the slots that a token attends to depend on the text.
-        changes_all: blocks change tokens that attend to nothing, too.
+        changes_all: blocks also change tokens without a visible slot.
     """
 
     config: AdapterConfig
@@ -139,13 +139,13 @@ class Reader(nn.Module):
 
 
 class PreparedMemory:
-    """A memory with what the adapters of a host computed of it, used by many calls; what `model.prepare` returns.
+    """A memory with cached keys and values for many calls; the result of `model.prepare`.
 
-    Keys and values are projected at their first use, cached only while no gradients are needed, and projected again
-    when the memory or a weight was changed.
+    Keys and values are projected at their first use, cached if no gradients are needed, and projected again after a
+    change of the memory or a weight.
 
     Args:
-        memory: the memory; it stays as it is.
+        memory: the memory; it is not changed.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -238,6 +238,7 @@ class ProjectedMemory(VectorMemory):
         self._graph: GraphInputs | None = None
         self._graph_version: TensorVersion | None = None
         self._read_by_graph = False
+        self.hidden = 0  # first tokens of a request of continuous batching, which see nothing
 
     def step(self, text: TextState) -> View:
         """Return what this forward attends to; the same object until a tensor that it depends on changes."""
@@ -282,6 +283,11 @@ class ProjectedMemory(VectorMemory):
             super().for_request()
         check_one_row(self)
         return self
+
+    def hide_from(self, tokens: int) -> None:
+        if self.adapter.changes_all or type(self.adapter).join_requests is not Reader.join_requests:
+            super().hide_from(tokens)
+        self.hidden = tokens
 
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
         return self.adapter.join_requests(requests, join, keep)
@@ -399,12 +405,23 @@ class RequestMemories(BoundMemory):
         self.check_rows(text)
         packed = text.packed
         assert packed is not None, "transformers says where the requests of a step begin"
-        changing = [number for number, one in enumerate(self.requests) if one is not None and one.changes_request]
-        lengths = packed.real.sum(1).tolist()
+        # A prompt that is read in parts does not begin at 0.
+        assert text.positions is not None, "transformers says where in its request a token stands"
+        starts, lengths = packed.unpack(text.positions)[:, 0].tolist(), packed.real.sum(1).tolist()
+        hidden = [
+            0 if one is None else max(one.hidden - start, 0) for one, start in zip(self.requests, starts, strict=True)
+        ]
+        seeing = [length - count for length, count in zip(lengths, hidden, strict=True)]
+        changing = [
+            number
+            for number, one in enumerate(self.requests)
+            if one is not None and seeing[number] > 0 and one.changes_request
+        ]
         # Requests that write have one token each; a prompt is as long as it is.
-        writing = [number for number in changing if lengths[number] == 1]
-        groups = [[number] for number in changing if lengths[number] > 1] + ([writing] if writing else [])
-        return RequestsView([PackedView(self._view(group), packed.select(group)) for group in groups], self._keep)
+        writing = [number for number in changing if seeing[number] == 1]
+        groups = [[number] for number in changing if seeing[number] > 1] + ([writing] if writing else [])
+        views = [PackedView(self._view(group), packed.select(group, hidden)) for group in groups]
+        return RequestsView(views, self._keep)
 
     def _view(self, group: Sequence[int]) -> ProjectedView:
         parts = [one.project_all() for one in (self.requests[number] for number in group) if one is not None]

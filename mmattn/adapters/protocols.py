@@ -38,18 +38,18 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class Site:
-    """One place of a host at which an adapter may act.
+    """A place in a host at which an adapter may act.
 
     Args:
-        layer: number of the host's layer, counted from 0; those of an encoder after those of its decoder.
+        layer: number of the host's layer, counted from 0; an encoder's layers follow those of the decoder.
         position: "before" or "after" the layer, on its hidden states (b, l, d); "inside" an attention layer, on its
             queries (b, h, l, k); "joined" with the keys and values of an attention layer, a `HostAttention`.
         module: dotted name of the layer in the host.
-        width: d of the hidden states; "inside", the width of what the host's own keys and values are projected from.
-        device: where the hidden states are, so where the adapter's block belongs.
+        width: d of the hidden states; "inside", the input width of the host's key and value projections.
+        device: device of the hidden states, and so of the adapter's block.
         heads: "inside" and "joined", the sizes of the host's attention.
-        part: "encoder" or "decoder", where a host has both; "stream", where text and picture are in one stream and the
-            host has layers, too, in which the picture is apart.
+        part: "encoder" or "decoder" in a host with both; "stream" for layers with text and picture in one stream, in a
+            host that also has layers with separate ones.
     """
 
     layer: int
@@ -69,14 +69,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Traits:
-    """Traits of an adapter that hosts and the shared tests read.
+    """Traits of an adapter, read by hosts and the contract tests.
 
     Args:
         starts_as_identity: a new adapter leaves the output of the host unchanged, bit for bit.
         order_matters: the order of the slots changes the result.
         duplicates_matter: repeating a slot changes the result.
-        moves_text: slots stand before the text, whose positions they move.
-        reads_whole_text: the memory depends on the whole text, which `generate` must then note.
+        moves_text: slots precede the text and shift its positions.
+        reads_whole_text: the memory depends on the whole text, so `generate` records it.
         adds_to_block: "inside" attention, the result is added to the output of the block around the attention.
     """
 
@@ -89,7 +89,7 @@ class Traits:
 
 
 class Host(Protocol):
-    """The part of an adapted model that the settings of an adapter may use."""
+    """The members of an adapted model that an adapter's settings may use."""
 
     def sites(self, position: str) -> list[Site]:
         """Return every site of this position, in the order of the layers."""
@@ -109,12 +109,12 @@ class View(ABC):
         """Apply an adapter at a site.
 
         Args:
-            x: hidden states (b, l, d), which come back changed; "inside" an attention layer its queries (b, h, l, k),
-                for which comes back what is added to the result of the host's heads; "joined" a `HostAttention`, which
-                comes back with more keys and values.
+            x: hidden states (b, l, d), returned changed; "inside" an attention layer its queries (b, h, l, k), and the
+                result is added to the output of the host's heads; "joined" a `HostAttention`, returned with more keys
+                and values.
             block: the adapter's block at this layer.
             layer: number of the host's layer.
-            adapter_scale: multiplies what is added.
+            adapter_scale: factor of the added output.
         """
 
     def pack(self, text: PackedText) -> View:
@@ -144,15 +144,15 @@ KeepFinite = Callable[[Tensor, Tensor], Tensor]
 
 
 class BoundMemory(ABC):
-    """The memory of one call, bound to the adapter that reads it: what `AdapterLayers.bind` returns.
+    """The memory of one call, bound to its adapter; the result of `AdapterLayers.bind`.
 
-    What a kind does not support raises ConditionError, as the methods here do.
+    Unsupported methods raise ConditionError, like the defaults here.
 
     Attributes:
         name: of the adapter.
         rows: rows of the memory; None fits any text.
-        follows_text: `step` must know the text; otherwise a host may be called in part or compiled.
-        shared: the object that other adapters of the call are given in place of the memory.
+        follows_text: `step` needs the text; if False, the host may be called in part or compiled.
+        shared: the object that other adapters of the call receive instead of the memory.
         unchecked: the memory if its values need not be finite, else None.
     """
 
@@ -168,7 +168,7 @@ class BoundMemory(ABC):
 
         Raises:
             ShapeError: the rows do not fit.
-            ConditionError: something that must be known of the text is not.
+            ConditionError: the text does not have the required information.
         """
 
     def first_keys(self, text: TextState, positions: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
@@ -202,8 +202,14 @@ class BoundMemory(ABC):
             "batching does not tell it: use generate"
         )
 
+    def hide_from(self, tokens: int) -> None:
+        """Hide the memory of a request from its first tokens."""
+        raise ConditionError(
+            f"adapter {self.name!r} cannot hide the memory of a request from its first tokens: leave visible_from= out"
+        )
+
     def together(self, requests: Sequence[BoundMemory | None], join: JoinRequests, keep: KeepFinite) -> BoundMemory:
-        """Combine this memory with those of the other requests in the step."""
+        """Combine this memory with the memories of the other requests in the step."""
         raise ConditionError(f"adapter {self.name!r} takes no part in continuous batching: use generate")
 
     def sources(self) -> list[Tensor]:
@@ -211,7 +217,7 @@ class BoundMemory(ABC):
         return []
 
     def projected(self) -> list[Tensor]:
-        """Return keys, values and biases that are not known to be finite."""
+        """Return keys, values and biases that were not checked to be finite."""
         return []
 
     def prepare_graph(self) -> None:  # noqa: B027
@@ -269,4 +275,4 @@ class AdapterConfig(Protocol):
         """Return the sites of this host at which the adapter acts; AttachError if it has no such layers."""
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> object:
-        """Return a random memory that this adapter can read, some slots masked; ConfigError if none can be made up."""
+        """Return a random memory for this adapter, with some slots masked; ConfigError if there is no example."""

@@ -37,7 +37,7 @@ class Resampler:
             narrower vector.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
     """
 
     num_latents: int = 64

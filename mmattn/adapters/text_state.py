@@ -52,11 +52,12 @@ class PackedText:
         """Tokens of the longest document."""
         return self.places.shape[1]
 
-    def select(self, rows: Sequence[int]) -> PackedText:
-        """The same rows with some of their documents only; the others are passed by."""
-        real = self.real[rows]
-        longest = int(real.sum(1).max())
-        places, real = self.places[rows, :longest], real[:, :longest]
+    def select(self, rows: Sequence[int], hidden: Sequence[int]) -> PackedText:
+        """The same rows with some of their documents only, without the first tokens of those; others are passed by."""
+        first = torch.tensor([[hidden[row]] for row in rows], device=self.real.device)
+        lengths = self.real[rows].sum(1, keepdim=True) - first
+        count = torch.arange(int(lengths.max()), device=self.real.device)
+        places, real = self.places[rows].gather(1, (first + count).clamp(max=self.longest - 1)), count < lengths
         return PackedText(self.numbers, places[real], places, real)
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -148,6 +149,7 @@ class TextState:
     generation: GenerationInput | None = None  # what `generate` last prepared for the host
     layer: int | None = None  # the only layer that asks, where only a part of the host was called
     packed: PackedText | None = None  # where the rows lie that are the documents of packed rows
+    positions: Tensor | None = None  # (b, l) of the tokens of packed rows, where the host is told
     timestep: Tensor | None = None  # (b,), of a diffusion model; None where it is not known
 
     def rows_of(self, tokens: Tensor) -> list[int]:

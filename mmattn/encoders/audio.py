@@ -64,7 +64,7 @@ class SoundEncoder(FrozenEncoder):
     ) -> Memory:
         """Return the memory (b, m, e) of b sounds, padded, computed without gradients; `encode` is the same.
 
-        `sources` of the memory gives the sound, begin and end in seconds: {"audio": 0, "start": 1.28, "end": 1.3}, and
+        `sources` of the memory gives the sound, start and end in seconds: {"audio": 0, "start": 1.28, "end": 1.3}, and
         for models of spectrograms the "band", counted from the lowest.
 
         Args:
@@ -127,7 +127,7 @@ class AudioEncoder(SoundEncoder):
         feature_extractor: needed with a model itself; otherwise that of the name.
         window: seconds of a window; by default that of the model (Whisper: 30, CLAP: 10), or 30.
         pooled: one token for each sound, the mean of its states (m = 1).
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         dim: width e of the memory.
@@ -136,7 +136,7 @@ class AudioEncoder(SoundEncoder):
         window: seconds of a window.
 
     Raises:
-        ConfigError: a setting outside what is allowed, or a model that gives no states for sounds.
+        ConfigError: a setting that is not allowed, or a model that gives no states for sounds.
         AdapterFileError: nothing to load, or weights that are incomplete or not safetensors.
         NonFiniteError: NaN or infinity in the weights.
     """
@@ -284,7 +284,7 @@ class LogMelEncoder(SoundEncoder):
         dim: width e of the memory: n_mels × frames_per_token.
 
     Raises:
-        ConfigError: a setting outside what is allowed, or a band without any frequency.
+        ConfigError: a setting that is not allowed, or a band without any frequency.
 
     >>> encoder = LogMelEncoder(n_mels=40)
     >>> memory = encoder([torch.zeros(16000), torch.zeros(4000)])
@@ -380,7 +380,7 @@ def load_audio(
 
     Raises:
         AudioError: `source` is no sound, is damaged, cut short, empty, too long, or has NaN.
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
         MissingExtraError: soundfile is not installed, or soxr, and they are needed.
 
     >>> load_audio(torch.zeros(2, 441), 16000, source_rate=44100).shape
@@ -414,7 +414,7 @@ def stream_audio(
 
     Raises:
         AudioError: as for `load_audio`, once the pieces before have been given.
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
         MissingExtraError: soundfile is not installed, or soxr, and they are needed.
     """
     check_float("block", block, at_least=1e-3)

@@ -133,7 +133,7 @@ class TextEncoderBase(FrozenEncoder):
 
         Raises:
             TextError: an entry is no text, or is empty and has nothing to pool; the message says which one.
-            ConfigError: `batch_size` is no positive int.
+            ConfigError: `batch_size` is not a positive int.
         """
         return self._encode_as("", texts, batch_size, progress)
 

@@ -112,7 +112,7 @@ class ImageProcessor:
         fill: grey level of the padding, 0..255.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
 
     >>> ImageProcessor(size=6)([torch.zeros(3, 8, 11), torch.zeros(9, 7)]).shape
     torch.Size([2, 3, 6, 6])
@@ -343,7 +343,7 @@ class ImageEncoder(FrozenEncoder):
         image_processor: from images to the pixels that the network was trained on.
         pooled: one token per image, the mean over its patches (m = 1).
         settings: further content of the fingerprint, besides the image processor and `pooled`.
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         dim: width e of the memory.
@@ -396,7 +396,7 @@ class ImageEncoder(FrozenEncoder):
 
         Raises:
             ImageError: an image cannot be read; the message says which one.
-            ConfigError: `batch_size` is no positive int.
+            ConfigError: `batch_size` is not a positive int.
         """
         check_int("batch_size", batch_size)
         pictures, process = image_list(images), self.image_processor

@@ -52,14 +52,14 @@ class NameEncoder(TextEncoderBase):
         name: of the text encoder, as for `TextEncoder`.
         width: w of each part.
         common: the share of the texts of `fit` from which on a word is common.
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         dim: width 3w of the memory.
         query_projection: (3w, r) and (r, 3w), whose product the map adds to queries; None before `fit`.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
         AdapterFileError: no such text encoder.
         MissingExtraError: scikit-learn is not installed.
 

@@ -39,7 +39,7 @@ class SeriesEncoder(FrozenEncoder):
         dim: width e of the memory: 2 × patch_length × channels + 2 × channels + position_features.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
 
     >>> encoder = SeriesEncoder(patch_length=4, channels=3)
     >>> memory = encoder([torch.randn(10, 3), torch.randn(5, 3)])

@@ -30,7 +30,7 @@ class TimmEncoder(ImageEncoder):
         pretrained: load the released weights; False for random ones.
         size: side of the square input in pixels; by default that of the released weights.
         pooled: one token per image, the mean over patches (m = 1).
-        device: where the network runs, by default the CPU.
+        device: device of the network, by default the CPU.
 
     Attributes:
         stage: number of the feature map.

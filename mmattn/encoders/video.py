@@ -43,7 +43,7 @@ class VideoEncoder(FrozenEncoder):
         model: the encoder of the frames.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
 
     >>> from mmattn.encoders import TorchvisionEncoder
     >>> encoder = VideoEncoder(TorchvisionEncoder("squeezenet1_1", size=32, pooled=True), fps=2)
@@ -79,7 +79,7 @@ class VideoEncoder(FrozenEncoder):
 
         Raises:
             VideoError: a video cannot be read; the message says which one.
-            ConfigError: `batch_size` is no positive int.
+            ConfigError: `batch_size` is not a positive int.
         """
         check_int("batch_size", batch_size)
         items, rows = as_list(videos, "video", VideoError, batch_dims=0), []
@@ -188,7 +188,7 @@ def stream_frames(source: object, *, fps: float | None = None, max_pixels: int =
 
     Raises:
         VideoError: `source` is no video, has no frames, is damaged or cut short, or is larger than `max_pixels`.
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
         MissingExtraError: PyAV is not installed, and it is needed.
 
     >>> [frame.time for frame in stream_frames([(0.0, "a"), (0.4, "b"), (0.6, "c"), (1.1, "d")], fps=2)]

@@ -96,7 +96,7 @@ class AdaptedLM(HFLM):
         return self._by_document("generate_until", requests, disable_tqdm)
 
     def tok_batch_encode(self, strings: Sequence[str], **options: Any) -> Any:
-        """Encode contexts; an empty context is the begin token, since a host reads at least one token."""
+        """Encode contexts; an empty context is the start token, since a host reads at least one token."""
         begin = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
         return super().tok_batch_encode([text or begin for text in strings], **options)
 

@@ -214,7 +214,7 @@ class AdaptedModel(nn.Module):
         """Note the output of a forward without actions, as in a compiled graph."""
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
-        """Return a random batch of arguments of the host, without a memory; for the doctor and the shared tests."""
+        """Return a random batch of arguments of the host, without a memory; for the doctor and the contract tests."""
         raise ConditionError(f"{type(self).__name__} has no example_batch: give the doctor a batch of your own")
 
     @classmethod

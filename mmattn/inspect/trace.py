@@ -37,25 +37,25 @@ class Trace:
 
     Args:
         words: l texts.
-        sources: s texts that name a patch, a passage, a token of another text.
+        sources: s names of patches, passages or tokens of another text.
         weights: (n, h, l, s), summed over the slots of a source.
         layers: names of the n layers.
         title: a line above it.
-        queries: which of the two attend, so that their weights sum to 1 or less: "words" to sources, or "sources" to
-            words, as the patches of a picture do that is drawn from a text.
-        probability: (l,) of each word.
-        without: (l,) of each word without a memory.
-        dropped: (l, s) of each word without one source.
-        grid: rows and columns, where the sources are the patches of a picture, row by row.
-        picture: that of `grid`, as an image of Pillow, which is stored as a small JPEG, or the bytes of a JPEG.
-        word_grid: rows and columns, where the words are the patches of a picture too.
-        word_picture: that of `word_grid`, as for `picture`.
+        queries: the side that attends, with weights that sum to at most 1: "words" to sources, or "sources" to words,
+            like the patches of a picture drawn from a text.
+        probability: (l,), the probability of each word.
+        without: (l,), the same without a memory.
+        dropped: (l, s), the same without each source.
+        grid: rows and columns, if the sources are the patches of a picture, row by row.
+        picture: the picture of `grid`, as a Pillow image, which is stored as a small JPEG, or as the bytes of a JPEG.
+        word_grid: rows and columns, if the words are patches of a picture, too.
+        word_picture: the picture of `word_grid`, as in `picture`.
 
     Raises:
         ShapeError: sizes that do not fit.
-        ConfigError: `queries` is neither.
+        ConfigError: `queries` is neither of the two.
         NonFiniteError: NaN or infinity.
-        TextError: words, sources, layers or a title that are no texts.
+        TextError: words, sources, layers or a title that are not texts.
 
     >>> trace = Trace(["a", "rose"], ["left", "right"], torch.tensor([[[[0.5, 0.5], [0.9, 0.1]]]]), ["layer 3"])
     >>> print(trace.draw(top=1))
@@ -123,13 +123,13 @@ class Trace:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def draw(self, top: int = 3, width: int = 20) -> str:
-        """The trace as text: under each word a bar for the weight of each of its largest sources.
+        """Return the trace as text: under each word a bar for the weight of each of its largest sources.
 
-        After a source, where it is known, the change of the word's probability without it.
+        If known, the change of the word's probability without the source follows it.
 
         Args:
-            top: sources of each word.
-            width: characters of a bar of weight 1.
+            top: number of sources per word.
+            width: length of a bar of weight 1, in characters.
         """
         lines = [self.title] if self.title else []
         for number, (word, row) in enumerate(zip(self.words, self.mean(), strict=True)):
@@ -150,7 +150,7 @@ class Trace:
 
 
 def save_traces(traces: Sequence[Trace], run: str | PathLike[str]) -> Path:
-    """Write traces to the file `attention.safetensors` in a folder, replacing one that is there.
+    """Write traces to `attention.safetensors` in a folder, replacing an existing file.
 
     Args:
         traces: one or more.
@@ -184,7 +184,7 @@ def load_traces(run: str | PathLike[str]) -> list[Trace]:
         run: the folder.
 
     Raises:
-        AdapterFileError: there are none, they are of a newer version, or the file is torn or changed.
+        AdapterFileError: there is no such file, or it is of a newer version, truncated or modified.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as run:

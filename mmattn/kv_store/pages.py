@@ -222,7 +222,7 @@ def read_bank(
 ) -> tuple[list[str], torch.dtype | None, dict[str, Tensor]]:
     """Return the names of the adapters of a bank, the dtype of its pages, and its tables.
 
-    Raises AdapterFileError if the file is torn, changed or something else, or the pages are of another adapter.
+    Raises AdapterFileError if the file is truncated, modified or of another kind, or the pages are of another adapter.
     """
     with parse_errors(path, "bank"):
         tables, metadata = read_tensors(path, BANK, mapped=mapped)

@@ -64,8 +64,7 @@ def read_passages(
 
     Keys and values stay in the file until they are used.
 
-    Raises AdapterFileError if the file is torn, changed or something else, another host has read the passages, or the
-    file holds what no host can have read.
+    Raises AdapterFileError if the file is truncated, modified or of another kind, or is from another host.
     """
     with parse_errors(path, "passages"):
         tables, metadata = read_tensors(path, PASSAGES, mapped=True)

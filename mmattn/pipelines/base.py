@@ -136,26 +136,26 @@ def pipeline(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> Any:
-    """Load an adapter with the host, the tokenizer and the encoder that its folder names; or a host alone.
+    """Load an adapter with the host, tokenizer and encoder that its folder names; or a host alone.
 
     Args:
-        folder: of the adapter, "assets/…" of the installation, or "org/name" on the Hugging Face hub.
-        host: instead of a folder a causal language model ("smollm2", a folder, "org/name"), which reads the texts of
-            an index itself and answers from them without training.
-        encoder: with a host, the encoder of the texts of the index, "minilm" by default.
-        index: for answers from an index: the index, its folder or its address (see `Index.open`); it can also be
-            given to each call.
-        device: of all models; the accelerator of this machine by default, or the CPU.
-        dtype: of the host's weights, float32 by default.
+        folder: folder of the adapter, "assets/…" of the installation, or "org/name" on the Hugging Face hub.
+        host: instead of an adapter, a causal language model ("smollm2", a folder, "org/name") that reads the texts of
+            an index and answers from them without training.
+        encoder: with `host`, the encoder of the index, "minilm" by default.
+        index: for answers from an index: the index, its folder or its address (see `Index.open`); you can also pass it
+            to each call.
+        device: device of all models; by default the accelerator of this machine, or the CPU.
+        dtype: dtype of the host's weights, float32 by default.
         revision: branch, tag or commit of a repository on the hub.
 
     Returns:
-        An `ImageToTextPipeline`, `QuestionAnsweringPipeline` (of a host a `PassageAnsweringPipeline`),
-        `TextToImagePipeline` or `MemoryToTextPipeline`.
+        An `ImageToTextPipeline`, `QuestionAnsweringPipeline`, `TextToImagePipeline` or `MemoryToTextPipeline`; with
+        `host` a `PassageAnsweringPipeline`.
 
     Raises:
-        AdapterFileError: no adapter is there, its folder does not say what it needs, or a model has changed since.
-        ConfigError: an index for a pipeline that reads none, or neither or both of a folder and a host.
+        AdapterFileError: there is no adapter, its folder does not name its models, or a model has changed since.
+        ConfigError: an index for a pipeline that reads none, or not exactly one of `folder` and `host`.
     """
     if folder is None or host is not None:
         if host is None or folder is not None:

@@ -21,6 +21,8 @@ FILE = "pipeline_config.json"
 #: Arguments of `generate` and of a training, as JSON values.
 Settings = dict[str, bool | int | float | str | None]
 Task = Literal["image-to-text", "question-answering", "passage-answering", "text-to-image", "memory-to-text"]
+#: The first token of a prompt that sees the memory.
+VisibleFrom = Literal["first_token", "last_token"]
 
 
 class _Strict(BaseModel):
@@ -31,11 +33,11 @@ class ModelReference(_Strict):
     """A model and its tokenizer by name.
 
     Args:
-        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for one that is
-            installed with mmattn. A relative folder lies beside the adapter's own.
+        name: a short name of `mmattn.models`, a name on the Hugging Face hub, a folder, or "assets/…" for a model
+            installed with mmattn. Relative folders are relative to the adapter's.
         revision: branch, tag or commit on the hub.
         quantization: "int8" (torchao), "bnb8" or "bnb4" (bitsandbytes).
-        lora: folder of a LoRA that the model had when the adapter was trained.
+        lora: folder of the LoRA that the host had in training.
         tokenizer_fingerprint: sha256 of the tokenizer.
     """
 
@@ -62,9 +64,9 @@ class EncoderReference(_Strict):
     """An encoder by name.
 
     Args:
-        name: of images or of texts, as `load_image_encoder` and `load_text_encoder` take it.
-        pooling: of texts, as in `TextEncoder`.
-        pooled: of images, one slot for each.
+        name: name of an encoder of images or texts, as in `load_image_encoder` and `load_text_encoder`.
+        pooling: for texts, as in `TextEncoder`.
+        pooled: for images, one slot for each image.
     """
 
     name: str
@@ -93,7 +95,7 @@ class MemoryConfig(_Strict):
     """Settings of the memory made of the hits of an index.
 
     Args:
-        top_k: entries that a question, or a chunk of text, attends to.
+        top_k: number of entries that a question, or a chunk of text, attends to.
         fields: of an entry's JSON line; the concatenated vectors of their texts are its encoded token, and the first
             field is searched. None where entries are passages that the host itself reads.
         text: template of its fields, by which an entry is displayed.
@@ -105,7 +107,7 @@ class MemoryConfig(_Strict):
 
 
 class PipelineConfig(_Strict):
-    """Settings that `mmattn.pipeline` needs beside the adapter itself.
+    """Settings that `mmattn.pipeline` needs in addition to the adapter.
 
     Args:
         task: "image-to-text", "question-answering", "passage-answering" with passages that the host has read,
@@ -117,6 +119,8 @@ class PipelineConfig(_Strict):
             the passages. There, and for "image-to-text" and "memory-to-text" with a question, it is a template whose
             special tokens are tokens, such as that of a chat.
         refusal: the answer if nothing in the index answers.
+        visible_from: the first token that sees the memory, "first_token" or "last_token" of the prompt, as in training;
+            tokens before it are the bare host's. "last_token" is for "image-to-text" and "memory-to-text".
         generation: arguments of `generate`, or for drawing num_inference_steps and guidance_scale.
         trained_on: the data, in one sentence.
         training: settings of the training that the card shows.
@@ -137,6 +141,7 @@ class PipelineConfig(_Strict):
     memory: MemoryConfig | None = None
     prompt: str = ""
     refusal: str | None = None
+    visible_from: VisibleFrom = "first_token"
     generation: Settings = {}
     trained_on: str = ""
     training: Settings = {}
@@ -148,6 +153,8 @@ class PipelineConfig(_Strict):
             raise ValueError(f"memory must be {'left out' if self.memory else 'given'} for the task {self.task}")
         if (self.task == "memory-to-text") != (self.encoder is None):
             raise ValueError(f"encoder must be {'left out' if self.encoder else 'given'} for the task {self.task}")
+        if self.visible_from == "last_token" and self.task not in ("image-to-text", "memory-to-text"):
+            raise ValueError(f"visible_from must be first_token for the task {self.task}")
         if self.answers_questions and "{question}" not in self.prompt:
             raise ValueError(f"prompt must have {{question}} in it for the task {self.task}")
         return self

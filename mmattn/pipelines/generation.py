@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Generator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mmattn.adapters.host_models import cache_name, given_cache
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import ConfigError, TextError
 from mmattn.hosts.context import Arguments, Keywords
 from mmattn.hosts.model import AdaptedModel
 from mmattn.memory import Memory
+from mmattn.pipelines.config import VisibleFrom
 from mmattn.tokenization import check_text, ids_with_plain, special_ids, special_pattern, tokenize
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ Prompt = str | list[int]
 
 
 def prompt_rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the ids of each text after the begin token, special tokens in it as plain text; ids stay as they are."""
+    """Return the ids of each text after the start token, special tokens in it as plain text; ids stay as they are."""
     rows = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -76,6 +78,7 @@ def generate_texts(
     memory: Memory | IndexMemory | None = None,
     *,
     batch_size: int = 64,
+    visible_from: VisibleFrom = "first_token",
     options: Keywords,
 ) -> list[str]:
     """Generate a text after each prompt, greedily unless the options say otherwise.
@@ -83,9 +86,10 @@ def generate_texts(
     Args:
         model: a causal language model, with adapters where there is a memory.
         tokenizer: of the model.
-        prompts: the texts to continue, each after the begin token, special tokens in them as plain text; or their ids.
+        prompts: the texts to continue, each after the start token, special tokens in them as plain text; or their ids.
         memory: a row for each prompt, or a searched memory for at most `batch_size` prompts; None for the bare model.
         batch_size: prompts at once.
+        visible_from: the first token of a prompt that sees the memory, as in `PipelineConfig`.
         options: of `generate`.
 
     Returns:
@@ -94,39 +98,53 @@ def generate_texts(
     Raises:
         TextError: a prompt leaves no room for new tokens.
     """
-    texts: list[str] = []
-    rows = prompt_rows(tokenizer, prompts)
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        part_memory = memory[slice(start, start + len(part))] if isinstance(memory, Memory) else memory
-        texts += generate_rows(model, tokenizer, part, part_memory, options=options)
-    return [text.strip() for text in texts]
+    rows, texts = prompt_rows(tokenizer, prompts), [""] * len(prompts)
+    numbers = [*range(len(rows))]
+    groups = [numbers]
+    # Where the last token alone sees the memory, a prompt that comes with many memories is read once.
+    reads_once = visible_from == "last_token" and isinstance(memory, Memory) and options.keys() <= {"max_new_tokens"}
+    if reads_once:
+        groups = [[*group] for _, group in groupby(sorted(numbers, key=rows.__getitem__), rows.__getitem__)]
+        if 2 * len(groups) > len(rows):  # most prompts come with one
+            reads_once, groups = False, [numbers]
+    for part in (group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)):
+        part_memory = memory[part] if isinstance(memory, Memory) else memory
+        ids, mask = left_padded(tokenizer, [rows[number] for number in part], next(model.parameters()).device)
+        given = arguments(model, tokenizer, ids, mask, options) | memory_arguments(part_memory, mask, visible_from)
+        cache: Any = given_cache(model(input_ids=ids[:1, :-1], use_cache=True)) if reads_once else None
+        if cache is not None:
+            cache.batch_repeat_interleave(len(part))
+            given[cache_name(model.host)] = cache
+        answers = tokenizer.batch_decode(model.generate(**given)[:, ids.shape[1] :], skip_special_tokens=True)
+        for number, text in zip(part, answers, strict=True):
+            texts[number] = text.strip()
+    return texts
 
 
-@torch.no_grad()
-def generate_rows(
-    model: AdaptedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Sequence[int]],
-    memory: Memory | IndexMemory | None,
-    *,
-    options: Keywords,
-) -> list[str]:
-    """Return the text generated after the prompt ids of each row of one batch."""
-    ids, mask = left_padded(tokenizer, rows, next(model.parameters()).device)
-    out = model.generate(
-        **arguments(model, tokenizer, ids, mask, options), **({} if memory is None else {"memory": memory})
-    )
-    return list(tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True))
+def memory_arguments(memory: Memory | IndexMemory | None, mask: Tensor, visible_from: VisibleFrom) -> Arguments:
+    """Return the arguments of a call for the memory of prompts with this mask (b, l), padded on the left."""
+    if memory is None:
+        return {}
+    if visible_from == "first_token":
+        return {"memory": memory}
+    arrived = torch.zeros_like(mask)
+    arrived[:, -1] = torch.iinfo(mask.dtype).max  # all slots
+    return {"memory": memory, "arrived": arrived}
 
 
 def stream_text(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, memory: Memory | None, *, options: Keywords
+    model: AdaptedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    memory: Memory | None,
+    *,
+    visible_from: VisibleFrom = "first_token",
+    options: Keywords,
 ) -> Generator[str, None, None]:
     """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
     ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
-    memories = {} if memory is None else {"memory": memory}
-    return stream_generate(model, tokenizer, {**arguments(model, tokenizer, ids, mask, options), **memories})
+    given = arguments(model, tokenizer, ids, mask, options) | memory_arguments(memory, mask, visible_from)
+    return stream_generate(model, tokenizer, given)
 
 
 def stream_generate(
@@ -195,7 +213,7 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, template: str, fields: Mapp
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the ids of a conversation and the begin of its answer, as `apply_chat_template` gives them.
+    """Return the ids of a conversation and the start of its answer, as `apply_chat_template` gives them.
 
     Raises:
         ConfigError: the template refuses the messages.
@@ -229,7 +247,7 @@ def _new_mark() -> str:
 
 
 def _marked(text: str, mark: str, special: Collection[str]) -> str:
-    """Put a mark before each special token that a text spells, and before the begin of one at its end."""
+    """Put a mark before each special token that a text spells, and before the start of one at its end."""
     places = {match.start() for match in special_pattern(special).finditer(text)}
     longest = max(map(len, special), default=0)
     for start in range(max(0, len(text) - longest), len(text)):

@@ -20,6 +20,7 @@ from mmattn.pipelines.generation import (
     end_ids,
     generate_texts,
     left_padded,
+    memory_arguments,
     prompt_rows,
     stream_text,
 )
@@ -74,6 +75,7 @@ class ImageToTextPipeline(ImagePipeline):
             prompts,
             memory,
             batch_size=batch_size,
+            visible_from=self.config.visible_from,
             options=self.config.generation | options,
         )
         for question, answer in zip(questions, texts, strict=True):
@@ -83,7 +85,9 @@ class ImageToTextPipeline(ImagePipeline):
     def stream(self, image: object, text: str = "", **options: object) -> Iterator[str]:
         """Yield the text for an image piece by piece. Arguments and errors as for a call."""
         prompt, memory = self.inputs(image, text)
-        pieces = stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
+        config = self.config
+        settings, visible_from = config.generation | options, config.visible_from
+        pieces = stream_text(self.model, self.tokenizer, prompt, memory, visible_from=visible_from, options=settings)
 
         def checked() -> Iterator[str]:
             caption = ""
@@ -121,11 +125,12 @@ class ImageToTextPipeline(ImagePipeline):
         prompt, memory = self.inputs(image, text)
         ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [prompt]), memory.device)
         options = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
-        out = self.model.generate(**options, memory=memory)
+        given = memory_arguments(memory, mask, self.config.visible_from)
+        out = self.model.generate(**options, **given)
         if int(out[0, -1]) in end_ids(self.model, self.tokenizer):
             out = out[:, :-1]
         with record(self.model) as weights:
-            self.model(input_ids=out, memory=memory)
+            self.model(input_ids=out, **given)
         rows, columns = self.encoder.grid or (1, self.encoder.length)
         new = out[0, ids.shape[1] :].tolist()
         # The weights of a token are those at the position that predicted it: the one before.
@@ -168,7 +173,7 @@ class MemoryToTextPipeline(Pipeline):
         """Return the text that the model generates after a text, or a list of texts for a list.
 
         Args:
-            text: one or a list; a question, or the begin of the answer.
+            text: one or a list; a question, or the start of the answer.
             memory: (b, m, e), a row for each text; None for the bare host.
             batch_size: texts at once.
             **options: of `generate`; they override those of the adapter's folder.
@@ -184,15 +189,17 @@ class MemoryToTextPipeline(Pipeline):
             list(map(self.make_prompt, texts)),
             self._rows(memory, len(texts)),
             batch_size=batch_size,
+            visible_from=self.config.visible_from,
             options=self.config.generation | options,
         )
         return rows[0] if isinstance(text, str) else rows
 
     def stream(self, text: str, memory: Memory | Tensor | None = None, **options: object) -> Iterator[str]:
         """Yield the text after a text piece by piece. Arguments and errors as for a call."""
-        rows = self._rows(memory, 1)
-        settings = self.config.generation | options
-        return stream_text(self.model, self.tokenizer, self.make_prompt(text), rows, options=settings)
+        prompt, rows = self.make_prompt(text), self._rows(memory, 1)
+        config = self.config
+        settings, visible_from = config.generation | options, config.visible_from
+        return stream_text(self.model, self.tokenizer, prompt, rows, visible_from=visible_from, options=settings)
 
     def _rows(self, memory: Memory | Tensor | None, texts: int) -> Memory | None:
         if memory is None:

@@ -186,7 +186,7 @@ def embed_corpus(
         out.
 
     Raises:
-        ConfigError: broken lines, by file and number; a setting outside what is allowed; or an encoder of several
+        ConfigError: broken lines, by file and number; a setting that is not allowed; or an encoder of several
             slots per text.
         TextError: no line has a text.
         MissingExtraError: datasets is not installed.

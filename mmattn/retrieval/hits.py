@@ -28,17 +28,17 @@ from mmattn.tokenization import check_text, refuse_empty
 
 
 class Hits:
-    """The k best entries of each of b queries, best first; where there are fewer, the rest is masked.
+    """The k best entries of each of b queries, best first; missing entries are masked.
 
     Args:
-        scores: (b, k) float, higher is better; masked ones become -inf.
-        mask: (b, k) bool, True = a hit; None means all are.
-        vectors: (b, k, e) the vector of each entry; masked ones become zeros.
-        ids: k ids per query; masked ones become None, as do masked texts, metadata and tokens.
-        texts: k texts per query, None where an entry has none.
+        scores: (b, k) float, higher is better; masked scores become -inf.
+        mask: (b, k) bool, True = a hit; None: all are hits.
+        vectors: (b, k, e) the vector of each entry; masked vectors become zeros.
+        ids: k ids per query; masked ids become None, and so do masked texts, metadata and tokens.
+        texts: k texts per query, None for an entry without a text.
         metadata: k JSON values per query.
         tokens: k tensors (m_i, e') per query, the encoded tokens of each entry.
-        token_dim: width e' of the tokens, also of a memory without hits; by default that of the first.
+        token_dim: width e' of the tokens, also of a memory without hits; by default the width of the first.
 
     Raises:
         ShapeError: sizes do not fit.
@@ -79,7 +79,7 @@ class Hits:
         return f"Hits(b={self.scores.shape[0]}, k={self.scores.shape[1]}, found={self.mask.sum(1).tolist()[:8]})"
 
     def above(self, score_threshold: float) -> Hits:
-        """Return the hits with those below a score masked.
+        """Return the hits, with hits below a score masked.
 
         Args:
             score_threshold: the lowest score that stays.
@@ -91,34 +91,34 @@ class Hits:
         return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens, self.token_dim)
 
     def first(self, count: int) -> Hits:
-        """Return the first `count` hits of each query, or all where there are fewer.
+        """Return the first `count` hits of each query, or all if there are fewer.
 
         Args:
-            count: how many.
+            count: number of hits.
 
         Raises:
-            ConfigError: the count is no int of at least 1.
+            ConfigError: the count is not a positive int.
         """
         places = torch.arange(self.scores.shape[1], device=self.scores.device)[: check_int("count", count)]
         return self._reordered(self.scores, places.expand(len(self), -1))
 
     def rerank(self, queries: str | Iterable[str], model: Any, *, batch_size: int = 32) -> Hits:
-        """Return the hits in the order of new scores: `index.search(q, 50).rerank(q, model).first(5)`.
+        """Sort the hits by new scores: `index.search(q, 50).rerank(q, model).first(5)`.
 
-        Masked hits stay masked and come last. The new scores carry no gradient. Texts beyond the length of the model
-        are cut, as sentence-transformers does.
+        Masked hits stay masked and come last. The new scores carry no gradient. Longer texts than the model's limit are
+        truncated, as in sentence-transformers.
 
         Args:
-            queries: the texts of the search: one, or b of them.
+            queries: the text of the search, or b texts.
             model: a `sentence_transformers.CrossEncoder`, which reads each pair of query and text; or an encoder with a
                 vector for each token, a `sentence_transformers.MultiVectorEncoder` or `TextEncoder(pooling="none")`,
-                whose vectors are compared by MaxSim (late interaction). Encoded tokens of the hits stand for the
+                whose vectors are compared by MaxSim (late interaction). Encoded tokens of the hits are used as the
                 vectors of their texts.
-            batch_size: texts that the model reads at once.
+            batch_size: number of texts per batch of the model.
 
         Raises:
-            ConfigError: a hit has no text, or the model gives other than one score for each.
-            IndexMismatchError: tokens of another width than the query's.
+            ConfigError: a hit has no text, or the model does not give one score for each.
+            IndexMismatchError: tokens and query differ in width.
             NonFiniteError: a score that is not finite.
             ShapeError: another number of queries.
             TextError: an empty query.
@@ -157,8 +157,8 @@ class Hits:
     def memory(self, *, tokens: bool = False) -> Memory:
         """Return a memory of the hits: one slot per entry (b, k, e), or all encoded tokens of all entries (b, m, e').
 
-        Masked hits become masked slots. A slot has the score of its hit (0 where masked), the rank as its segment, and
-        as its source {"id": …, "text": …}, with tokens also {"slot": …} within the entry.
+        Masked hits become masked slots. A slot has the score of its hit (0 if masked), its rank as segment, and as
+        source {"id": …, "text": …}, with tokens also {"slot": …} within the entry.
 
         Args:
             tokens: use the encoded tokens of each entry instead of its vector.

@@ -16,7 +16,7 @@ from mmattn.data.text_batches import check_prompt
 from mmattn.errors import ConditionError, ConfigError, TextError, check_float, check_int
 from mmattn.hosts.causal_lm.continuous_batching import paused
 from mmattn.memory import Memory
-from mmattn.pipelines.generation import Prompt, end_ids, prompt_rows
+from mmattn.pipelines.generation import Prompt, end_ids, memory_arguments, prompt_rows
 from mmattn.tokenization import special_ids
 
 if TYPE_CHECKING:
@@ -268,8 +268,10 @@ class Engine:
     def score(self, ids: list[int], memory: Memory | None, top: int) -> list[TokenLogprob]:
         """Return the log-probabilities of the ids of a prompt but the first."""
         with paused(self.pipe.model):
-            arguments = {} if memory is None else {"memory": memory}
-            logits = self.pipe.model(torch.tensor([ids], device=self.pipe.device), **arguments).logits[0]
+            prompt = torch.tensor([ids], device=self.pipe.device)
+            logits = self.pipe.model(prompt, **memory_arguments(memory, prompt, self.pipe.config.visible_from)).logits[
+                0
+            ]
         return [token_logprob(row, token, top) for row, token in zip(logits, ids[1:], strict=False)]
 
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -320,6 +322,8 @@ class Engine:
         job = writer.job
         sampler = {} if writer.sampler is None else {KEY: writer.sampler}
         options = {"memory": job.memory, "max_new_tokens": job.max_tokens, "streaming": True, **sampler}
+        if job.memory is not None and self.pipe.config.visible_from == "last_token":
+            options["visible_from"] = len(job.ids) - 1
         adding = asyncio.ensure_future(asyncio.to_thread(self.manager.add_request, job.ids, name, **options))
         try:
             if await asyncio.shield(adding) is None:

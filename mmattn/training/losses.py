@@ -32,19 +32,19 @@ AUTO_CHUNK = 256  # tokens
 
 
 def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto") -> Tensor:
-    """Cross-entropy -log p of each token after those before it (and the memory), (b, l - 1); 0 on the padding.
+    """Return the cross-entropy -log p of each token given earlier tokens and the memory, (b, l - 1); 0 on the padding.
 
-    Entry (i, j) belongs to token j + 1 of row i: nothing predicts the first.
+    Entry (i, j) is of token j + 1 of row i: the first token is not predicted.
 
     Args:
-        model: a language model, with adapters where the batch has a memory.
-        batch: its labels are predicted.
-        chunk_size: compute the logits of so many tokens at once, and their gradients with them, so that those of a
-            large vocabulary never stand whole; "auto" does so where the host permits it, None computes all at once.
+        model: a language model, with adapters if the batch has a memory.
+        batch: the batch; its labels are predicted.
+        chunk_size: number of tokens whose logits and gradients are computed together, to save memory with a large
+            vocabulary; "auto" uses chunks if the host permits it, None computes all together.
 
     Raises:
-        ConditionError: a chunk size, and the head is trained, or logits are no scaled or capped linear function of last
-            hidden states.
+        ConditionError: a chunk size with a trained head, or with logits that are not a scaled or capped linear function
+            of the last hidden states.
         ConfigError: a chunk size below 1.
     """
     if chunk_size == "auto":
@@ -58,14 +58,14 @@ def token_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto
 
 
 def mean_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto") -> Tensor:
-    """Mean of `token_nats` over the tokens of the batch: the training loss."""
+    """Return the mean of `token_nats` over the tokens of the batch: the training loss."""
     return token_nats(model, batch, chunk_size).sum() / (batch.labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
 def sum_nats(model: nn.Module, batch: TextBatch, chunk_size: ChunkSize = "auto") -> tuple[Tensor, int | Tensor]:
-    """Sum of `token_nats` over the tokens of the batch, and the number of these tokens: a `Loss` of `train`.
+    """Return the sum of `token_nats` over the tokens of the batch, and the number of these tokens.
 
-    Of labels on a device the number is a tensor, since to read it would wait for the device.
+    On a GPU the number is a tensor, because reading it would wait for the GPU.
     """
     count = (batch.labels[:, 1:] != IGNORED).sum()
     return token_nats(model, batch, chunk_size).sum(), int(count) if may_read(count) else count
@@ -80,14 +80,14 @@ def text_nats(
     *,
     batch_size: int = 32,
 ) -> list[list[float]]:
-    """`token_nats` of many texts, one list per text, each as long as its text without its first token.
+    """Return `token_nats` of many texts: a list for each text, of all its tokens except the first.
 
     Args:
-        model: a language model, with adapters where there is a memory.
-        rows: ids of each text.
-        memory: its rows are attended to.
+        model: a language model, with adapters if there is a memory.
+        rows: the ids of each text.
+        memory: the memory; texts attend to its rows.
         memory_rows: for each text the row of the memory; None for row i of text i.
-        batch_size: texts at once.
+        batch_size: number of texts per batch.
 
     Raises:
         ConfigError: a batch size below 1.
@@ -108,7 +108,7 @@ def text_nats(
 
 
 def perplexity(nats: Sequence[float]) -> float:
-    """exp of the mean cross-entropy per token, nan of none.
+    """Return exp of the mean cross-entropy per token; nan without tokens.
 
     >>> round(perplexity([math.log(12)] * 7), 6)
     12.0

@@ -21,7 +21,7 @@ from .data import Data, Picture
 
 
 class Measure:
-    """Measure models on the same pairs of a held-out picture and a description; `ids` are those of each text."""
+    """Measure models on the same pairs of a held-out picture and a description; `ids` has the ids of each text."""
 
     def __init__(
         self, data: Data, tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], max_new_tokens: int = 64
@@ -68,14 +68,14 @@ class Measure:
 
 
 def bits_saved(nats: Sequence[float], control: Sequence[float]) -> float:
-    """Return the mean over pairs of the bits by which a description is cheaper than under the control."""
+    """Return the bits that a description costs less than under the control, as the mean over pairs."""
     return sum((b - a) / math.log(2) for a, b in zip(nats, control, strict=True)) / len(nats)
 
 
 def write_captions(
     model: Any, tokenizer: PreTrainedTokenizerBase, memory: mmattn.Memory | None, max_new_tokens: int = 64
 ) -> list[str]:
-    """Generate a caption for each row of the memory, or one without a memory, from the begin token alone."""
+    """Generate a caption for each row of the memory, or one without a memory, from the start token alone."""
     prompts = [""] * (1 if memory is None else memory.batch)
     return pipelines.generate_texts(model, tokenizer, prompts, memory, options={"max_new_tokens": max_new_tokens})
 
@@ -111,7 +111,7 @@ def name_span(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int],
     hit = re.search(rf"\b{re.escape(name)}", text, re.IGNORECASE)
     if hit is None:
         return None
-    # Entry j of the nats is token j of the text: nothing predicts the begin token.
+    # Entry j of the nats is token j of the text: nothing predicts the start token.
     lengths = [len(tokenizer.decode(ids[1 : 1 + count])) for count in range(len(ids) - 1)]
     start = max(count for count, length in enumerate(lengths) if length <= hit.start())
     # A token may include the space before the name.

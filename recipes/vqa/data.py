@@ -23,10 +23,11 @@ KINDS = {"yes": "yes or no", "no": "yes or no", "circle": "shape", "rectangle": 
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions with the number of the prompt, the picture and the answer of each; `pictures` are files."""
+    """Questions with the number of the text, the prompt, the picture and the answer of each; `pictures` are files."""
 
     rows: Sequence[models.Question]
     pictures: Sequence[Path]
+    text: Tensor
     prompt: Tensor
     picture: Tensor
     answer: Tensor
@@ -45,11 +46,15 @@ class Questions:
 
 @dataclass(frozen=True)
 class Data:
-    """The public split into training and test, and what both share: prompts and answers, as texts and as ids."""
+    """The public split into training and test, and what both share: questions and answers, as texts and as ids.
+
+    Prompts are those of all texts in the first spelling, then in the second, and so on.
+    """
 
     train: Questions
     test: Questions
     texts: list[str]
+    spelled: list[str]  # of each prompt
     answers: list[str]
     prompts: list[list[int]]
     ends: list[list[int]]  # of each answer, with the token that ends it
@@ -61,9 +66,15 @@ class Data:
 
 
 def load_data(
-    tokenizer: PreTrainedTokenizerBase, train_questions: int | None = None, test_questions: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    train_questions: int | None = None,
+    test_questions: int | None = None,
+    seed: int = 0,
 ) -> Data:
-    """Read the questions, or draw so many of them, and write each as a prompt."""
+    """Read the questions, or draw so many of them, and write each as a prompt in a random spelling.
+
+    The seed draws the spellings of training; those of the test are always the same.
+    """
     splits = []
     for split, count in (("train", train_questions), ("test", test_questions)):
         rows = models.load_easy_vqa(split)
@@ -73,23 +84,38 @@ def load_data(
     ends = [[*_ids(tokenizer, answer.capitalize()), tokenizer.eos_token_id] for answer in answers]
     if len({ids[0] for ids in ends}) != len(answers):
         raise ConfigError("answers are told apart by their first token, and two begin alike in this tokenizer")
-    train, test = (_numbered(rows, texts, answers) for rows in splits)
+    train, test = (_numbered(rows, texts, answers, seed) for rows, seed in zip(splits, (seed, 0), strict=True))
     template = prompt_template(tokenizer)
-    prompts = [_ids(tokenizer, template.replace("{question}", text[:1].upper() + text[1:])) for text in texts]
-    return Data(train, test, texts, answers, prompts, ends)
+    spelled = [text for spelling in zip(*map(spellings, texts), strict=True) for text in spelling]
+    prompts = [_ids(tokenizer, template.replace("{question}", text)) for text in spelled]
+    return Data(train, test, texts, spelled, answers, prompts, ends)
+
+
+def spellings(text: str) -> list[str]:
+    """Return a question as people type it; the pipeline strips blanks around it.
+
+    >>> spellings("is it red?")
+    ['Is it red?', 'is it red?', 'Is it red', 'is it red']
+    """
+    bare = text.rstrip("?")
+    return [start + bare[1:] + mark for mark in ("?", "") for start in (bare[0].upper(), bare[0])]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[str]) -> Questions:
+def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[str], seed: int) -> Questions:
     pictures = sorted({row.picture for row in rows})
     numbers = {picture: number for number, picture in enumerate(pictures)}
+    text = torch.tensor([texts.index(row.text) for row in rows])
+    random = torch.Generator().manual_seed(seed)
+    spelling = torch.randint(len(spellings(texts[0])), (len(rows),), generator=random)
     return Questions(
         rows,
         pictures,
-        torch.tensor([texts.index(row.text) for row in rows]),
+        text,
+        spelling * len(texts) + text,
         torch.tensor([numbers[row.picture] for row in rows]),
         torch.tensor([answers.index(row.answer) for row in rows]),
     )
@@ -107,15 +133,23 @@ def training_tokens(data: Data, every: int = 8) -> tuple[list[list[int]], Tensor
     """Return texts, and for each token to train (n, 3) the text before it, the picture and the token itself.
 
     It is the first token of the answer to each question, and at each eighth question the others, too: most answers
-    have one.
+    have one. Before the others a question has one spelling for each answer, so that fewer texts are read.
     """
     texts, rows = list(data.prompts), []
     number: dict[tuple[int, ...], int] = {tuple(text): row for row, text in enumerate(texts)}
-    columns = (data.train.prompt.tolist(), data.train.picture.tolist(), data.train.answer.tolist())
-    for question, (prompt, picture, answer) in enumerate(zip(*columns, strict=True)):
+    spelled = len(data.prompts) // len(data.texts)
+    questions = data.train
+    columns = (
+        questions.text.tolist(),
+        questions.prompt.tolist(),
+        questions.picture.tolist(),
+        questions.answer.tolist(),
+    )
+    for question, (asked, prompt, picture, answer) in enumerate(zip(*columns, strict=True)):
         ids = data.ends[answer]
-        for count in range(len(ids) if question % every == 0 else 1):
-            text = [*data.prompts[prompt], *ids[:count]]
+        rows.append((prompt, picture, ids[0]))
+        for count in range(1, len(ids) if question % every == 0 else 1):
+            text = [*data.prompts[answer % spelled * len(data.texts) + asked], *ids[:count]]
             if tuple(text) not in number:
                 number[tuple(text)] = len(texts)
                 texts.append(text)
@@ -133,16 +167,16 @@ def encode(encoder: Any, questions: Questions, folder: Path) -> mmattn.Memory:
 
 
 def answer_shares(data: Data) -> Tensor:
-    """Return the share (prompts, answers) of each answer to each question of training, 0 if it is not asked there."""
-    counts = torch.zeros(len(data.prompts), len(data.answers))
-    counts.index_put_((data.train.prompt, data.train.answer), torch.tensor(1.0), accumulate=True)
+    """Return the share (texts, answers) of each answer to each question of training, 0 if it is not asked there."""
+    counts = torch.zeros(len(data.texts), len(data.answers))
+    counts.index_put_((data.train.text, data.train.answer), torch.tensor(1.0), accumulate=True)
     return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
 
 def prior_rows(data: Data) -> list[dict[str, Any]]:
     """Return what the answers of the training questions tell about those of the test, without any model."""
     most = data.train.answer.bincount().argmax()
-    usual = answer_shares(data).argmax(1)[data.test.prompt]
+    usual = answer_shares(data).argmax(1)[data.test.text]
     return [
         row(data, "the most frequent answer", data.tokens[most].expand(len(data.test))),
         row(data, "the usual answer to each question", data.tokens[usual]),
@@ -155,3 +189,13 @@ def row(data: Data, name: str, predicted: Tensor) -> dict[str, Any]:
     kinds = data.test.kinds(data.answers)
     shares = {kind: right[rows].mean().item() if len(rows) else None for kind, rows in kinds.items()}
     return {"name": name, "all": right.mean().item(), **shares, "parameters": 0, "seconds": None}
+
+
+def spelling_shares(data: Data, predicted: Tensor) -> dict[str, float]:
+    """Return the share of right tokens (n,) for the test questions in each spelling, by an example."""
+    right, spelling = predicted == data.tokens[data.test.answer], data.test.prompt // len(data.texts)
+    return {
+        text: right[spelling == number].float().mean().item()
+        for number, text in enumerate(spellings("is it red?"))
+        if (spelling == number).any()
+    }

@@ -41,13 +41,14 @@ def mean_percent(contents: list[dict[str, Any]], name: str) -> str:
 def text_notes(contents: list[dict[str, Any]]) -> list[str]:
     """Return the notes of runs whose questions are texts."""
     first = contents[0]
+    spellings = [content["spellings"] for content in contents]
+    by_spelling = ", ".join(f'"{text}" {mean_percent(spellings, text)}' for text in spellings[0])
     return [
         f"Right answers to {first['test_questions']:,} questions of the public test split, about other pictures "
         "than in training: the first token that the model generates, greedily from its whole vocabulary.",
         "The usual answer to each question is all that can be known without a picture. Shuffled: another question's "
         "picture. No picture: the same model called without a memory, bit for bit the frozen one.",
-        f"Only the last token of a question sees the picture. Where all tokens do, {mean_percent(contents, 'agree')} "
-        f"of {first['whole_prompts']} answers are the same.",
+        f"Spelled at random: {by_spelling}.",
     ]
 
 
@@ -84,7 +85,7 @@ def draw_answers(
     for (left, right), number, trace in zip(axes, chosen, traces, strict=True):
         question, answer = data.test.rows[number], trace.words[0]
         picture, correct = mmattn.load_image(question.picture), answer.lower() == question.answer
-        left.set_title("\n".join(textwrap.wrap(question.text.capitalize(), 24)), fontsize=10, loc="left")
+        left.set_title("\n".join(textwrap.wrap(data.spelled[data.test.prompt[number]], 24)), fontsize=10, loc="left")
         text = answer if correct else f"{answer} ✗\nit is {question.answer}"
         right.set_title(text, fontsize=13, loc="left", color="#1b7837" if correct else "#b3261e", fontweight="bold")
         left.imshow(picture)
@@ -142,7 +143,7 @@ def trace_answer(
         [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
         torch.stack([calls[0][0, :, -1:] for _, calls in sorted(weights.items())]).cpu(),
         [f"layer {layer}" for _, layer in sorted(weights)],
-        f"{question.text.capitalize()} {answer}",
+        f"{data.spelled[data.test.prompt[number]]} {answer}",
         grid=encoder.grid,
         picture=mmattn.load_image(question.picture),
     )

@@ -43,7 +43,7 @@ def answer_spoken(
     text = prompt_template(tokenizer).replace("{question}", speech.instruction)
     prompt = [tokenizer(text, add_special_tokens=False)["input_ids"]]
     layer = settings.adapter.layers[0]
-    target = read_states(lm, data.prompts, layer, device)
+    target = read_states(lm, data.prompts[:texts], layer, device)
     model = mmattn.attach(lm, mmattn.GatedAdapter(sounds["train"].dim, **speech.adapter.model_dump()), "speech")
     spoken = Spoken(model, data, sounds, pictures, layer, target)
 
@@ -145,7 +145,7 @@ class Spoken:
         """Return the loss of the first token of answers, each question in a random voice."""
         questions, chosen, texts = self.data.train, rows.cpu(), len(self.data.texts)
         voices = torch.randint(self.sounds["train"].batch // texts, (len(rows),))
-        logits = self.call("train", voices * texts + questions.prompt[chosen], questions.picture[chosen]).logits
+        logits = self.call("train", voices * texts + questions.text[chosen], questions.picture[chosen]).logits
         target = self.data.tokens[questions.answer[chosen]].to(logits.device)
         return F.cross_entropy(logits[:, -1].float(), target)
 
@@ -163,7 +163,7 @@ class Spoken:
         questions, random = self.data.test, torch.Generator().manual_seed(seed)
         texts, count = len(self.data.texts), len(questions)
         voices = torch.arange(count) % (self.sounds["test"].batch // texts)
-        sounds, pictures = voices * texts + questions.prompt, questions.picture
+        sounds, pictures = voices * texts + questions.text, questions.picture
         other, another = (torch.randperm(count, generator=random) for _ in range(2))
         return [
             self.row("adapters, neither", None, None),

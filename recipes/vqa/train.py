@@ -22,7 +22,17 @@ import mmattn
 from mmattn import pipelines, training
 from mmattn.errors import import_extra
 
-from .data import Data, answer_shares, encode, load_data, prior_rows, prompt_template, row, training_tokens
+from .data import (
+    Data,
+    answer_shares,
+    encode,
+    load_data,
+    prior_rows,
+    prompt_template,
+    row,
+    spelling_shares,
+    training_tokens,
+)
 from .report import draw_answers, table
 from .settings import Config
 from .spoken import answer_spoken
@@ -40,7 +50,7 @@ def main(config: dict[str, Any]) -> Path:
 
     # Data: each picture becomes a memory of one slot per patch, each question a prompt.
     lm, tokenizer = pipelines.load_language_model(settings.lm, device)
-    data = load_data(tokenizer, settings.train_questions, settings.test_questions)
+    data = load_data(tokenizer, settings.train_questions, settings.test_questions, settings.seed)
     encoder = pipelines.load_image_encoder(settings.encoder, device)
     train_memory, test_memory = (
         encode(encoder, questions, Path(settings.cache)).to(device) for questions in (data.train, data.test)
@@ -79,13 +89,11 @@ def main(config: dict[str, Any]) -> Path:
         rows.append(row(data, "adapter, shuffled pictures", answer(test_memory[other])) | cost)
         rows.append(row(data, "adapter, right picture", right) | cost)
         draw_answers(run, model, prompts, encoder, data, test_memory, right)
-    whole = predict_whole(model, data, test_memory)
-    agree = (whole == right[: len(whole)]).float().mean().item()
     if settings.controls:
         model.unload()
         rows.insert(2, train_lora(lm, parameters, data, settings, run, device))
     run.plot_losses()
-    content = {"test_questions": len(data.test), "whole_prompts": len(whole), "agree": agree, "rows": rows}
+    content = {"test_questions": len(data.test), "spellings": spelling_shares(data, right), "rows": rows}
     results = run.finish(content | {"seed": settings.seed}, table)
     pipeline_config.model_copy(update={"results": results}).save(run.path / "adapter")
     return run.path
@@ -134,6 +142,7 @@ def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipeli
         host=pipelines.ModelReference.of(settings.lm, tokenizer),
         encoder=pipelines.EncoderReference.of(settings.encoder),
         prompt=prompt_template(tokenizer),
+        visible_from="last_token",
         generation={"max_new_tokens": max(map(len, data.ends))},
         trained_on=f"{len(data.train)} questions of easy-VQA about {len(data.train.pictures)} drawn pictures.",
         training={"recipe": "vqa", "seed": settings.seed, "steps": settings.optim.max_steps},
@@ -163,14 +172,6 @@ def last_logits(model: Any, prompts: Sequence[Sequence[int]], device: torch.devi
     return logits[torch.arange(len(prompts)), number].float()
 
 
-@torch.no_grad()
-def predict_whole(model: Any, data: Data, memory: mmattn.Memory, count: int = 64) -> Tensor:
-    """Return the first token of the answers to some test questions where the whole prompt sees the picture."""
-    rows = torch.arange(min(count, len(data.test)))
-    prompts = [data.prompts[number] for number in data.test.prompt[rows].tolist()]
-    return last_logits(model, prompts, memory.device, memory=memory[data.test.picture[rows]]).argmax(-1).cpu()
-
-
 def train_lora(
     lm: Any, parameters: int, data: Data, settings: Config, run: training.RunFolder, device: torch.device
 ) -> dict[str, Any]:
@@ -183,7 +184,8 @@ def train_lora(
     lora = training.matched_lora(lm, parameters, layers=layers)
     count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     print(f"LoRA, questions only: {count:,} trained parameters beside {parameters:,} of the adapter")
-    tokens, shares = data.tokens.to(device), answer_shares(data).to(device)
+    tokens = data.tokens.to(device)
+    shares = answer_shares(data).to(device).repeat(len(data.prompts) // len(data.texts), 1)
 
     def logits(rows: Tensor) -> Tensor:
         return last_logits(lora, [data.prompts[row] for row in rows.tolist()], device)

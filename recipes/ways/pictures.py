@@ -23,7 +23,7 @@ def vision(file: str) -> Any:
 
 
 class Pictures:
-    """Pictures to train on and others to measure on, with their descriptions."""
+    """Training pictures and held-out pictures, with their descriptions."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         settings = {**config.vision, "seed": config.seed, "progress": config.progress}
@@ -75,7 +75,7 @@ class Pictures:
         return {"accuracy": right, "nats": nats}
 
     def captions(self, way: Way, memories: Memories | None) -> list[str]:
-        """Return a caption of each held-out picture, from the begin token alone."""
+        """Return a caption of each held-out picture, from the start token alone."""
         captions: list[str] = []
         for start in range(0, len(self.held_out), 64):
             rows = range(start, min(start + 64, len(self.held_out)))

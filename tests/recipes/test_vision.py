@@ -48,6 +48,17 @@ def flora(recipe: SimpleNamespace, run_folder: Path) -> Any:
     return load(recipe, path=str(run_folder / "drawings"), held_out=0.5)
 
 
+def test_the_shipped_pipeline_captions_as_the_recipe_does(recipe: SimpleNamespace, tokenizer: Any) -> None:
+    pipe, pictures = (
+        mmattn.pipeline("assets/vision/adapter", device="cpu"),
+        sorted((ROOT / "assets/flora").glob("*.png")),
+    )
+    model = mmattn.load(pipelines.load_language_model("assets/lm", "cpu")[0], ROOT / "assets/vision/adapter")
+    encoder = pipelines.load_image_encoder("assets/clip", "cpu")
+    captions = recipe.measure.write_captions(model.eval(), tokenizer, encoder(pictures))
+    assert len(pictures) == 8 and pipe(pictures) == captions
+
+
 class TestData:
     @pytest.fixture
     def photographs(self, tmp_path: Path) -> dict[str, Any]:

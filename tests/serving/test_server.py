@@ -21,8 +21,11 @@ import openai
 import pytest
 from PIL import Image
 
+import mmattn
+from mmattn import models
 from mmattn.errors import ConfigError
 from mmattn.serving import Engine, Limits
+from tests.models.test_pretrained import need
 from tests.serving.servers import FACTS, QUESTIONS, Server, answering_pipe, captioning_pipe, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -83,6 +86,14 @@ def test_streams(client: Any, pipe: Any) -> None:
     assert len(chunks) > 3 and chunks[-1].usage.completion_tokens > 2
     texts = client.completions.create(model="tiny", prompt=QUESTIONS[7], stream=True)
     assert "".join(one.choices[0].text for one in texts).rstrip() == wanted
+
+
+def test_passages(client: Any, pipe: Any) -> None:
+    question = QUESTIONS[3]
+    wanted = [pipe(question, passages=count).text for count in (1, 2)]
+    for count, text in enumerate(wanted, 1):
+        made = client.completions.create(model="tiny", prompt=question, extra_body={"passages": count})
+        assert made.choices[0].text.strip() == text
 
 
 def test_max_tokens(client: Any) -> None:
@@ -310,6 +321,36 @@ def test_pictures(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="reads no documents"):
             client.completions.create(model="tiny", prompt="", extra_body={"documents": FACTS})
         assert server.until(server.is_idle)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_shipped_adapter_for_questions_answers_as_its_pipeline(count: int) -> None:
+    """Many at once, with capital letters and question marks or without."""
+    for name in ("smollm2", "efficientnet-lite0", "easy-vqa"):
+        need(name)
+    pipe, rows = mmattn.pipeline("assets/vqa", device="cpu"), models.load_easy_vqa("test")[:: 9673 // count][:count]
+    texts = [row.text.capitalize() if place % 2 else row.text[:-1] for place, row in enumerate(rows)]
+    with serving(pipe) as server, asking(server) as client, ThreadPoolExecutor(8) as pool:
+
+        def ask(row: Any, text: str) -> str:
+            content = [
+                {"type": "text", "text": text},
+                {"type": "image_url", "image_url": {"url": data_url(row.picture)}},
+            ]
+            made = client.chat.completions.create(model="tiny", messages=asked(content))
+            return str(made.choices[0].message.content)
+
+        assert list(pool.map(ask, rows, texts)) == pipe([row.picture for row in rows], texts)
+
+
+def test_the_shipped_adapter_for_captions_answers_as_its_pipeline() -> None:
+    pipe, pictures = mmattn.pipeline("assets/vision/adapter", device="cpu"), sorted(Path("assets/flora").glob("*.png"))
+    with serving(pipe) as server, asking(server) as client:
+        made = [
+            client.completions.create(model="tiny", prompt="", extra_body={"image": data_url(picture)})
+            for picture in pictures
+        ]
+    assert [one.choices[0].text for one in made] == pipe(pictures)
 
 
 def test_a_slow_picture_does_not_hold_up_the_others(tmp_path: Path) -> None:

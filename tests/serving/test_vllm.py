@@ -18,6 +18,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import mmattn
+from mmattn import pipelines
+from mmattn.pipelines.generation import memory_arguments
 from tests.serving.processes import serving
 from tests.tiny_texts import tiny_tokenizer
 
@@ -112,10 +114,10 @@ def requests(count: int, longest: int = 30) -> list[tuple[list[int], torch.Tenso
     return [(row, memories[1 if place % 3 == 2 else place % len(memories)]) for place, row in enumerate(rows)]
 
 
-def expected(model: Any, ids: list[int], memory: torch.Tensor | None) -> Answer:
+def expected(model: Any, ids: list[int], memory: torch.Tensor | None, visible_from: Any = "first_token") -> Answer:
     """The greedy answer of transformers and its log-probabilities."""
     text = torch.tensor([ids])
-    given = {} if memory is None else {"memory": mmattn.Memory(memory[None])}
+    given = memory_arguments(None if memory is None else mmattn.Memory(memory[None]), text, visible_from)
     output = model.generate(
         text, attention_mask=torch.ones_like(text), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
         pad_token_id=2, output_logits=True, return_dict_in_generate=True, **given,
@@ -234,10 +236,13 @@ def test_answers_are_those_of_transformers(family: str, adapter: str, tmp_path: 
         check_alike(answers(llm, [(ids, None) for ids, _ in asked]), without)
 
 
-def test_a_small_cache_preempts_and_mixes_no_memories(tmp_path: Path) -> None:
+@pytest.mark.parametrize("visible_from", ["first_token", "last_token"])
+def test_a_small_cache_preempts_and_mixes_no_memories(visible_from: Any, tmp_path: Path) -> None:
     model = adapt(make_host(tmp_path / "host"), tmp_path / "adapter")
+    host = pipelines.ModelReference(name=str(tmp_path / "host"))
+    pipelines.PipelineConfig(task="memory-to-text", host=host, visible_from=visible_from).save(tmp_path / "adapter")
     asked = requests(200, longest=90)
-    wanted = [expected(model, *one) for one in asked]
+    wanted = [expected(model, *one, visible_from) for one in asked]
     with engine(tmp_path, block_size=32, num_gpu_blocks_override=150, max_num_seqs=32) as llm:
         got = answers(llm, asked)
         preemptions = next(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")

@@ -53,7 +53,7 @@ class TimedResampler:
         frequencies: sines and cosines of the time step.
 
     Raises:
-        ConfigError: a setting outside what is allowed.
+        ConfigError: a setting that is not allowed.
     """
 
     num_latents: int = 64

@@ -23,7 +23,7 @@ from mmattn.adapters.protocols import BoundMemory
 from mmattn.core.key_values import KeyValue
 from mmattn.core.split_attention import KeyValueRows
 from mmattn.core.tracing import collect_checks, raise_failed
-from mmattn.errors import ConditionError, NonFiniteError, ShapeError
+from mmattn.errors import ConditionError, NonFiniteError, ShapeError, check_int
 from mmattn.hosts.causal_lm.boundary import KEY, SHARING, RequestBoundary, RequestMemory, replace_method, states_of_step
 from mmattn.hosts.context import Arguments, Call, Keywords, check_not_required
 from mmattn.hosts.model import AdaptedModel
@@ -101,16 +101,19 @@ class RequestMemories:
         request_id: str | None = None,
         *args: object,
         memory: object = None,
+        visible_from: int = 0,
         **kwargs: object,
     ) -> str | None:
-        """Queue a request, with a memory of its own, one shared with others, or none."""
+        """Queue a request, with a memory of its own or a shared one that tokens from a place on see, or with none."""
         pending = _PENDING.get()
         if memory is None and pending is not None:
             memory = pending[id(input_ids)].pop(0)
         if memory is None:
             check_not_required(self.model.require_memory)
+            if visible_from:
+                raise ConditionError("visible_from= is for a memory, and this request has none: leave it out")
         else:
-            kwargs[KEY] = memory if isinstance(memory, RequestMemory) else self._bind(memory)
+            kwargs[KEY] = memory if isinstance(memory, RequestMemory) else self._bind(memory, visible_from)
         name = f"req_{self.manager._request_counter}" if request_id is None else request_id
         if not _names(name, self.manager.num_return_sequences - 1).isdisjoint(self._used_names()):
             raise ConditionError(
@@ -118,7 +121,7 @@ class RequestMemories:
             )
         return self._add(input_ids, request_id, *args, **kwargs)
 
-    def _bind(self, memory: object) -> RequestMemory:
+    def _bind(self, memory: object, visible_from: int) -> RequestMemory:
         by_adapter = dict(memory) if isinstance(memory, Mapping) else dict.fromkeys(self.model.active, memory)
         key = tuple((name, id(value)) for name, value in by_adapter.items())
         shared = self._shared.get(key)
@@ -126,6 +129,8 @@ class RequestMemories:
             shared = self._shared[key] = Shared(by_adapter, prepared_by_name(self.model, by_adapter))
         # Bound anew for each request: the memory may have been edited since.
         bound = RequestMemory(bind_request(self.model, shared.prepared), shared)
+        for source in bound.sources.values() if check_int("visible_from", visible_from, at_least=0) else ():
+            source.hide_from(visible_from)
         self._running.add(bound)
         return bound
 

@@ -173,7 +173,7 @@ class AdaptedCausalLM(AdaptedModel):
         if call.prompt is None and not call.reads_memory and not PACKING_NAMES.isdisjoint(kwargs):
             packed = packed_text(kwargs, *inputs.shape[:2])
         if packed is not None:
-            return packed_state(call, packed, inputs, cache)
+            return packed_state(call, packed, inputs, cache, kwargs)
         return TextState(
             rows=inputs.shape[0],
             length=inputs.shape[1],

@@ -18,7 +18,7 @@ from mmattn.hosts.probe import bare_forward
 _KNOWN: WeakKeyDictionary[nn.Module, dict[tuple[str | None, ...], str | None]] = WeakKeyDictionary()
 
 
-def packed_state(call: Call, packed: PackedText, inputs: Tensor, cache: object) -> TextState:
+def packed_state(call: Call, packed: PackedText, inputs: Tensor, cache: object, kwargs: Keywords) -> TextState:
     """Return the text of a packed forward, whose rows are its documents."""
     return TextState(
         rows=packed.documents,
@@ -30,6 +30,7 @@ def packed_state(call: Call, packed: PackedText, inputs: Tensor, cache: object) 
         images=None if call.images is None else packed.unpack(call.images),
         arrivals=call.arrivals and replace(call.arrivals, count=packed.unpack(call.arrivals.count)),
         packed=packed,
+        positions=kwargs.get("position_ids"),
     )
 
 

@@ -37,35 +37,35 @@ def doctor(
     batch_size: int = 8,
     max_questions: int = 64,
 ) -> Report:
-    """Check whether a model looks at its evidence, or an adapted model on a batch.
+    """Check whether a model uses its evidence, or check an adapted model on a batch.
 
-    A model that answers questions from pictures or texts is asked the same with right, different, blank, moved and no
-    evidence, alone, again and in batches. The verdict FAIL comes from exact tests with an error level of 1 % for
-    all of them together; it takes some 30 questions to tell anything. A counterfactual is another row that asks the
-    same and has another answer. An answer is right if it has the text of its row as words or a number of its own.
+    A model that answers questions from pictures or texts is asked each question with the right, different, blank, moved
+    and no evidence, alone, twice and in batches. A sound model gets a FAIL in at most 1 of 100 reports (exact tests at
+    a joint level of 1 %). Use about 30 questions or more. A counterfactual is another row with the same question and
+    another answer. An answer is right if it contains the text of its row as separate words or a separate number.
 
-    An adapted model is checked on a batch: whether memory arrives, and only where it may, in each active adapter. It is
-    called some twenty times without gradients; hooks, modes and random states are restored. Of what has rows and no
-    slots (prefixes, passages, what another model has read) those checks are left out that are about slots.
+    An adapted model is checked on a batch: whether memory arrives in each active adapter, and only at the allowed
+    tokens. This takes about twenty calls without gradients, and restores hooks, modes and random states. Checks of
+    slots are skipped for memories without slots (prefixes, passages, another model's cache).
 
     Args:
-        model: a function `(question, evidence) -> answer`, whose evidence is a list of images of Pillow and texts; a
-            model or pipeline of transformers that takes pictures or texts; a pipeline of ours that takes pictures; the
-            address of an endpoint of the OpenAI shape ("http://…/v1"); or an adapted model.
+        model: a function `(question, evidence) -> answer`, whose evidence is a list of Pillow images and texts; a model
+            or pipeline of transformers that takes pictures or texts; an mmattn pipeline that takes pictures; the
+            address of an OpenAI-compatible endpoint ("http://…/v1"); or an adapted model.
         data: rows with a prompt (the question), a text (its answer), and images or passages, or their file or folder,
             see `mmattn.training.read_rows`; `metadata={"kind": ...}` names the kind of a question. For an adapted model
-            what it is called with, by name, `memory` included.
-        processor: of a model of transformers; a tokenizer if it reads texts only.
-        batched: the function takes lists of questions and of their evidence, and returns a list.
-        batch_size: questions in a batch, at most; for an endpoint requests at once.
-        max_questions: questions are drawn from the data, at most so many.
+            the keyword arguments of a call, with `memory`.
+        processor: processor of a transformers model; its tokenizer if it reads only texts.
+        batched: True if the function takes a list of questions and a list of their evidence, and returns a list.
+        batch_size: maximum questions per batch; for an endpoint, concurrent requests.
+        max_questions: maximum number of questions drawn from the data.
 
     Returns:
-        The verdicts; on questions with figures and every answer.
+        The verdicts; for questions also the figures and every answer.
 
     Raises:
-        ConfigError: rows without questions or evidence, a model that cannot be asked, or no batch with a memory that
-            may be attended to.
+        ConfigError: rows without questions or evidence, a model that cannot be asked, or a batch without a visible
+            memory.
         ConditionError: no adapter is active, or the batch has a cache.
     """
     if not isinstance(model, AdaptedModel):

@@ -33,6 +33,7 @@ def patch_engine() -> None:
     if hasattr(EngineArgs.create_model_config, "__wrapped__"):
         return
     create, batch = EngineArgs.create_model_config, GPUModelRunner._batch_mm_inputs_from_scheduler
+    run = GPUModelRunner._model_forward
     resolve_template = hf.resolve_chat_template
 
     @functools.wraps(create)
@@ -56,6 +57,12 @@ def patch_engine() -> None:
             hashes, inputs, references = ([part[place] for place in order] for part in (hashes, inputs, references))
         return hashes, inputs, references
 
+    @functools.wraps(run)
+    def with_prompt_lengths(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        if self.model_config.architecture == ARCHITECTURE:
+            kwargs["prompt_lengths"] = self.input_batch.num_prompt_tokens_cpu_tensor
+        return run(self, *args, **kwargs)
+
     @functools.wraps(resolve_template)
     def resolve_chat_template(
         tokenizer: Any, chat_template: str | None, *args: Any, model_config: Any, **more: Any
@@ -66,6 +73,7 @@ def patch_engine() -> None:
 
     hf.resolve_chat_template = resolve_chat_template
     EngineArgs.create_model_config = create_model_config
+    GPUModelRunner._model_forward = with_prompt_lengths
     GPUModelRunner._batch_mm_inputs_from_scheduler = in_batch_order
 
 
@@ -92,10 +100,12 @@ def host_overrides(host: str, folder: Path, pipeline: PipelineConfig | None = No
     settings = served_settings(load_folder(folder)[0])
     encoder = None if pipeline is None or pipeline.task != "image-to-text" else pipeline.encoder
     slots = MAX_SLOTS if settings.resampler is None else settings.resampler.num_latents
+    visible_from = PipelineConfig.load(folder).visible_from if (folder / FILE).is_file() else "first_token"
     return {
         "architectures": [ARCHITECTURE],
         "mmattn_host": get_config(host, trust_remote_code=False).architectures,
         "mmattn_adapter": str(folder),
+        "mmattn_visible_from": visible_from,
         "mmattn_encoder": None if encoder is None else [resolve(encoder.name, folder), encoder.pooled],
         "mmattn_prompt": None if pipeline is None else [pipeline.prompt, encoder is not None],
         "is_encoder_decoder": True,

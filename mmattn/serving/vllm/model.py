@@ -286,6 +286,7 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
         encoder_outputs: Sequence[Tensor] | None = None,
+        prompt_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Write the memories that are new, note which tokens have one, and run the host."""
@@ -298,6 +299,9 @@ class AdaptedForCausalLM(nn.Module, SupportsMultiModal):
             of_first = metadata[self.attentions[0].prefix]
             lengths = of_first.query_start_loc.diff()
             has_memory = (of_first.seq_lens > 0).repeat_interleave(lengths)
+            if prompt_lengths is not None and self.config.mmattn_visible_from == "last_token":
+                last = prompt_lengths[: len(lengths)].to(lengths) - 1
+                has_memory &= positions[: len(has_memory)] >= last.repeat_interleave(lengths)
             self.has_memory[: len(has_memory)] = has_memory
             if encoder_outputs:
                 for attention in self.attentions:

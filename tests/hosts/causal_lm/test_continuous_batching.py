@@ -88,6 +88,25 @@ def test_nothing_is_computed_on_padding() -> None:
     assert sum(seen) == sum(map(len, inputs)) + 4 * (NEW - 1)
 
 
+@pytest.mark.usefixtures("layout")
+def test_a_memory_that_is_visible_from_a_place_on() -> None:
+    """As in `generate` with `arrived=`, also where a prompt is read in parts."""
+    model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 41, 9, 3, 5))
+    memories, places = [tiny.memory(1, m=3 + row, seed=row) for row in range(5)], [3, 40, 5, 0, 4]
+    memories[4] = memories[0]
+    wanted = []
+    for ids, memory, place in zip(inputs, memories, places, strict=True):
+        arrived = memory.length * (torch.arange(len(ids))[None] >= place)
+        given = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(torch.tensor([ids]), memory=memory, arrived=arrived, **given)
+        wanted.append(out[0, len(ids) :].tolist())
+    assert sum(a != b for a, b in zip(wanted, one_by_one(model, inputs, memories), strict=True)) > 1
+    with model.host.continuous_batching_context_manager(**settings(max_batch_tokens=16)) as manager:
+        for name, (ids, memory, place) in enumerate(zip(inputs, memories, places, strict=True)):
+            manager.add_request(ids, str(name), memory=memory, visible_from=place)
+        assert gathered(manager, 5) == {str(name): answer for name, answer in enumerate(wanted)}
+
+
 def test_without_a_memory_it_is_the_hosts_own() -> None:
     inputs = prompts((4, 9, 2))
     wanted = tokens(tiny.make("llama").generate_batch(inputs, **settings()))
@@ -210,6 +229,12 @@ def test_what_continuous_batching_cannot_give() -> None:
     memory = mmattn.Memory(torch.randn(1, 2, 13), segments=torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ConditionError, match="continuous batching does not tell it: use generate"):
         model.generate_batch(inputs[:1], memory=[memory], **settings())
+    joined = mmattn.attach(tiny.make("llama"), mmattn.adapters.JoinedAdapter(memory_dim=13))
+    with joined.host.continuous_batching_context_manager(**settings()) as manager:
+        with pytest.raises(ConditionError, match="cannot hide the memory of a request from its first tokens"):
+            manager.add_request(inputs[0], memory=tiny.memory(1), visible_from=3)
+        with pytest.raises(ConditionError, match="visible_from= is for a memory, and this request has none"):
+            manager.add_request(inputs[0], visible_from=3)
     needs = mmattn.attach(tiny.make("gpt2"), mmattn.GatedAdapter(memory_dim=13, every=2), require_memory=True)
     with pytest.raises(ConditionError, match="memory"):
         needs.generate_batch(inputs, **settings())

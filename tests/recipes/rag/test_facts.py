@@ -16,6 +16,7 @@ import torch
 import mmattn
 from mmattn.cli.app import main
 from mmattn.encoders import NameEncoder
+from mmattn.pipelines import build_index
 from tests import tiny
 
 
@@ -133,6 +134,22 @@ def test_indexes_too_large_for_a_run(
     monkeypatch.setattr(sys, "argv", [*words, "--ask", "13"])
     with pytest.raises(SystemExit):
         recipe.large.main()
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_shipped_pipeline_answers_as_the_recipe_does(
+    recipe: SimpleNamespace, facts: Any, tmp_path: Path, count: int
+) -> None:
+    asked, pipe = facts[1][:count], mmattn.pipeline("assets/rag/adapter", device="cpu")
+    rows = [{"title": fact.title, "value": fact.value} for fact in asked]
+    answers = pipe([fact.question for fact in asked], index=build_index(rows, pipe.config, pipe.encoder))
+    entries = recipe.data.Entries.of(asked, count, pipe.encoder, tmp_path)
+    entries.questions = pipe.encoder.project_queries(entries.questions)
+    memory = entries.nearest(range(count), range(count), pipe.config.memory.top_k)
+    prompts = [recipe.data.prompt(fact) for fact in asked]
+    assert [one.text for one in answers] == recipe.answering.write_answers(
+        pipe.model, pipe.tokenizer, prompts, memory.__getitem__
+    )
 
 
 def test_rows_learn_answers_alone(recipe: SimpleNamespace, lm: Path) -> None:

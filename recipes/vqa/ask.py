@@ -1,0 +1,47 @@
+"""Ask a pipeline all test questions of easy-VQA in two spellings, and print the share of right answers.
+
+python -m recipes.vqa.ask assets/vqa
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import mmattn
+from mmattn import models, pipelines, training
+
+from .data import KINDS, spellings
+from .report import COLUMNS
+
+
+def main(folder: str, count: int | None = None) -> str:
+    """Return the table of the first `count` questions; None for all."""
+    pipe, rows = mmattn.pipeline(folder), models.load_easy_vqa("test")[:count]
+    pictures = sorted({row.picture for row in rows})
+    places = {picture: place for place, picture in enumerate(pictures)}
+    # A call of the pipeline encodes the picture of each question; here each picture is encoded once.
+    memory = pipe.make_memory(pictures)[[places[row.picture] for row in rows]]
+    contents = []
+    for spelling in (0, -1):
+        texts = [spellings(row.text)[spelling] for row in rows]
+        answers = pipelines.generate_texts(
+            pipe.model,
+            pipe.tokenizer,
+            [pipe.make_prompt(text) for text in texts],
+            memory,
+            visible_from=pipe.config.visible_from,
+            options=pipe.config.generation,
+        )
+        if answers[:8] != pipe([row.picture for row in rows[:8]], texts[:8]):
+            raise AssertionError("the pipeline answers otherwise")
+        right = torch.tensor([answer.lower() == row.answer for answer, row in zip(answers, rows, strict=True)]).float()
+        kinds = [KINDS.get(row.answer, "colour") for row in rows]
+        shares = {kind: right[[one == kind for one in kinds]].mean().item() for kind in dict.fromkeys(KINDS.values())}
+        contents.append({"name": f'"{spellings("is it red?")[spelling]}"', "all": right.mean().item(), **shares})
+    return training.spread_table("", {name: COLUMNS[name] for name in contents[0] if name != "name"}, [contents])
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:2]))

@@ -90,7 +90,7 @@ class Load:
         self.top_k, self.swept = options.top_k, 0.0
 
     def draw(self) -> tuple[list[int], Fact]:
-        """Return the passages of a request, and the fact of one of them that it asks for."""
+        """Return the passages of a request, and the fact in them that it asks for."""
         rows = self.ranks[self.random.choice(len(self.ranks), self.top_k, replace=False, p=self.popularity)]
         return [self.numbers[row] for row in rows], self.facts[self.random.choice(rows)]
 

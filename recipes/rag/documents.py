@@ -163,7 +163,7 @@ class Window:
 
 
 def windows(passages: Passages, nearest: Sequence[Sequence[int]], chunks: int) -> list[Window]:
-    """Return windows of at most `chunks` chunks, one after the other, none across documents."""
+    """Return consecutive windows of at most `chunks` chunks, within documents."""
     made: list[Window] = []
     for _, group in groupby(range(len(passages)), key=passages.document.__getitem__):
         rows = list(group)

@@ -187,8 +187,8 @@ def check_keys(filter: Mapping[str, object], known: Collection[str]) -> None:
     """Raise ConfigError for the first key of a filter that no entry has."""
     for key in filter:
         if key not in known:
-            there = f"their keys are {_listed(sorted(known))}" if known else "they have no metadata"
-            raise ConfigError(f"filter has the key {key!r}, which no entry has: {there}")
+            keys_text = f"their keys are {_listed(sorted(known))}" if known else "they have no metadata"
+            raise ConfigError(f"filter has the key {key!r}, which no entry has: {keys_text}")
 
 
 def is_id(name: object) -> TypeGuard[Id]:

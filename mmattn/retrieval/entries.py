@@ -179,7 +179,7 @@ def _matches(metadata: object, filter: Mapping[str, object]) -> bool:
 
 
 def values_of(value: object) -> list[object]:
-    """Return the values in a filter, or in the metadata of an entry, each of which may match."""
+    """Return the values of a filter, or of an entry's metadata; any of them may match."""
     return value if isinstance(value, list) else [value]
 
 

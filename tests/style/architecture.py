@@ -96,6 +96,7 @@ HOMES = {
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
     "pyarrow": ("retrieval",),
+    "pypdf": ("cli.encode",),
     "ray": ("serving.replicas",),
     "sentence_transformers": ("encoders.text", "retrieval.hits"),
     "gguf": (),

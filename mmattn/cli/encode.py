@@ -164,8 +164,8 @@ def build_index(
 ) -> None:
     """Embed the lines of files, or the texts in a folder, and make an index of them.
 
-    In a folder, every .txt, .md, .rst, .html and .pdf file is cut into chunks, and other files are listed. The source of
-    a chunk is the name of its file. PDF needs the extra pdf. `mmattn ask QUESTION --index DIR` answers from the chunks.
+    In a folder, every .txt, .md, .rst, .html and .pdf file is cut into chunks, and other files are listed. The source
+    of a chunk is the name of its file. PDF needs the extra pdf. `mmattn ask QUESTION --index DIR` answers from them.
 
     An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
     the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder

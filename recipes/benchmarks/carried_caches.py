@@ -64,10 +64,10 @@ def texts(rows: int, generator: torch.Generator, last: bool = False, count: int 
     for _ in range(rows):
         keys = torch.randperm(len(KEYS), generator=generator)[:count].tolist()
         values = torch.randint(len(VALUES), (count,), generator=generator).tolist()
-        asked = [one for _ in range(2) for one in torch.randperm(count, generator=generator).tolist()]
+        questions = [one for _ in range(2) for one in torch.randperm(count, generator=generator).tolist()]
         facts = "".join(KEYS[key] + VALUES[value] for key, value in zip(keys, values, strict=True))
-        answers = [VALUES[values[-1 if last else one]] for one in asked]
-        drawn.append((facts, "".join(KEYS[keys[a]] + b for a, b in zip(asked, answers, strict=True))))
+        answers = [VALUES[values[-1 if last else one]] for one in questions]
+        drawn.append((facts, "".join(KEYS[keys[a]] + b for a, b in zip(questions, answers, strict=True))))
     return drawn
 
 

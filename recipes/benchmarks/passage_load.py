@@ -166,8 +166,8 @@ def again(load: Load) -> int:
 
 def answers(load: Load, count: int) -> None:
     """Print how many questions are answered right in each way."""
-    asked = [load.draw() for _ in range(count)]
-    rows, facts = [row for row, _ in asked], [fact for _, fact in asked]
+    requests = [load.draw() for _ in range(count)]
+    rows, facts = [row for row, _ in requests], [fact for _, fact in requests]
     prompts = [load.pipe.make_prompt(fact.question) for fact in facts]
     ways: dict[str, tuple[list[list[int]], int | None]] = {
         "passages in the prompt": (rows, None),

@@ -155,8 +155,8 @@ def token_times(readers: Mapping[str, Single], world: World, rounds: int = 20) -
     times: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(rounds + 1):
         for name, reader in readers.items():
-            few, many = (generation_time(reader, prompts, tokens) for tokens in (1, TOKENS))
-            times[name].append((many - few) / (TOKENS - 1))
+            first, many = (generation_time(reader, prompts, tokens) for tokens in (1, TOKENS))
+            times[name].append((many - first) / (TOKENS - 1))
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 

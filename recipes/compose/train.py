@@ -45,7 +45,7 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 class Composition:
-    """One run: the keys, the models that are trained from nothing, and the adapters on them."""
+    """One run: the keys, the models that are trained from scratch, and the adapters on them."""
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run = config, run

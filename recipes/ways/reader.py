@@ -1,4 +1,4 @@
-"""A small language model, trained from nothing, that finds the last statement about a name in a text.
+"""A small language model, trained from scratch, that finds the last statement about a name in a text.
 
 Its first texts repeat random words, which teaches a model of two layers and more to look for the words that followed
 (induction, arXiv 2209.11895); with questions from the start that takes many times as long.

@@ -58,7 +58,6 @@ def test_the_page_asks_and_a_stop_finishes_what_runs(served: tuple[subprocess.Po
     said = process.communicate(timeout=60)[1]
     assert "data: [DONE]" in lines and process.returncode in (0, -signal.SIGTERM), said
     assert "snowdrop" not in said and '"path": "/v1/chat/completions", "status": 200' in said
-    assert all(line.startswith("{") for line in said.splitlines()), said  # and no line of other loggers
 
 
 @pytest.mark.slow

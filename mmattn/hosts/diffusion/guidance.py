@@ -129,7 +129,9 @@ def _both_texts(
 
 
 def _both(name: str, null: object, value: object) -> object:
-    """Return an argument for the rows of ε(∅) and then of ε(c); of a list by layer, each of them."""
+    """Return an argument for the rows of ε(∅) and then of ε(c); of a list by layer or a mapping, each of them."""
+    if isinstance(value, Mapping):
+        return {key: _both(key, null[key], each) for key, each in value.items()}  # type: ignore[index]
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         return [_both(name, *each) for each in zip(null, value, strict=True)]  # type: ignore[call-overload]
     if not isinstance(value, Tensor) or not value.dim() or name in SHARED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -270,12 +270,10 @@ def load_diffusion_host(
         try:
             config = diffusers.DiffusionPipeline.load_config(str(name), revision=revision)
             is_xl = config["_class_name"].startswith("StableDiffusionXL")
-            if is_xl:
-                kind, more = diffusers.StableDiffusionXLPipeline, {"add_watermarker": False}
-            else:
-                kind, more = diffusers.StableDiffusionPipeline, {"safety_checker": None, "feature_extractor": None}
-                more["requires_safety_checker"] = False
-            pipe = kind.from_pretrained(str(name), revision=revision, **more).to(dtype)
+            kind = diffusers.StableDiffusionXLPipeline if is_xl else diffusers.StableDiffusionPipeline
+            checker = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+            unused: Any = {"add_watermarker": False} if is_xl else checker
+            pipe = kind.from_pretrained(str(name), revision=revision, **unused).to(dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{str(name)!r} is no run of the recipe diffusion and no Stable Diffusion of diffusers: {error}"

@@ -108,10 +108,7 @@ def _both_texts(
     if mask is not None and mask.shape != text.shape[:2]:
         raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(mask.shape)}")
     if null_text is None and not model.processors:
-        raise ConditionError(
-            "guidance masks the text in the core: call use_core(), or give null_text= (for Stable Diffusion the "
-            "embedding of the empty text)"
-        )
+        raise ConditionError("guidance needs null_text=, the embedding of the empty text, or use_core(): give either")
     null = text[:, :0] if null_text is None else null_text
     missing = text.shape[1] - null.shape[1]
     if missing < 0 or (missing and not model.processors) or null.shape[0] not in (1, len(text)):

@@ -431,9 +431,9 @@ class AdaptedModel(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters as `PreTrainedModel.num_parameters` does, the adapters' included."""
-        of_host = self.host.num_parameters(only_trainable, exclude_embeddings)
+        host: Any = self.host
         adapters = [p for p in self.adapters.parameters() if p.requires_grad or not only_trainable]
-        return of_host + sum(map(size_of, adapters))
+        return int(host.num_parameters(only_trainable, exclude_embeddings)) + sum(map(size_of, adapters))
 
     def print_trainable_parameters(self) -> None:
         """Print the numbers in the format of peft."""

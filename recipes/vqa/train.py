@@ -144,7 +144,7 @@ def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipeli
         prompt=prompt_template(tokenizer),
         visible_from="last_token",
         generation={"max_new_tokens": max(map(len, data.ends))},
-        trained_on=f"{len(data.train)} questions of easy-VQA about {len(data.train.pictures)} drawn pictures.",
+        trained_on=f"{len(data.train):,} questions of easy-VQA about {len(data.train.pictures):,} drawn pictures.",
         training={"recipe": "vqa", "seed": settings.seed, "steps": settings.optim.max_steps},
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+from unittest import SkipTest
 
 import pytest
 
@@ -23,6 +24,14 @@ def applying(
         for case in cases
         if case not in exceptions.get(check.__name__, ())
     ]
+
+
+def holds(check: Check, case: Any) -> None:
+    """Run a check that applies: where it says that it does not, something is refused that was not before."""
+    try:
+        check(case)
+    except SkipTest as reason:
+        pytest.fail(f"{check.__name__} no longer applies: {reason}")
 
 
 def not_applying(checks: Iterable[Check], exceptions: Mapping[str, Collection[str]]) -> list[Any]:

@@ -240,7 +240,7 @@ DOES_NOT_APPLY = {
 @pytest.mark.parametrize(("check", "name"), contracts.applying(adapter_checks(), ADAPTERS, DOES_NOT_APPLY, SLOW))
 def test_adapters(check: Check, name: str) -> None:
     """Invariants 23, 26, 27, 28, 31, 32, 34, 45, 51, 52, 54."""
-    check(case_of(name))
+    contracts.holds(check, case_of(name))
 
 
 #: What differs between families: sliding windows, logits with a cap, learned positions, positions in a head's half.
@@ -259,16 +259,14 @@ IN_THE_HOSTS_ATTENTION: dict[str, Callable[[str], Case]] = {
 def test_other_families_generate(name: str, kind: str) -> None:
     """The kinds that act in the host's own attention, which differs from family to family."""
     case = IN_THE_HOSTS_ATTENTION[kind](name)
-    check_generation(case)
-    check_padded_prompts(case)
-    if kind != "fused cache":
-        check_requests(case)
+    for check in (check_generation, check_padded_prompts, check_requests)[: 2 if kind == "fused cache" else 3]:
+        contracts.holds(check, case)
 
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY, SLOW))
 def test_hosts(check: Check, name: str) -> None:
     """Invariants 29, 33."""
-    check(case_of(name))
+    contracts.holds(check, case_of(name))
 
 
 @pytest.mark.parametrize(("check", "name"), contracts.not_applying([*adapter_checks(), *host_checks()], DOES_NOT_APPLY))

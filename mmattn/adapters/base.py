@@ -108,10 +108,10 @@ class AdapterLayers(Reader):
             return memory
         # Nothing is cached while gradients are computed. A tensor may be a buffer whose edits torch does not count.
         keeps = isinstance(memory, Memory) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        kept = _LAST.get(self) if keeps else None
-        if kept is not None and kept.memory is memory:
-            kept.memory.check_in_call()
-            return kept
+        cached = _LAST.get(self) if keeps else None
+        if cached is not None and cached.memory is memory:
+            cached.memory.check_in_call()
+            return cached
         if isinstance(memory, PreparedMemory):
             self.check_memory(memory.memory)
             prepared = memory

@@ -88,8 +88,8 @@ def call_by_name(model: Callable[..., Any], **kwargs: object) -> Any:
 
 def cache_name(model: nn.Module) -> str:
     """Return the name under which a model takes its cache."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params", "cache") if name in known), "past_key_values")
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params", "cache") if name in names), "past_key_values")
 
 
 def is_on_disk(host: nn.Module) -> bool:

@@ -208,18 +208,18 @@ class TextState:
 
     def images_begun(self, media_token: int | None) -> Tensor:
         """Count the images begun at or before each token of this forward, (b, l)."""
-        known, ids = self.images, self.input_ids
-        if known is None and media_token is not None:
+        images, ids = self.images, self.input_ids
+        if images is None and media_token is not None:
             if self.prompt is not None and not self.prompt.is_floating_point():
-                known = images_so_far(self.prompt, media_token)
+                images = images_so_far(self.prompt, media_token)
             elif ids is not None and self.past == 0:
-                known = images_so_far(ids, media_token)
-        if known is None:
+                images = images_so_far(ids, media_token)
+        if images is None:
             raise ConditionError(
                 "visible_segments must know which images began before each token: give images=(b, l), or media_token= "
                 "to the adapter and the text from its first token on"
             )
-        return self._of_tokens("images", known)
+        return self._of_tokens("images", images)
 
     def arrived_slots(self, slots: int, device: torch.device) -> Tensor:
         """Return the slots that had arrived at each token, (b, 1, l, m), of a call with `arrived`."""

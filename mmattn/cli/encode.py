@@ -138,7 +138,12 @@ def build_index(
     store: Annotated[str, typer.Option(help="What searches: exact, hnsw, ivf or ivfpq.")] = "exact",
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
     for_: Annotated[
-        str | None, typer.Option("--for", help="An adapter's folder, such as assets/rag/adapter: what it answers from.")
+        str | None,
+        typer.Option(
+            "--for",
+            help="Build the index that this adapter reads. The installed assets/rag/adapter answers what the currency, "
+            "the language or the English name of a place is, and refuses other questions.",
+        ),
     ] = None,
     host: Annotated[
         str | None,
@@ -268,6 +273,7 @@ def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
     index = build(rows, config, text_encoder, store=store, progress=True)
     index.save(out)
     typer.echo(f"{index} in {out}")
+    typer.echo(f"{adapter} was trained on {config.trained_on}", err=True)
 
 
 def copy_index(

@@ -74,6 +74,9 @@ def ask(
         str | None, typer.Option(help="A language model that reads the texts itself; smollm2 by default.")
     ] = None,
     encoder: Annotated[str | None, typer.Option(help="For --host the encoder of the index; minilm by default.")] = None,
+    passages: Annotated[
+        int | None, typer.Option(min=1, help="Read this many entries of the index.", show_default="4, or the adapter's")
+    ] = None,
     show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
     score_threshold: Annotated[
@@ -103,8 +106,10 @@ def ask(
         hits = pipe.index.search([question], 1)
         if not hits.above(score_threshold).mask.any():
             return say_nothing_fits(hits.scores[hits.mask].tolist(), score_threshold)
-    answer = pipe(question)
+    answer = pipe(question, passages=passages)
     typer.echo(answer.text)
+    if answer.refused:
+        typer.echo(f"The adapter refuses this question. It was trained on {pipe.config.trained_on}", err=True)
     for source in answer.sources[:sources] if show_sources else []:
         name = f"{source.id}  " if isinstance(source.id, str) else ""
         text = textwrap.shorten(source.text or "", 160, placeholder=" …")

@@ -277,12 +277,12 @@ class KeyValueProjection(nn.Module):
         if allowed is not None:
             allowed = repeat_rows(allowed, q.shape[0]).expand(q.shape[0], *allowed.shape[1:])
         results = []
-        for row, (own, (keys, values, bias)) in enumerate(zip(q.split(beams), kv.rows(), strict=True)):
+        for row, (queries, (keys, values, bias)) in enumerate(zip(q.split(beams), kv.rows(), strict=True)):
             rule = _OPEN if bias is None else Rule(bias=bias)
             if allowed is not None:
                 slots = allowed[row * beams : (row + 1) * beams]
                 rule = Rule(slots[..., kv.mask[row]], bias, contain=not kv.finite)
-            result = attend_by_rule(own, keys, values, rule, options)
+            result = attend_by_rule(queries, keys, values, rule, options)
             if result.weights is not None:
                 weights = result.weights.new_zeros(*result.weights.shape[:3], kv.slots)
                 weights[..., kv.mask[row]] = result.weights

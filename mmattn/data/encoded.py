@@ -200,10 +200,10 @@ def drop_errors(dataset: Dataset) -> tuple[Dataset, list[str]]:
         ConfigError: no row is left.
     """
     errors = list(dataset["error"])
-    kept, reasons = [n for n, error in enumerate(errors) if error is None], [error for error in errors if error]
-    if not kept:
+    usable, reasons = [n for n, error in enumerate(errors) if error is None], [error for error in errors if error]
+    if not usable:
         raise ConfigError(f"no row can be used:\n{first_few(reasons)}")
-    return (dataset.select(kept) if reasons else dataset).remove_columns("error"), reasons
+    return (dataset.select(usable) if reasons else dataset).remove_columns("error"), reasons
 
 
 def first_few(reasons: Sequence[str], shown: int = 10) -> str:
@@ -257,14 +257,14 @@ def _removed(dataset: Rows, host: str) -> list[str]:
 def _features(dataset: Rows, removed: Sequence[str], dim: int, dtype: str, strict: bool) -> Features:
     """Return the columns of the encoded dataset."""
     datasets = import_extra("datasets", "train")
-    kept = {name: kind for name, kind in dataset.features.items() if name not in removed}
+    remaining = {name: kind for name, kind in dataset.features.items() if name not in removed}
     new = {
         "memory": datasets.Array2D((None, dim), dtype),
         "segments": datasets.List(datasets.Value("int32")),
         "scores": datasets.List(datasets.Value("float32")),
         "sources": datasets.List(datasets.Value("string")),
     }
-    return datasets.Features({**kept, **new, **({} if strict else {"error": datasets.Value("string")})})
+    return datasets.Features({**remaining, **new, **({} if strict else {"error": datasets.Value("string")})})
 
 
 def _file_states(dataset: Dataset) -> list[object]:

@@ -188,10 +188,10 @@ class TextEncoder(TextEncoderBase):
         mask = torch.arange(width, device=self.device) < torch.tensor(list(map(len, rows)), device=self.device)[:, None]
         states = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         if self.pooling == "none":
-            found = [state[: len(row)] for state, row in zip(states, rows, strict=True)]
+            vectors = [state[: len(row)] for state, row in zip(states, rows, strict=True)]
         else:
-            found = list(_pooled(states, mask, self.pooling)[:, None])
-        return [nn.functional.normalize(row, dim=-1) for row in found] if self.normalize else found
+            vectors = list(_pooled(states, mask, self.pooling)[:, None])
+        return [nn.functional.normalize(row, dim=-1) for row in vectors] if self.normalize else vectors
 
     def _weights(self) -> dict[str, Tensor]:
         heads = slice(None) if self._folder is not None else slice(1)

@@ -136,10 +136,11 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             "passages have no trace: use mmattn.inspect.record(pipe.model), or the weights of the sources"
         )
 
-    def make_memory(self, questions: list[str], index: IndexSource | None = None) -> _PassageHits:
+    def make_memory(
+        self, questions: list[str], index: IndexSource | None = None, passages: int | None = None
+    ) -> _PassageHits:
         """Return the passages that are hits of questions."""
-        assert self.config.memory is not None
-        hits = self._chosen_index(index).search(list(questions), top_k=self.config.memory.top_k)
+        hits = self._hits(questions, index, passages)
         numbers: list[list[int]] = []
         sources: list[list[Source]] = []
         for row, real in enumerate(hits.mask.tolist()):

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmattn.data.text_batches import bos_and_eos
 from mmattn.encoders import text as encoders
 from mmattn.encoders.base import TextEncoderBase
-from mmattn.errors import AdapterFileError, ConfigError, TextError
+from mmattn.errors import AdapterFileError, ConfigError, TextError, check_int
 from mmattn.inspect.attention import attribute, record
 from mmattn.inspect.trace import Trace
 from mmattn.memory import Memory
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from mmattn.pipelines.base import IndexSource
+    from mmattn.retrieval.hits import Hits
 
 _FORMAT = "an index for an adapter is made of JSON objects, one on each line"
 
@@ -103,6 +104,7 @@ class QuestionAnsweringPipeline(Pipeline):
         questions: str | Sequence[str],
         *,
         index: IndexSource | None = None,
+        passages: int | None = None,
         batch_size: int = 32,
         **options: object,
     ) -> Answer | list[Answer]:
@@ -111,22 +113,25 @@ class QuestionAnsweringPipeline(Pipeline):
         Args:
             questions: one or a list.
             index: replaces the index of the pipeline in this call.
+            passages: how many entries each question attends to, by default `top_k` of the adapter's folder.
             batch_size: questions at once.
             **options: of `generate`; they override those of the adapter's folder.
 
         Raises:
             TextError: an empty question.
-            ConfigError: there is no index, or its entries have no encoded tokens.
+            ConfigError: there is no index, its entries have no encoded tokens, or `passages` is below 1.
         """
         texts = _check_questions(questions)
         answers: list[Answer] = []
         for start in range(0, len(texts), batch_size):
-            answers += self._answer(texts[start : start + batch_size], index, options)
+            answers += self._answer(texts[start : start + batch_size], index, passages, options)
         return answers[0] if isinstance(questions, str) else answers
 
-    def stream(self, question: str, *, index: IndexSource | None = None, **options: object) -> Iterator[str]:
+    def stream(
+        self, question: str, *, index: IndexSource | None = None, passages: int | None = None, **options: object
+    ) -> Iterator[str]:
         """Yield the answer to a question piece by piece. Arguments and errors as for a call."""
-        prompt, memory = self.inputs(question, index)
+        prompt, memory = self.inputs(question, index, passages)
         return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
 
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
@@ -140,14 +145,18 @@ class QuestionAnsweringPipeline(Pipeline):
         words = [self.tokenizer.decode([token]) for token in ids]
         return attribute(self.model, ids, memory, words, start=1 + len(prompt_ids), title=f"{prompt} {text}")
 
-    def inputs(self, question: str, index: IndexSource | None = None) -> tuple[Prompt, Any]:
+    def inputs(
+        self, question: str, index: IndexSource | None = None, passages: int | None = None
+    ) -> tuple[Prompt, Any]:
         """Return the prompt of a question, and the memory (one row) of its hits."""
         (question,) = _check_questions(question)
-        return self.make_prompt(question), self.make_memory([question], index)
+        return self.make_prompt(question), self.make_memory([question], index, passages)
 
     @torch.no_grad()
-    def _answer(self, questions: list[str], index: IndexSource | None, options: Mapping[str, object]) -> list[Answer]:
-        memory = self.make_memory(questions, index)
+    def _answer(
+        self, questions: list[str], index: IndexSource | None, passages: int | None, options: Mapping[str, object]
+    ) -> list[Answer]:
+        memory = self.make_memory(questions, index, passages)
         with record(self.model) as recorded:
             texts = generate_texts(
                 self.model,
@@ -180,11 +189,18 @@ class QuestionAnsweringPipeline(Pipeline):
         """Return the prompt of a question."""
         return self.config.prompt.replace("{question}", text.strip())
 
-    def make_memory(self, questions: list[str], index: IndexSource | None = None) -> Any:
+    def make_memory(self, questions: list[str], index: IndexSource | None = None, passages: int | None = None) -> Any:
         """Return the memory of the hits of questions."""
         assert self.config.memory is not None
-        hits = self._chosen_index(index).search(questions, top_k=self.config.memory.top_k)
-        return hits.memory(tokens=self.config.memory.fields is not None).to(self.device)
+        return (
+            self._hits(questions, index, passages).memory(tokens=self.config.memory.fields is not None).to(self.device)
+        )
+
+    def _hits(self, questions: list[str], index: IndexSource | None, passages: int | None) -> Hits:
+        """Return the entries that questions attend to."""
+        assert self.config.memory is not None
+        top_k = self.config.memory.top_k if passages is None else check_int("passages", passages)
+        return self._chosen_index(index).search(questions, top_k)
 
 
 def _check_questions(questions: str | Sequence[str]) -> list[str]:

@@ -179,7 +179,7 @@ def _matches(metadata: object, filter: Mapping[str, object]) -> bool:
 
 
 def values_of(value: object) -> list[object]:
-    """Return the values in a filter, or in the metadata of an entry, each of which may match."""
+    """Return the values of a filter, or of an entry's metadata; any of them may match."""
     return value if isinstance(value, list) else [value]
 
 
@@ -187,8 +187,8 @@ def check_keys(filter: Mapping[str, object], known: Collection[str]) -> None:
     """Raise ConfigError for the first key of a filter that no entry has."""
     for key in filter:
         if key not in known:
-            there = f"their keys are {_listed(sorted(known))}" if known else "they have no metadata"
-            raise ConfigError(f"filter has the key {key!r}, which no entry has: {there}")
+            keys_text = f"their keys are {_listed(sorted(known))}" if known else "they have no metadata"
+            raise ConfigError(f"filter has the key {key!r}, which no entry has: {keys_text}")
 
 
 def is_id(name: object) -> TypeGuard[Id]:

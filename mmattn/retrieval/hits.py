@@ -124,10 +124,10 @@ class Hits:
             TextError: an empty query.
             MissingExtraError: sentence-transformers is not installed.
         """
-        asked = check_text(queries)
-        refuse_empty([len(query.strip()) for query in asked])
-        if len(asked) != len(self):
-            raise ShapeError(f"{len(self)} rows of hits need as many queries, got {len(asked)}")
+        query_texts = check_text(queries)
+        refuse_empty([len(query.strip()) for query in query_texts])
+        if len(query_texts) != len(self):
+            raise ShapeError(f"{len(self)} rows of hits need as many queries, got {len(query_texts)}")
         texts = self.texts or [[None] * self.scores.shape[1]] * len(self)
         scores = torch.full(self.scores.shape, -torch.inf)
         for row, real in enumerate(self.mask.tolist()):
@@ -138,8 +138,8 @@ class Hits:
                     raise ConfigError(f"reranking reads texts, and {name} has none; build the index with texts=")
             if places:
                 tokens = None if self.tokens is None else [self.tokens[row][place] for place in places]
-                found = text_scores(model, asked[row], [texts[row][place] for place in places], tokens, batch_size)
-                scores[row, places] = found
+                new = text_scores(model, query_texts[row], [texts[row][place] for place in places], tokens, batch_size)
+                scores[row, places] = new
         order = torch.argsort(scores, dim=1, descending=True, stable=True)
         return self._reordered(scores.to(self.scores.device), order.to(self.scores.device))
 
@@ -257,15 +257,15 @@ def text_scores(model: Any, query: str, texts: list[str], tokens: Sequence[Tenso
         options = {"activation_fn": torch.nn.Identity(), "convert_to_tensor": True, "show_progress_bar": False}
         scores = model.predict(pairs, batch_size=batch_size, **options)
     else:
-        (wanted,) = _token_vectors(model.encode_query([query]))
+        (query_vectors,) = _token_vectors(model.encode_query([query]))
         if tokens is None:
             tokens = _token_vectors(model.encode_document(texts, batch_size=batch_size))
-        if tokens[0].shape[1] != len(wanted[0]):
+        if tokens[0].shape[1] != len(query_vectors[0]):
             raise IndexMismatchError(
-                f"the query has vectors of width {len(wanted[0])} and the hits have tokens of width "
+                f"the query has vectors of width {len(query_vectors[0])} and the hits have tokens of width "
                 f"{tokens[0].shape[1]}: use the encoder of the tokens"
             )
-        scores = library.util.maxsim([normalize(wanted, dim=1)], [normalize(part, dim=1) for part in tokens])[0]
+        scores = library.util.maxsim([normalize(query_vectors, dim=1)], [normalize(part, dim=1) for part in tokens])[0]
     if scores.shape != (len(texts),):
         raise ConfigError(f"a reranker gives each text one score; {len(texts)} texts got scores {tuple(scores.shape)}")
     scores = scores.float().cpu()

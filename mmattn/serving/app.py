@@ -33,10 +33,11 @@ _TEXT = r"[^\s\u001c-\u001f\u0085]"
 _LARGEST = 3.4028235677973362e38
 _BEYOND = (
     "Refused with 400 beyond this schema: more answers than the limit of requests, two memories (a picture, documents, "
-    "vectors), two pictures, no picture or question where the adapter needs one, a conversation where the host has no "
-    "chat template or the adapter reads passages, stream_options without stream, top_logprobs without logprobs, a "
-    "prompt that leaves no room for its answer, texts without a token, messages that the chat template of the host "
-    "refuses, pictures that are damaged or too large, and vectors with which the model overflows."
+    "vectors), passages beside vectors, two pictures, no picture or question where the adapter needs one, a "
+    "conversation where the host has no chat template or the adapter reads passages, stream_options without stream, "
+    "top_logprobs without logprobs, a prompt that leaves no room for its answer, texts without a token, messages that "
+    "the chat template of the host refuses, pictures that are damaged or too large, and vectors with which the model "
+    "overflows."
 )
 
 
@@ -188,6 +189,7 @@ def _narrow_fields(fields: dict[str, Any], name: str, engine: Engine) -> None:
     )
     read = {
         "documents": bool(_document_fields(pipe)),
+        "passages": isinstance(pipe, QuestionAnsweringPipeline),
         "image": isinstance(pipe, ImageToTextPipeline),
         "memory": width is not None and not needs_scores,
     }

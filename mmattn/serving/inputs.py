@@ -26,12 +26,14 @@ def make_inputs(pipe: Any, body: ChatRequest | CompletionRequest, limits: Limits
     """Return the prompt of each answer, and its memory: None for the bare host. Documents replace the index."""
     memory = _request_memory(pipe, body, limits.max_pixels)
     index = _request_index(pipe, body.documents, limits.max_documents)
+    if body.passages is not None and (memory is not None or not isinstance(pipe, QuestionAnsweringPipeline)):
+        raise ConfigError("passages is for answers from an index or from documents: leave it out")
     if isinstance(body, CompletionRequest):
-        return [_input(pipe, prompt, memory, index) for prompt in body.prompts]
+        return [_input(pipe, prompt, memory, index, body.passages) for prompt in body.prompts]
     question = next((message.text for message in reversed(body.messages) if message.role == "user"), "")
     if isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
-        return [_input(pipe, "", memory, index)]  # messages instruct, and the adapter follows no instructions
-    prompt, memory = _input(pipe, question, memory, index)
+        return [_input(pipe, "", memory)]  # messages instruct, and the adapter follows no instructions
+    prompt, memory = _input(pipe, question, memory, index, body.passages)
     if len(body.messages) > 1 or body.messages[0].role != "user":
         prompt = _chat_ids(pipe, body.messages)
     return [(prompt, memory)]
@@ -66,11 +68,13 @@ def _request_index(pipe: Any, documents: list[dict[str, JsonValue]] | None, max_
     return build_index(rows, pipe.config, pipe.encoder)
 
 
-def _input(pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None) -> tuple[Prompt, Memory | None]:
+def _input(
+    pipe: Any, prompt: Prompt, memory: Memory | None, index: Index | None = None, passages: int | None = None
+) -> tuple[Prompt, Memory | None]:
     """Return the prompt with a question, and the memory of the request, or of the hits of the question."""
     if memory is None and isinstance(pipe, QuestionAnsweringPipeline):
         question = prompt if isinstance(prompt, str) else pipe.tokenizer.decode(prompt, skip_special_tokens=True)
-        whole, hits = pipe.inputs(question, index)
+        whole, hits = pipe.inputs(question, index, passages)
         return (whole if isinstance(prompt, str) else prompt), hits
     if memory is None and isinstance(pipe, ImageToTextPipeline) and "{question}" not in pipe.config.prompt:
         raise ImageError("this model describes a picture, and the request has none")

@@ -51,6 +51,7 @@ class GenerationRequest(Strict):
     documents: Annotated[list[dict[str, JsonValue]], Field(min_length=1)] | None = (
         None  # entries with the fields that the adapter reads
     )
+    passages: Annotated[int | None, Field(ge=1, le=256), Whole] = None  # entries of the index that are read
     # Or vectors (m, e) of the adapter's encoder.
     memory: Annotated[list[Vector], Field(min_length=1)] | None = None
     max_tokens: Annotated[int | None, Field(ge=1), Whole] = None

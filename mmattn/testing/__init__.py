@@ -44,7 +44,7 @@ def adapter_checks() -> list[Check]:
     """Return every check of an adapter, for `pytest.mark.parametrize`: a function of a `Case`.
 
     >>> print(promise(adapter_checks()[0]))
-    A fresh adapter with a memory leaves the host's answer bit for bit what it was.
+    A fresh adapter with a memory leaves the host's output bit for bit unchanged.
     """
     return checks_of(adapter_answers, adapter_calls, adapter_life)
 

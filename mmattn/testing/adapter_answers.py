@@ -16,7 +16,7 @@ from mmattn.testing.case import Case, close, differ, each_tensor, memory_rows, r
 
 
 def check_starts_as_identity(case: Case) -> None:
-    """A fresh adapter with a memory leaves the host's answer bit for bit what it was."""
+    """A fresh adapter with a memory leaves the host's output bit for bit unchanged."""
     model = case.fresh()
     if not model.adapter(case.name).traits.starts_as_identity:
         raise SkipTest("it says that a fresh one is seen")
@@ -25,7 +25,7 @@ def check_starts_as_identity(case: Case) -> None:
 
 
 def check_absent_is_the_host(case: Case) -> None:
-    """Without a memory, disabled, not active, at adapter_scale 0 and unloaded it is the host bit for bit."""
+    """Without a memory, disabled, inactive, at adapter_scale 0 or unloaded, the output is the host's bit for bit."""
     model, memory = case.trained(), case.memory()
     same(case.ask(model), case.host, "no memory")
     with case.condition(model, None):
@@ -40,7 +40,7 @@ def check_absent_is_the_host(case: Case) -> None:
 
 
 def check_memory_is_heard(case: Case) -> None:
-    """A trained adapter answers every row otherwise with a memory than without, and otherwise to another memory."""
+    """A trained adapter gives every row a different answer with a memory, without it, and with a second memory."""
     model = case.trained()
     answer = case.ask(model, case.memory())
     differ(answer, case.host, "with a memory and without")

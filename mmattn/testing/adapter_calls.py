@@ -179,12 +179,12 @@ def check_generation(case: Case) -> None:
     host: Any = case.make_host()
     for way in WAYS:
         rows = slice(0, 1 if "prompt_lookup_num_tokens" in way else case.rows)  # drafts are of one row
-        given = rows_of({**options, **way, "inputs": ids}, rows, case.rows)
+        arguments = rows_of({**options, **way, "inputs": ids}, rows, case.rows)
         try:
-            host.generate(**given)
+            host.generate(**arguments)
         except ValueError:
             continue  # the host itself cannot
-        tokens = model.generate(memory=memory_rows(memory, rows), **given, **rows_of(beside, rows, case.rows))
+        tokens = model.generate(memory=memory_rows(memory, rows), **arguments, **rows_of(beside, rows, case.rows))
         assert torch.equal(tokens, greedy[rows]), f"{way} writes something else"
 
 
@@ -231,10 +231,10 @@ def check_requests(case: Case) -> None:
 def _continued(case: Case, model: Any, prompt: Tensor, memory: object, row: int, **options: Any) -> list[int]:
     """Return what a model writes after a prompt alone, with one row of a memory."""
     rows = slice(row, row + 1)
-    given = {"attention_mask": torch.ones_like(prompt[None]), **GREEDY, **options}
+    arguments = {"attention_mask": torch.ones_like(prompt[None]), **GREEDY, **options}
     if memory is not None:
-        given |= {"memory": memory_rows(memory, rows), **rows_of(case.beside_memory, rows, case.rows)}
-    return model.generate(prompt[None], **given)[0, len(prompt) :].tolist()
+        arguments |= {"memory": memory_rows(memory, rows), **rows_of(case.beside_memory, rows, case.rows)}
+    return model.generate(prompt[None], **arguments)[0, len(prompt) :].tolist()
 
 
 def _writer(case: Case) -> tuple[Any, Tensor]:

@@ -42,8 +42,8 @@ def filled(
 
 def candidates_of(store: VectorStore, queries: Tensor, top_k: int, filter: Filter | None) -> Candidates:
     """Return the candidates of the store itself, after a check of their form."""
-    found = store.search(queries, top_k, check_filter(filter))
-    rows, entries = found.rows, found.entries
+    hits = store.search(queries, top_k, check_filter(filter))
+    rows, entries = hits.rows, hits.entries
     assert isinstance(entries, Entries), f"a search gives Candidates of Entries, got {type(entries).__name__}"
     assert rows.dtype == torch.int64 and rows.dim() == 2 and len(rows) == len(queries), (
         f"rows must be int64 (b, c) with b = {len(queries)}, got {rows.dtype} {tuple(rows.shape)}"
@@ -55,7 +55,7 @@ def candidates_of(store: VectorStore, queries: Tensor, top_k: int, filter: Filte
     place = {name: row for row, name in enumerate(store.ids)}
     places = [place[name] for name in entries.ids]
     assert places == sorted(places), "the entries of candidates are in the order of adding"
-    return found
+    return hits
 
 
 def ids_of(index: Index, queries: Tensor, top_k: int, filter: Filter | None = None) -> list[list[Any]]:
@@ -104,10 +104,10 @@ def check_best(make: MakeStore) -> None:
     for metric in METRICS:
         vectors, queries = normal(1201), normal(7, seed=1)
         index = filled(make, metric, vectors)
-        found = ids_of(index, queries, 10)
-        assert found[2:3] == ids_of(index, queries[2:3], 10), f"{metric}: a query finds something else alone"
+        ids = ids_of(index, queries, 10)
+        assert ids[2:3] == ids_of(index, queries[2:3], 10), f"{metric}: a query finds something else alone"
         best = best_of(vectors, queries, metric, 10)
-        share = sum(len(set(a) & set(b)) for a, b in zip(found, best, strict=True)) / (7 * 10)
+        share = sum(len(set(a) & set(b)) for a, b in zip(ids, best, strict=True)) / (7 * 10)
         assert share >= make(WIDTH, metric).recall, f"{metric}: found {share:.3f} of the best"
 
 
@@ -160,9 +160,9 @@ def check_filters(make: MakeStore) -> None:
             for wanted, rows in (({"third": 1}, range(1, 61, 3)), ({"n": 5}, [5]), ({"n": 5, "third": 1}, [])):
                 for queries in (normal(2, seed=1), 1e12 * normal(2, seed=2)):
                     for names in ids_of(index, queries, 23, wanted):
-                        found = {row for row in names if row is not None}
-                        assert found <= set(rows), f"{metric}, {name} vectors, {wanted}: found {sorted(found)}"
-                        assert len(found) == len(rows), f"{metric}, {name} vectors, {wanted}: only {sorted(found)}"
+                        hits = {row for row in names if row is not None}
+                        assert hits <= set(rows), f"{metric}, {name} vectors, {wanted}: found {sorted(hits)}"
+                        assert len(hits) == len(rows), f"{metric}, {name} vectors, {wanted}: only {sorted(hits)}"
 
 
 def check_filter_values(make: MakeStore) -> None:
@@ -206,11 +206,11 @@ def check_filter_spellings(make: MakeStore) -> None:
 
 def check_metadata_is_handed_out_as_a_copy(make: MakeStore) -> None:
     """Whoever edits metadata that was given to an index, or by it, edits no index."""
-    given = [{"k": [row], "d": {"n": row}} for row in range(3)]
-    index = filled(make, "ip", normal(3), given)
-    found = index.search(normal(1, seed=1), 3)
-    assert found.metadata is not None and found.ids is not None
-    for one in (*given, index[0].metadata, index[1].metadata, *found.metadata[0]):
+    metadata = [{"k": [row], "d": {"n": row}} for row in range(3)]
+    index = filled(make, "ip", normal(3), metadata)
+    hits = index.search(normal(1, seed=1), 3)
+    assert hits.metadata is not None and hits.ids is not None
+    for one in (*metadata, index[0].metadata, index[1].metadata, *hits.metadata[0]):
         one["k"].append(99)
         one["d"]["n"] = 99
     for row in range(3):
@@ -256,16 +256,16 @@ def check_order(make: MakeStore) -> None:
 
 def check_updates(make: MakeStore) -> None:
     """An update replaces what is given, a deletion removes it: old vectors find the entry no more."""
-    eye = torch.eye(WIDTH)
-    index = filled(make, "cosine", eye[:5], [{"n": row} for row in range(5)], texts=list("abcde"))
-    index.update([1, 3], eye[[7, 8]], metadata=[{"n": 10}, {"n": 30}])
-    assert ids_of(index, eye[[7, 8]], 1) == [[1], [3]] and ids_of(index, eye[[1]], 5)[0] == [0, 1, 2, 3, 4]
+    axes = torch.eye(WIDTH)
+    index = filled(make, "cosine", axes[:5], [{"n": row} for row in range(5)], texts=list("abcde"))
+    index.update([1, 3], axes[[7, 8]], metadata=[{"n": 10}, {"n": 30}])
+    assert ids_of(index, axes[[7, 8]], 1) == [[1], [3]] and ids_of(index, axes[[1]], 5)[0] == [0, 1, 2, 3, 4]
     assert index[1][:3] == (1, "b", {"n": 10}) and index[0][:3] == (0, "a", {"n": 0})
-    assert ids_of(index, eye[[7]], 2, {"n": 10}) == [[1, None]] and ids_of(index, eye[[7]], 1, {"n": 1}) == [[None]]
+    assert ids_of(index, axes[[7]], 2, {"n": 10}) == [[1, None]] and ids_of(index, axes[[7]], 1, {"n": 1}) == [[None]]
     index.update([1], texts=["z"])
-    assert index[1][:3] == (1, "z", {"n": 10}) and torch.equal(index[1].vector, eye[7])
+    assert index[1][:3] == (1, "z", {"n": 10}) and torch.equal(index[1].vector, axes[7])
     index.delete([0, 4])
-    assert 0 not in index and sorted(ids_of(index, eye[[0]], 3)[0]) == [1, 2, 3]
+    assert 0 not in index and sorted(ids_of(index, axes[[0]], 3)[0]) == [1, 2, 3]
 
 
 def check_tokens(make: MakeStore) -> None:
@@ -282,16 +282,16 @@ def check_tokens(make: MakeStore) -> None:
 def check_candidates_stay(make: MakeStore) -> None:
     """Candidates stay as they were, whatever happens to the store or to the tensors that were added."""
     store, vectors = make(WIDTH, "ip"), normal(7)
-    given = vectors.clone()
+    copied = vectors.clone()
     index = Index(store)
-    index.add(given, metadata=[{"n": row} for row in range(7)])
-    given.zero_()
-    found = candidates_of(store, normal(2, seed=1), 7, None)
-    ids, metadata = found.entries.ids, found.entries.metadata
+    index.add(copied, metadata=[{"n": row} for row in range(7)])
+    copied.zero_()
+    result = candidates_of(store, normal(2, seed=1), 7, None)
+    ids, metadata = result.entries.ids, result.entries.metadata
     index.update([0, 1], torch.ones(2, WIDTH), metadata=[None, None])
     index.delete([2, 3])
-    assert (found.entries.ids, found.entries.metadata) == (ids, metadata)
-    assert torch.equal(found.entries.vectors, vectors[list(ids)])
+    assert (result.entries.ids, result.entries.metadata) == (ids, metadata)
+    assert torch.equal(result.entries.vectors, vectors[list(ids)])
 
 
 def check_saved(make: MakeStore) -> None:

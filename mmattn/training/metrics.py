@@ -83,8 +83,8 @@ def flops_per_token(model: Any) -> float:
     if not getattr(model, "predicts_tokens", False) or not model.adapters or model.config.is_encoder_decoder:
         return 0.0
     head = model.host.get_output_embeddings()
-    few = getattr(model, "is_quantized", False) or getattr(text_config(model.host), "num_experts_per_tok", None)
-    if few or not isinstance(head, nn.Linear):
+    uncountable = getattr(model, "is_quantized", False) or getattr(text_config(model.host), "num_experts_per_tok", None)
+    if uncountable or not isinstance(head, nn.Linear):
         return 0.0
     tables = {id(part.weight) for part in model.host.modules() if isinstance(part, nn.Embedding)}
     host = {id(weight): weight for weight in (*model.host.parameters(), *head.parameters())}

@@ -90,11 +90,11 @@ class RunFolder:
         Raises:
             ConfigError: the run in this folder has other settings.
         """
-        there, here = flattened(_learned_from(self._read_config())), flattened(_learned_from(settings))
-        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        old, new = flattened(_learned_from(self._read_config())), flattened(_learned_from(settings))
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
         names = [name for name in names if name.split(".")[0] not in free]
-        if there and names:
-            differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:5])
+        if old and names:
+            differing = "; ".join(f"{name}: {old.get(name)!r} there, {new.get(name)!r} here" for name in names[:5])
             raise ConfigError(
                 f"{self.path} holds a run with other settings ({differing}): start it with those, name another folder, "
                 "or begin anew with resume=false"
@@ -127,8 +127,8 @@ class RunFolder:
             step: the last step that stays.
         """
         lines: list[dict[str, Any]] = read_metrics(self.path / "metrics.jsonl")
-        kept = [line for line in lines if line.get("model") != model or line["step"] <= step]
-        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        rest = [line for line in lines if line.get("model") != model or line["step"] <= step]
+        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in rest))
 
     def train(
         self,

@@ -53,8 +53,8 @@ class OptimSettings(Settings):
         from transformers import TrainingArguments
 
         _join_restarted(run.device == "cpu" or not torch.accelerator.is_available())
-        known = {field.name for field in dataclasses.fields(TrainingArguments)}
-        chosen = {name: value for name, value in self.model_dump().items() if name in known and value is not None}
+        names = {field.name for field in dataclasses.fields(TrainingArguments)}
+        chosen = {name: value for name, value in self.model_dump().items() if name in names and value is not None}
         defaults = {
             "output_dir": run.out,
             "seed": run.seed,

@@ -388,8 +388,8 @@ def _read_in_every_process(arguments: TrainingArguments) -> None:
     config = arguments.accelerator_config
     if config.dispatch_batches:
         raise ConfigError(
-            "dispatch_batches=True sends slices of tensors to other processes, and a memory cannot be sliced: leave it "
-            "out, so that each process reads the dataset and keeps its part"
+            "dispatch_batches=True sends slices of tensors to other processes, and a memory cannot be sliced: "
+            "leave it out"
         )
     config.dispatch_batches = False
 

@@ -1,4 +1,4 @@
-"""Caches carried over in closed form: five pairs of models, what is kept of the host's accuracy, and what it costs.
+"""Caches of another model, mapped in closed form: accuracy and cost for five pairs of models.
 
     python -m recipes.benchmarks.carried_caches [--seeds 0 1 2]
 
@@ -35,7 +35,7 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "n
 
 
 def tokenizer_of(pattern: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens are what a pattern matches."""
+    """Return a tokenizer whose tokens are the matches of a pattern."""
     words = sorted({*KEYS, *"".join(KEYS), *VALUES})
     inner = Tokenizer(WordLevel({word: number for number, word in enumerate(["<pad>", *words])}, unk_token="<pad>"))
     inner.pre_tokenizer = Split(Regex(pattern), "isolated")
@@ -64,10 +64,10 @@ def texts(rows: int, generator: torch.Generator, last: bool = False, count: int 
     for _ in range(rows):
         keys = torch.randperm(len(KEYS), generator=generator)[:count].tolist()
         values = torch.randint(len(VALUES), (count,), generator=generator).tolist()
-        asked = [one for _ in range(2) for one in torch.randperm(count, generator=generator).tolist()]
+        questions = [one for _ in range(2) for one in torch.randperm(count, generator=generator).tolist()]
         facts = "".join(KEYS[key] + VALUES[value] for key, value in zip(keys, values, strict=True))
-        answers = [VALUES[values[-1 if last else one]] for one in asked]
-        drawn.append((facts, "".join(KEYS[keys[a]] + b for a, b in zip(asked, answers, strict=True))))
+        answers = [VALUES[values[-1 if last else one]] for one in questions]
+        drawn.append((facts, "".join(KEYS[keys[a]] + b for a, b in zip(questions, answers, strict=True))))
     return drawn
 
 
@@ -133,7 +133,7 @@ def mean_of(memory: Any) -> Any:
 
 
 def controls(model: Any, score: Callable[[Any], float], memory: Any) -> dict[str, float]:
-    """Return what is right with a cache that tells nothing: another prompt's, the mean of all, through a random map."""
+    """Return the accuracy of control caches: another prompt's, the mean of all, and through a random map."""
     other = replace(memory, states=tuple(one.roll(1, 0) for one in memory.states), ids=None)
     rows = {"another prompt's": score(other), "mean cache": score(mean_of(memory))}
     adapter = model.adapter("default")
@@ -149,7 +149,7 @@ def controls(model: Any, score: Callable[[Any], float], memory: Any) -> dict[str
 def carried(
     host: Any, other: mmattn.AugmentingModel, prompts: Tensor, tests: Tensor, score: Callable[..., float]
 ) -> dict[str, float]:
-    """Fit the map of one pair; return what is right with it, and with each control."""
+    """Fit the map of a pair; return its accuracy, and that of each control."""
     model = mmattn.attach(host, mmattn.adapters.FusedCacheAdapter(memory_dim=other.cache_dim, fuser="ridge"))
     begin = time.perf_counter()
     cosine = model.adapter("default").fit(model, other, prompts, min_cosine=-1.0)

@@ -1,4 +1,4 @@
-"""A denoising step with keys and values cached, against diffusers as it ships.
+"""A denoising step with cached keys and values, against unchanged diffusers.
 
     python -m recipes.benchmarks denoising [--dtype float32 bfloat16]
 

@@ -90,7 +90,7 @@ class Load:
         self.top_k, self.swept = options.top_k, 0.0
 
     def draw(self) -> tuple[list[int], Fact]:
-        """Return the passages of a request, and the fact of one of them that it asks for."""
+        """Return the passages of a request, and the fact in them that it asks for."""
         rows = self.ranks[self.random.choice(len(self.ranks), self.top_k, replace=False, p=self.popularity)]
         return [self.numbers[row] for row in rows], self.facts[self.random.choice(rows)]
 
@@ -166,8 +166,8 @@ def again(load: Load) -> int:
 
 def answers(load: Load, count: int) -> None:
     """Print how many questions are answered right in each way."""
-    asked = [load.draw() for _ in range(count)]
-    rows, facts = [row for row, _ in asked], [fact for _, fact in asked]
+    requests = [load.draw() for _ in range(count)]
+    rows, facts = [row for row, _ in requests], [fact for _, fact in requests]
     prompts = [load.pipe.make_prompt(fact.question) for fact in facts]
     ways: dict[str, tuple[list[list[int]], int | None]] = {
         "passages in the prompt": (rows, None),

@@ -168,9 +168,9 @@ def main() -> None:
     pipe = make_folder(folder / "adapter")
     host = str(resolve("smollm2"))
     pictures = make_pictures(len(QUESTIONS))
-    wanted = pipe(pictures, QUESTIONS)
-    bare = list(zip(QUESTIONS, wanted, strict=True))
-    seen = [(content(*row), answer) for *row, answer in zip(QUESTIONS, pictures, wanted, strict=True)]
+    answers = pipe(pictures, QUESTIONS)
+    bare = list(zip(QUESTIONS, answers, strict=True))
+    cases = [(content(*row), answer) for *row, answer in zip(QUESTIONS, pictures, answers, strict=True)]
     transformers = [str(Path(sys.executable).with_name("transformers")), "serve", host]
     batching = {"cb-block-size": 16, "cb-num-blocks": 4096, "cb-max-batch-tokens": 2048}
     transformers += ["--continuous-batching", "--device", "cpu", "--dtype", "float32"]
@@ -180,7 +180,7 @@ def main() -> None:
     servers = [
         ("transformers serve, bare host", transformers, host, bare),
         ("mmattn serve, no pictures", ours, "adapter", bare),
-        ("mmattn serve, a picture each", ours, "adapter", seen),
+        ("mmattn serve, a picture each", ours, "adapter", cases),
     ]
     if options.vllm:
         engine = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"]
@@ -189,7 +189,7 @@ def main() -> None:
         servers += [
             ("vLLM, bare host", [*engine, "--model", host], host, bare),
             ("vLLM, no pictures", named, "adapter", bare),
-            ("vLLM, a picture each", named, "adapter", seen),
+            ("vLLM, a picture each", named, "adapter", cases),
         ]
     print(f"{options.clients} clients, {options.seconds:g} s, {TOKENS} tokens each, torch {torch.__version__}\n")
     print("| server | tokens/s | first token, median | p95 | answers | other text | failed |\n" + 7 * "|---" + "|")

@@ -113,7 +113,7 @@ def peak_of(setting: Setting, name: str) -> float:
 
 
 def peak_on_card(step: Callable[[], None]) -> float:
-    """Return the MB that a step takes at most above what is there."""
+    """Return the peak memory of a step in MB, above the memory before it."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

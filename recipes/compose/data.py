@@ -68,7 +68,8 @@ class Expression:
 class World:
     """Keys with random values, the models that know them, and the vocabulary of all texts about them.
 
-    With the tokenizer of a pretrained model the texts are of its tokens, after so many examples of arithmetic.
+    With the tokenizer of a pretrained model, texts have its tokens and follow this many examples of arithmetic
+    (`shots`).
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class World:
         self.words = {id: token for token, id in self.ids.items()}
 
     def spell(self, tokens: Sequence[str]) -> list[int]:
-        """Return ids; a number that is no token is spelled by its digits."""
+        """Return ids; a number without a token is spelled by its digits."""
         return [self.ids[part] for token in tokens for part in ([token] if token in self.ids else token)]
 
     def draw(self, keys: Sequence[Sequence[str]], random: Random) -> Expression:
@@ -134,9 +135,9 @@ class World:
         return [*prompt, random.choice(":=")], answer
 
     def draw_sum(self, random: Random) -> Pair:
-        """Return a text of m_B: arithmetic, with up to four letters that mean nothing before each number.
+        """Return a text of m_B: arithmetic, with up to four meaningless letters before each number.
 
-        In 40 % only the working has the numbers: m_B must calculate with those that it wrote, not with those it read.
+        In 40 % only the working has the numbers, so m_B must calculate with the numbers that it wrote, not read.
         """
         values = (random.randrange(self.numbers), random.randrange(self.numbers))
         names = ["".join(random.choices(ascii_lowercase, k=random.randint(0, 4))) for _ in values]
@@ -169,7 +170,7 @@ class World:
         return {"input_ids": ids.masked_fill(ids < 0, self.ids[PAD]), "attention_mask": (ids >= 0).long()}
 
     def answer(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens up to the end; those of no text are ?."""
+        """Return the tokens up to the end; tokens of no text become ?."""
         tokens = [self.words.get(id, "?") for id in ids]
         return tokens[: tokens.index(END)] if END in tokens else tokens
 

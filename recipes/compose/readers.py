@@ -53,7 +53,7 @@ class Single:
 
 
 class Ensemble(Single):
-    """A model with an adapter for each of several others; `lms` are those in use, by the names of their adapters."""
+    """A model with an adapter for each of several other models; `lms` has the active ones by adapter name."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], adapters: Sequence[Any]) -> None:
         self.names = ["default", "second"][: len(lms)]
@@ -83,7 +83,7 @@ class Composed(Ensemble):
 
 
 class Fused(Ensemble):
-    """A model with the caches of others of the prompt."""
+    """A model with other models' caches of the prompt."""
 
     def __init__(self, anchor: Any, lms: Sequence[Any], settings: FusedSettings) -> None:
         options, expanded = settings.model_dump(), [expand(lm) for lm in lms]
@@ -103,9 +103,9 @@ def prompt_mask(batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def expand(lm: Any) -> LlamaForCausalLM:
-    """Add a layer that changes nothing, as LLaMA Pro begins its own (arXiv 2401.02415, section 3.2).
+    """Add a layer that changes nothing, initialised as in LLaMA Pro (arXiv 2401.02415, section 3.2).
 
-    A layer caches what the layers before it have computed: without this one, nothing would cache what the last has.
+    A layer caches the output of the layers before it, so this layer caches the output of the last.
     """
     config = type(lm.config).from_dict({**lm.config.to_dict(), "num_hidden_layers": lm.config.num_hidden_layers + 1})
     with torch.random.fork_rng():
@@ -122,7 +122,7 @@ def expand(lm: Any) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def respell(lm: Any, world: World, anchor: World, size: int) -> LlamaForCausalLM:
-    """Return a model of the tokens of `world` that reads those of another vocabulary of this size."""
+    """Convert a model for the tokens of `world` to another vocabulary of this size."""
     config = type(lm.config).from_dict({**lm.config.to_dict(), "vocab_size": size, "pad_token_id": None})
     respelled = LlamaForCausalLM(config).to(lm.device).eval().requires_grad_(False)
     weights = lm.state_dict()
@@ -150,19 +150,19 @@ def measure(reader: Single, world: World, task: str, count: int, seed: int, fill
 
 
 def token_times(readers: Mapping[str, Single], world: World, rounds: int = 20) -> dict[str, float]:
-    """Return the milliseconds of each further token of readers on models of their own: medians over rounds in turn."""
+    """Return the milliseconds per further token of readers with separate models: medians over alternating rounds."""
     prompts = world.prompts([world.expressions("KV-arithmetic", 1, 0)[0].pair("KV-arithmetic")])
     times: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(rounds + 1):
         for name, reader in readers.items():
-            few, many = (generation_time(reader, prompts, tokens) for tokens in (1, TOKENS))
-            times[name].append((many - few) / (TOKENS - 1))
+            first, many = (generation_time(reader, prompts, tokens) for tokens in (1, TOKENS))
+            times[name].append((many - first) / (TOKENS - 1))
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 @torch.no_grad()
 def generation_time(reader: Single, prompts: Batch, tokens: int) -> float:
-    """Return the milliseconds of generating so many tokens."""
+    """Return the milliseconds to generate this many tokens."""
     start = time.perf_counter()
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     reader.model.generate(**prompts, **reader.beside(prompts), **options)

@@ -11,12 +11,12 @@ from mmattn import training
 
 class DataSettings(training.Settings):
     keys: int = Field(1000, ge=10, le=17_000)  # of three letters, each with a value
-    values: int = Field(20, ge=2, le=31)  # numbers from 0 to one less
-    key_models: int = Field(1, ge=1, le=2)  # models among which the keys are dealt out
+    values: int = Field(20, ge=2, le=31)  # numbers 0 to values - 1
+    key_models: int = Field(1, ge=1, le=2)  # models that share the keys
     working: bool = True  # m_B writes the numbers down before the result; False: the result alone
     share: float = Field(0.2, gt=0, lt=1)  # of the keys, to train the composition on
-    ask: int = Field(500, ge=1)  # expressions of each kind when measured, of the other keys
-    pool: int | None = Field(None, ge=1)  # expressions of a training, each drawn often; None draws new ones
+    ask: int = Field(500, ge=1)  # measured expressions of each kind, of the other keys
+    pool: int | None = Field(None, ge=1)  # training expressions to repeat; None: always new ones
 
 
 class ModelSettings(training.Settings):
@@ -25,7 +25,7 @@ class ModelSettings(training.Settings):
     heads: int = Field(4, ge=1)
     max_steps: int = Field(700, ge=1)
     batch_size: int = Field(160, ge=1)  # texts of a step
-    pieces: int = Field(1, ge=1)  # of what is learned in a text
+    pieces: int = Field(1, ge=1)  # prompts with answers in a text
     learning_rate: float = Field(3e-3, gt=0)
     weight_decay: float = Field(0.05, ge=0)
 
@@ -35,7 +35,7 @@ class KeyModelSettings(ModelSettings):
     max_steps: int = Field(1800, ge=1)
     batch_size: int = Field(32, ge=1)
     pieces: int = Field(8, ge=1)
-    weight_decay: float = Field(1.0, ge=0)  # keeps what its states have of a key besides the value small
+    weight_decay: float = Field(1.0, ge=0)  # its states then hold little besides the value
 
 
 class AdapterSettings(training.Settings):
@@ -67,8 +67,8 @@ class Config(training.RunSettings):
     out: str = "runs/compose"
     controls: tuple[Literal["LoRA", "random", "vanilla"], ...] = ("LoRA", "random", "vanilla")
     data: DataSettings = DataSettings()
-    anchor: str | None = None  # a pretrained language model as m_B; a LoRA in its upper layers is taught arithmetic
-    rank: int = Field(16, ge=1)  # of that LoRA
+    anchor: str | None = None  # a pretrained language model as m_B; a LoRA in its upper layers learns arithmetic
+    rank: int = Field(16, ge=1)  # rank of this LoRA
     ways: tuple[Literal["substitution", "KV-arithmetic", "all three"], ...] = (
         "substitution", "KV-arithmetic", "all three",
     )  # fmt: skip
@@ -77,7 +77,7 @@ class Config(training.RunSettings):
     arithmetic_model: ModelSettings = ModelSettings()  # m_B, which does arithmetic
     adapter: AdapterSettings = AdapterSettings()
     fused: FusedSettings | None = FusedSettings()
-    lora_learning_rate: float | None = Field(None, gt=0)  # None is that of `optim`
+    lora_learning_rate: float | None = Field(None, gt=0)  # None: that of `optim`
     fused_learning_rate: float = Field(3e-3, gt=0)
     optim: OptimSettings = OptimSettings()
 

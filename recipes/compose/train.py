@@ -45,7 +45,7 @@ def main(settings: dict[str, Any]) -> Path:
 
 
 class Composition:
-    """One run: the keys, the models that are trained from nothing, and the adapters on them."""
+    """One run: the keys, the models that are trained from scratch, and the adapters on them."""
 
     def __init__(self, config: Config, run: training.RunFolder) -> None:
         self.config, self.run = config, run
@@ -117,7 +117,7 @@ class Composition:
         return {"rows": rows, "trained": trained, "held": sum(map(len, world.held_out)), "key_models": len(key_models)}
 
     def without(self, way: str, reader: Ensemble) -> list[dict[str, Any]]:
-        """Measure a reader of several models with one of them missing, and with each in the place of another."""
+        """Measure a reader of several models without one of them, and with the models swapped."""
         if len(reader.names) == 1:
             return []
         rows, lms = [], dict(reader.lms)
@@ -190,7 +190,7 @@ class Composition:
         return list(range(min(self.config.adapter.layers) + 1, self.anchor.config.num_hidden_layers))
 
     def hidden_states(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return the block in which states below what is trained come from the cache, if the settings say so."""
+        """Return a context in which states below the trained layers come from the cache, if set."""
         folder = self.config.hidden_states
         return contextlib.nullcontext() if folder is None else training.cached_hidden_states(model, folder)
 

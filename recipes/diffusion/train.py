@@ -1,6 +1,6 @@
 """A small diffusion model that follows a sentence, and then, frozen, the style of an example.
 
-    mmattn train config.yaml                              # stage A: UNet and text encoder from nothing
+    mmattn train config.yaml                              # stage A: UNet and text encoder from scratch
     mmattn train config_style.yaml unet=runs/diffusion    # stage B: the UNet frozen, an adapter follows an example
 
 Stage B is in train_style.py.

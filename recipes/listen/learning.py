@@ -22,7 +22,7 @@ Loss = Callable[[Sequence[Any], Sequence[int]], Tensor]
 
 
 class DrawnRows(Dataset[tuple[Any, int]]):
-    """So many rows, each drawn when it is read, with a seed: the same under the same name."""
+    """Rows drawn on access, each with a seed; the same name gives the same rows."""
 
     def __init__(self, draw: Draw, count: int, name: str) -> None:
         self.draw, self.count, self.name = draw, count, name

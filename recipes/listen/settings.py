@@ -22,22 +22,22 @@ class AdapterSettings(training.Settings):
     head_dim: int = Field(24, ge=1)
     feed_forward: float = Field(1.0, ge=0)
     null_slot: bool = True
-    memory_norm: bool = True  # False: how large a value is counts, too
+    memory_norm: bool = True  # False keeps the size of values
 
 
 # Speech --------------------------------------------------------------------------------------------------------------
 
 
 class VoiceSettings(training.Settings):
-    speakers: int = Field(200, ge=1, le=600)  # that are trained on: a voice each, at a speed and a pitch
-    held_out: int = Field(3, ge=1)  # speeds and pitches of each of the eight voices held out
+    speakers: int = Field(200, ge=1, le=600)  # training speakers: each a voice at a speed and a pitch
+    held_out: int = Field(3, ge=1)  # speeds and pitches for each of the eight held-out voices
     chatter: int = Field(30, ge=1, le=600)  # speakers in the background
     least: int = Field(2, ge=1)  # words of an utterance
     most: int = Field(5, ge=1)
     speed: tuple[int, int] = (220, 300)  # words in a minute
     pitch: tuple[int, int] = (30, 70)  # of espeak-ng's 0 to 99
     sampling_rate: int = Field(8000, ge=4000)
-    cache: str = "runs/cache"  # sound is kept here, by what was said
+    cache: str = "runs/cache"  # spoken sound, by text
 
 
 class NoiseSettings(training.Settings):
@@ -53,11 +53,11 @@ class RecogniserSettings(OptimSettings):
     window: float = Field(0.032, gt=0)  # seconds of a frame
     hop: float = Field(0.02, gt=0)  # seconds from one frame to the next
     width: int = Field(128, ge=8)
-    convolutions: int = Field(5, ge=2)  # of the ear
+    convolutions: int = Field(5, ge=2)  # convolutions over the log-mel energies
     layers: int = Field(2, ge=1)  # of the language model
     heads: int = Field(4, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
-    places: float = Field(1.0, ge=0)  # weight of the ear's own loss: which word is spoken when
+    places: float = Field(1.0, ge=0)  # weight of the loss of the convolutions: which word is spoken when
     adapter: AdapterSettings = AdapterSettings(head_dim=32, feed_forward=2.0, null_slot=False)
     max_steps: int = Field(1400, ge=1)
     per_device_train_batch_size: int = Field(16, ge=1)
@@ -66,7 +66,7 @@ class RecogniserSettings(OptimSettings):
 class WhisperSettings(training.Settings):
     name: str = "whisper-base"
     window: int = Field(3, ge=1, le=30)  # seconds of its encoder, at least those of a clip
-    clips: int = Field(1600, ge=2)  # of the training, encoded once
+    clips: int = Field(1600, ge=2)  # training clips, encoded once
 
 
 class SensorEncoderSettings(OptimSettings):
@@ -77,12 +77,12 @@ class SensorEncoderSettings(OptimSettings):
 
 
 class SensorSettings(training.Settings):
-    bands: int = Field(4, ge=1)  # numbers that it gives at a time: energies of the voice without the noise
+    bands: int = Field(4, ge=1)  # energies of the voice without the noise, per time step
     encoder: SensorEncoderSettings = SensorEncoderSettings()
-    wrong: float = Field(0.1, ge=0, lt=1)  # share of the streams in training that are of another utterance
-    passing: float = Field(0.01, gt=0, lt=1)  # share of such streams that agree enough with the sound to be read at all
-    calibration: int = Field(500, ge=2)  # utterances of the training's speakers by which this is set
-    held_out: int = Field(600, ge=1)  # utterances that are measured
+    wrong: float = Field(0.1, ge=0, lt=1)  # share of training streams from another utterance
+    passing: float = Field(0.01, gt=0, lt=1)  # share of such streams that pass the agreement threshold
+    calibration: int = Field(500, ge=2)  # utterances of training speakers to set the threshold
+    held_out: int = Field(600, ge=1)  # measured utterances
     adapter: AdapterSettings = AdapterSettings()
     optim: OptimSettings = OptimSettings(
         max_steps=700, per_device_train_batch_size=16, learning_rate=3e-3, gate_learning_rate=3e-2
@@ -122,7 +122,7 @@ class Config(training.RunSettings):
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()
-    whisper: WhisperSettings | None = None  # the recogniser, instead of one that is trained
+    whisper: WhisperSettings | None = None  # use Whisper as the recogniser instead of training one
     sensor: SensorSettings = SensorSettings()
     series: SeriesSettings = SeriesSettings()
     lm: LanguageModelSettings = LanguageModelSettings()

@@ -138,7 +138,7 @@ class Listening(Lesson):
         return text_loss(self.recogniser.logits(ids, clips.energies), labels)
 
     def sensor_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
-        """Return the loss with a sensor, for some rows that of another utterance."""
+        """Return the loss with a sensor; some rows get the sensor of another utterance."""
         clips, ids, labels = self.batch(rows, seeds)
         sensed, wrong = clips.sensed.clone(), round(self.config.sensor.wrong * len(rows))
         sensed[:wrong] = clips.sensed[:wrong].roll(1, 0)

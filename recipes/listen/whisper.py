@@ -75,7 +75,7 @@ class WhisperRecogniser(nn.Module):
 
     @torch.no_grad()
     def sense(self, words: Tensor, states: Tensor, least: float = -1.0) -> mmattn.Memory:
-        """Return a memory (b, 25 a second, dim): the word that is felt, its number in turn, and what is heard."""
+        """Return a memory (b, 25 a second, dim): the sensed word, its number in turn, and Whisper's state."""
         likeliest = words.argmax(-1)
         begins = (likeliest != F.pad(likeliest, (1, -1), value=VOCABULARY)) & (likeliest < END)
         order = F.one_hot(begins.cumsum(1).clamp(max=self.most), self.most + 1)

@@ -78,7 +78,7 @@ def train(
 
 
 def hidden_states(config: Config, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the block in which hidden states below what is trained come from the cache, if the settings say so."""
+    """Return a context in which hidden states below the trained layers come from the cache, if set."""
     if not config.optim.cache_hidden_states:
         return contextlib.nullcontext()
     folder = Path(config.data.cache) / "hidden_states"

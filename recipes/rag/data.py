@@ -66,9 +66,9 @@ def prompt(fact: Fact, context: Iterable[Fact] = ()) -> str:
 
 
 def load_facts(held_out: float = 0.2, seed: int = 0) -> tuple[list[Fact], list[Fact]]:
-    """Return facts to train on, and facts of keys that no fact to train on has.
+    """Return training facts, and held-out facts with other keys.
 
-    Languages are divided: held out are all names that one of them has and no language of training.
+    Languages are split; all names of held-out languages that no training language has are held out.
     """
     from babel import Locale
 
@@ -253,8 +253,8 @@ class EntrySet:
 def entry_sets(entries: Entries, held_out: int, size: int, ask: int, seed: int) -> list[EntrySet]:
     """Return sets of `size` facts with `ask` questions in all.
 
-    The first `held_out` facts of `entries` are asked for, and fill the sets before the others do. Of a key that is
-    asked for, the set has the other facts, too, so that the right key alone is not enough.
+    Questions are about the first `held_out` facts of `entries`, which fill the sets before the others do. A set also
+    has the other facts about the key of a question, so finding the key is not enough.
     """
     random, sets = Random(seed * 1009 + size), list[EntrySet]()
     while ask > 0:

@@ -163,15 +163,15 @@ class Window:
 
 
 def windows(passages: Passages, nearest: Sequence[Sequence[int]], chunks: int) -> list[Window]:
-    """Return windows of at most `chunks` chunks, one after the other, none across documents."""
-    made: list[Window] = []
+    """Return consecutive windows of at most `chunks` chunks, within documents."""
+    result: list[Window] = []
     for _, group in groupby(range(len(passages)), key=passages.document.__getitem__):
         rows = list(group)
         for part in (rows[start : start + chunks] for start in range(0, len(rows), chunks)):
             ids = [token for row in part for token in passages.chunks[row]]
             if len(ids) > 1:
-                made.append(Window(ids, [list(nearest[row]) for row in part]))
-    return made
+                result.append(Window(ids, [list(nearest[row]) for row in part]))
+    return result
 
 
 def memory_of(part: Sequence[Window], library: Passages, kind: str, choose: Choice) -> mmattn.Memory:

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def add_near_misses(entries: Entries, one: EntrySet, count: int, cache: Path) -> None:
-    """Add so many near misses of each fact that is asked for; among a million made-up entries it has 54."""
+    """Add this many near misses of each fact that is asked for; a million synthetic entries have 54."""
     facts = synthetic([entries.facts[row] for row in one.questions], count * len(one.questions), seed=1)
     assert entries.encoder is not None
     one.rows += range(len(entries.facts), len(entries.facts) + len(facts))

@@ -1,4 +1,4 @@
-"""A frozen language model answers from passages, in the prompt or each read beforehand; nothing is trained.
+"""A frozen language model answers from passages in the prompt or read beforehand, without training.
 
     python -m recipes.rag.reading [--host smollm2] [--top-k 4] [--questions 100] [--again 5 15 30] [--dtype bfloat16]
 
@@ -55,7 +55,7 @@ class Reader:
         self.pipe = pipelines.PassageAnsweringPipeline(settings, model, tokenizer, Path(config.out))
 
     def answers(self, entries: Entries, one: EntrySet, way: str) -> list[str]:
-        """Return the answers; one that has the right one, or "unknown", as words of its own counts as that."""
+        """Return the answers; a text with the right answer, or "unknown", as separate words counts as this answer."""
         facts = [entries.facts[row] for row in one.questions]
         self.pipe.index = entries.index(one.rows)
         prompts, texts = find_passages(self.pipe, [fact.question for fact in facts])
@@ -88,7 +88,7 @@ def load_topics() -> dict[str, str]:
 
 
 def is_right(answer: str, text: str) -> bool:
-    """Return True if a text has an answer as a word of its own, whatever its capitals and line breaks."""
+    """Return True if a text has an answer as separate words, in any case and with any line breaks."""
     wanted, text = (" ".join(one.lower().split()) for one in (answer, text))
     before, after = (r"(?<!\w)" if wanted[0].isalnum() else "", r"(?!\w)" if wanted[-1].isalnum() else "")
     return re.search(before + re.escape(wanted) + after, text) is not None
@@ -105,7 +105,7 @@ def write_replies(
 ) -> list[str]:
     """Return answers from passages by number: in the prompt if `again` is None, or read beforehand.
 
-    `again` tokens of each passage are read again behind those before it.
+    `again` tokens of each passage are read again after the passages before it.
     """
     passages, replies, options = pipe.passages, list[str](), {**pipe.config.generation, **options}
     for first in range(0, len(prompts), BATCH):

@@ -10,15 +10,15 @@ from mmattn import training
 
 
 class DataSettings(training.Settings):
-    train: int = Field(12_000, ge=200)  # facts to train on, of 43,000
-    synthetic: int = Field(88_000, ge=0)  # entries beside them in training, about names that nobody has
+    train: int = Field(12_000, ge=200)  # training facts, of 43,000
+    synthetic: int = Field(88_000, ge=0)  # synthetic entries in training
     ask: int = Field(300, ge=1)  # held-out questions for each size, half of them without an answer
-    sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of an index when measured
-    small: int = 10_000  # entries up to which rows are measured that read all of them
+    sizes: tuple[int, ...] = (100, 1000, 10_000)  # entries of the measured indexes
+    small: int = 10_000  # largest index for the rows that attend to all entries
     per_query: int = Field(64, ge=2)  # entries that a token attends to, in each layer and head
-    in_prompt: int = Field(6, ge=1)  # entries in a prompt, for the language model alone
-    absent: float = Field(0.4, ge=0, lt=1)  # share of questions whose answer is left out, in training
-    cache: str = "runs/cache"  # embeddings are kept here, by encoder and texts
+    in_prompt: int = Field(6, ge=1)  # entries in the prompt of the language model alone
+    absent: float = Field(0.4, ge=0, lt=1)  # share of training questions without an answer
+    cache: str = "runs/cache"  # embeddings, by encoder and texts
 
 
 class AdapterSettings(training.Settings):
@@ -31,7 +31,7 @@ class AdapterSettings(training.Settings):
 
 
 class FactsAdapterSettings(AdapterSettings):
-    score_mean: float = 0.9  # the cosine of question and title that adds nothing to the attention
+    score_mean: float = 0.9  # the cosine of question and title that adds nothing
     score_std: float = Field(0.05, gt=0)  # of the cosines, before the learned temperature
 
 
@@ -46,15 +46,15 @@ class DocsSettings(training.Settings):
     chunk: int = Field(32, ge=2)  # tokens
     window: int = Field(8, ge=1)  # chunks
     neighbours: int = Field(4, ge=1)
-    choice: int = Field(2, ge=1)  # in training, neighbours are drawn from so many times more
-    layer: int = Field(4, ge=0)  # of the language model, whose states say what came before a token
+    choice: int = Field(2, ge=1)  # in training, neighbours are drawn from this many times as many
+    layer: int = Field(4, ge=0)  # layer of the language model whose states represent the text before a token
     max_steps: int = Field(150, ge=1)
     batch_size: int = Field(8, ge=1)  # windows
-    rank: int = Field(128, ge=1)  # of the LoRA that learns the kind of text, beside the adapter
+    rank: int = Field(128, ge=1)  # rank of the LoRA beside the adapter, which learns the kind of text
     rows: tuple[Literal["neighbours", "continuations", "both", "trained and read with random ones"], ...] = (
         "neighbours", "continuations", "both", "trained and read with random ones",
     )  # fmt: skip
-    copies: bool = True  # the row of a library with copies, whose passages are read for it alone
+    copies: bool = True  # measure a library with copies, too; its passages must be read as well
     calibrate: bool = False  # queries and keys of the look-up are standardised per channel
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
@@ -72,7 +72,7 @@ class Config(training.RunSettings):
     out: str = "runs/rag-facts"
     part: Literal["facts", "docs"] = "facts"
     lm: str = "assets/rag"
-    controls: bool = True  # LoRA without memory, facts in the prompt or read beforehand
+    controls: bool = True  # LoRA without memory; facts in the prompt or read beforehand
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()
     optim: OptimSettings = OptimSettings()

@@ -21,7 +21,7 @@ from mmattn import inspect, pipelines, training
 from mmattn.encoders import NameEncoder
 
 from .answering import Loss, answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
-from .data import UNKNOWN, Entries, Fact, load_facts, prompt, synthetic
+from .data import PROPERTIES, UNKNOWN, Entries, Fact, load_facts, prompt, synthetic
 from .measure import Measure
 from .reading import Reader
 from .settings import Config
@@ -139,7 +139,7 @@ def label(row: dict[str, Any]) -> str:
 
 
 def load_entries(config: Config) -> tuple[Entries, Entries, int]:
-    """Return facts to train on; entries to measure with, the held-out facts first; and how many those are.
+    """Return training facts, entries to measure with (held-out facts first), and the number of held-out facts.
 
     Facts to train on come before the others that fill indexes in training. Indexes of measuring have facts that
     training does not see, and after them made-up ones. Both have an encoder whose queries are fitted to the former.
@@ -213,6 +213,7 @@ def answer_loss(model: Any, tokenizer: Any, with_memory: bool = True) -> Loss:
 
 def make_pipeline_config(config: Config, tokenizer: Any) -> pipelines.PipelineConfig:
     """Return the file that lets `mmattn ask` load the adapter with its models."""
+    questions = ", ".join(f'"{question.format(key="…")}"' for _, question, _ in PROPERTIES.values())
     return pipelines.PipelineConfig(
         task="question-answering",
         host=pipelines.ModelReference.of(config.lm, tokenizer),
@@ -221,7 +222,7 @@ def make_pipeline_config(config: Config, tokenizer: Any) -> pipelines.PipelineCo
         refusal=UNKNOWN,
         generation={"max_new_tokens": 24},
         trained_on=f"{config.data.train:,} facts about territories, filed under their names in other languages "
-        "(Babel's copy of the Unicode CLDR).",
+        f"(Babel's copy of the Unicode CLDR). It answers {questions}, and refuses other questions.",
         memory=pipelines.MemoryConfig(top_k=config.data.per_query, fields=("title", "value"), text="{title}: {value}"),
         training={"recipe": "rag", "seed": config.seed, "steps": config.optim.max_steps},
     )

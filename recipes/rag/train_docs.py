@@ -122,7 +122,7 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
 
 @torch.no_grad()
 def standardise_slots(adapter: Any, library: Passages, count: int = 200) -> None:
-    """Let the norm of the memory standardise states of slots per channel, as the calibration does those of queries."""
+    """Let the norm of the memory standardise states of slots per channel, as calibration does for queries."""
     slots = torch.cat(library.states[:count])
     states = F.layer_norm(slots, slots.shape[-1:])[:, : slots.shape[1] // 2]
     spread, mean = torch.std_mean(states, 0)

@@ -11,11 +11,11 @@ from mmattn import training
 
 class DataSettings(training.Settings):
     pairs: str | None = None  # a file of "source<tab>target" lines; null: dates and numbers from the Unicode CLDR
-    held_out: int = Field(500, ge=1)  # source sentences that are measured
+    held_out: int = Field(500, ge=1)  # held-out source sentences
     written: int = Field(12_000, ge=20)  # dates and numbers to write
     languages: tuple[str, ...] = ("fr", "de", "es", "it", "nl")  # to write them in
     vocabulary: int = Field(2000, ge=300)  # byte-level BPE, one for both sides
-    max_tokens: int = Field(60, ge=4)  # of a sentence, begin and end included; longer ones are not trained on
+    max_tokens: int = Field(60, ge=4)  # of a sentence, with start and end; longer sentences are not trained on
 
 
 class ModelSettings(training.Settings):
@@ -47,7 +47,7 @@ class AlignmentSettings(training.Settings):
 
 class Config(training.RunSettings):
     out: str = "runs/translate"
-    controls: bool = True  # the other three position codes, and no cross-attention, each trained as long
+    controls: bool = True  # the other three position codes and no cross-attention, trained as long
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     optim: OptimSettings = OptimSettings()

@@ -1,4 +1,4 @@
-"""A translator from nothing: encoder and decoder with cross-attention, its controls, and their translations.
+"""A translator from scratch: encoder and decoder with cross-attention, its controls, and their translations.
 
     mmattn train config.yaml                       # dates and numbers of the CLDR
     mmattn train config_pairs.yaml data.pairs=…    # sentence pairs

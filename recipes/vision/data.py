@@ -43,7 +43,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Data:
-    """Pictures to train on and others to measure on. Both share species and descriptions, never a picture."""
+    """Training pictures and held-out pictures. Both share species and descriptions, never a picture."""
 
     train: list[Picture] = field(default_factory=list)
     held_out: list[Picture] = field(default_factory=list)

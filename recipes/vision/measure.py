@@ -21,7 +21,7 @@ from .data import Data, Picture
 
 
 class Measure:
-    """Measure models on the same pairs of a held-out picture and a description; `ids` are those of each text."""
+    """Measure models on the same pairs of a held-out picture and a description; `ids` has the ids of each text."""
 
     def __init__(
         self, data: Data, tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], max_new_tokens: int = 64
@@ -68,7 +68,7 @@ class Measure:
 
 
 def bits_saved(nats: Sequence[float], control: Sequence[float]) -> float:
-    """Return the mean over pairs of the bits by which a description is cheaper than under the control."""
+    """Return the bits that a description costs less than under the control, as the mean over pairs."""
     return sum((b - a) / math.log(2) for a, b in zip(nats, control, strict=True)) / len(nats)
 
 

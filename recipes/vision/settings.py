@@ -10,13 +10,13 @@ from mmattn import training
 class DataSettings(training.Settings):
     path: str = "assets/flowers/pictures"  # one folder of pictures per class
     descriptions: str = "assets/flowers/descriptions.json"  # of each class (.json or .yaml)
-    held_out: float = Field(0.1, gt=0, lt=1)  # share of each class that is never trained on
+    held_out: float = Field(0.1, gt=0, lt=1)  # held-out share of each class
     flip: bool = True  # train on mirrored pictures, too
     cache: str = "runs/cache"  # encoded pictures, by encoder and contents
 
 
 class AdapterSettings(training.Settings):
-    every: int | None = Field(None, ge=1)  # by default 1, if `layers` are not named either
+    every: int | None = Field(None, ge=1)  # 1 by default, without `layers`
     layers: list[int] | None = None
     num_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=1)

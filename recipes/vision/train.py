@@ -124,7 +124,7 @@ def make_adapter(settings: AdapterSettings, memory_dim: int) -> mmattn.GatedAdap
 
 
 def hidden_states(model: Any, settings: Config) -> contextlib.AbstractContextManager[Any]:
-    """Return the block in which hidden states below what is trained come from the cache, if the settings say so."""
+    """Return a context in which hidden states below the trained layers come from the cache, if set."""
     if not settings.optim.cache_hidden_states:
         return contextlib.nullcontext()
     return training.cached_hidden_states(model, Path(settings.data.cache) / "hidden_states")

@@ -61,7 +61,7 @@ class World:
         self.names = sorted(Random(0).sample(names, min(MOST_NAMES, len(names))))
 
     def some_names(self, held_out: bool, share: float = 0.2) -> list[str]:
-        """Return the held-out names, or all others."""
+        """Return the held-out names, or the training names."""
         every = Random(1).sample(self.names, len(self.names))
         count = round(share * len(every))
         return every[:count] if held_out else every[count:]

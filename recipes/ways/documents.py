@@ -144,7 +144,7 @@ class Documents:
         return self.in_prompt(rows, self.virtual_tokens)
 
     def with_prefix(self, model: Any, shift: int = 0) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-        """Return the same with a prefix for each document, or that of another one."""
+        """Return the same with a prefix for each document, or with another document's prefix."""
 
         def logits(rows: Sequence[Sequence[int]]) -> Callable[[Tensor], Tensor]:
             memory = [[(number + shift) % len(self.documents) for number in row] for row in rows]

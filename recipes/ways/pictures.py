@@ -23,7 +23,7 @@ def vision(file: str) -> Any:
 
 
 class Pictures:
-    """Pictures to train on and others to measure on, with their descriptions."""
+    """Training pictures and held-out pictures, with their descriptions."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         settings = {**config.vision, "seed": config.seed, "progress": config.progress}

@@ -1,4 +1,4 @@
-"""A small language model, trained from nothing, that finds the last statement about a name in a text.
+"""A small language model, trained from scratch, that finds the last statement about a name in a text.
 
 Its first texts repeat random words, which teaches a model of two layers and more to look for the words that followed
 (induction, arXiv 2209.11895); with questions from the start that takes many times as long.
@@ -77,9 +77,9 @@ def train_batches(
     gate_learning_rate: float | None = None,
     **fields: Any,
 ) -> float:
-    """Train what is not frozen, a batch in each step, on the nats of its targets; return the seconds.
+    """Train the parameters that are not frozen on the nats of the targets, a batch per step; return the seconds.
 
-    `fields` are those of `TrainingArguments` that differ from the settings.
+    `fields` are fields of `TrainingArguments` that override the settings.
     """
 
     @lru_cache(maxsize=1)  # fresh adapters are calibrated by the first batch before it trains them

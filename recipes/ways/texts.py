@@ -1,8 +1,8 @@
 """The two tasks about texts: facts, each a separate entry, and passages in an order that matters.
 
-Both ask about names that nothing was trained on: "? home mira", "tino". Memories come from the language model: for a
-fact its embeddings of property, name and value side by side; for each token of a passage the state before it and its
-embedding, the key and value of a kNN-LM (arXiv 1911.00172), and the place of the passage.
+Both ask about held-out names: "? home mira", "tino". Memories come from the language model: for a fact its embeddings
+of property, name and value side by side; for each token of a passage the state before it and its embedding, the key and
+value of a kNN-LM (arXiv 1911.00172), and the place of the passage.
 
 Requests of training are short at first: among hundreds of slots from the start an adapter learns nothing, and in 1,000
 steps the loss stays that of guessing.

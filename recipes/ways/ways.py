@@ -48,7 +48,7 @@ class Batch:
 
 
 class Way:
-    """A language model with an adapter, or none, and this many trained parameters within 5 %, or none."""
+    """A language model with or without an adapter, and with this many trained parameters within 5 %, or none."""
 
     def __init__(self, lm: Any, settings: Any, parameters: int) -> None:
         self.lm, self.lora = lm, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -161,8 +162,10 @@ def _filled(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Words of an error on one line of a page."""
-    short = textwrap.shorten(text, 160, placeholder=" …")
+    """The first clause of an error for a page, with "n" for numbers and "the model" for its class."""
+    clause = re.split(r"; | \(\w*Error| for \d+ rows|: its ", text)[0]
+    alike = re.sub(r"\b[A-Z]\w+(Model|LMHead|For\w+|Embeddings)\b", "the model", clause)
+    short = textwrap.shorten(re.sub(r"\d+", "n", alike), 160, placeholder=" …")
     return short.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")
 
 

@@ -1,7 +1,6 @@
-"""Feature-wise modulation by a memory: FiLM (arXiv 1709.07871, equation 1) whose scale and shift each token reads.
+"""FiLM (arXiv 1709.07871): scale and shift the input x of a layer by values that each token reads from the memory M.
 
-With x (b, l, d) what goes into a host layer, M (b, m, e) the memory, D (d, r) and U (r, 2d) of low rank, and U = 0 at
-the start:
+With D (d, r) and U (r, 2d), U = 0 in a fresh adapter:
 
     a = attend(x D, M),    γ, β = a U,    y = x ⊙ (1 + γ) + β
 """
@@ -32,15 +31,7 @@ from mmattn.extend import (
 
 @dataclass(frozen=True)
 class FilmAdapter:
-    """Settings of feature-wise modulation before each of the chosen layers.
-
-    Args:
-        memory_dim: e, width of the memory.
-        every: modulate what goes into every n-th host layer; all by default.
-        layers: or the explicit list of host layers, counted from 0.
-        rank: r of the projections.
-        num_heads: h of the attention, a divisor of r.
-    """
+    """Settings: the width of the memory, the layers (every n-th or a list), the rank and the heads of the attention."""
 
     memory_dim: int
     every: int | None = None
@@ -65,7 +56,7 @@ class FilmAdapter:
 
 
 class FilmBlock(nn.Module):
-    """The modulation before one layer."""
+    """The modulation of a layer."""
 
     def __init__(self, config: FilmAdapter, width: int) -> None:
         super().__init__()
@@ -99,7 +90,7 @@ class FilmLayers(AdapterLayers):
         self.blocks = nn.ModuleDict({str(site.layer): FilmBlock(config, site.width) for site in sites})
 
     def attention(self, layer: int) -> nn.Module:
-        """Return what attends to the memory at a layer: its keys and values are cached, its weights recorded."""
+        """Return the module that attends to the memory: its keys and values are cached, its weights recorded."""
         return self.block(layer).attention
 
 

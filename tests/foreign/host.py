@@ -11,7 +11,7 @@ from mmattn.extend import AdaptedModel, Site, register_host
 
 
 class Prediction(NamedTuple):
-    """What the decoder returns: logits (b, l, v) of the next token."""
+    """Logits (b, l, v) of the next token."""
 
     logits: Tensor
 
@@ -21,14 +21,12 @@ class MeanLayer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
         self.mix = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (b, l, d) to (b, l, d)."""
-        normed = self.norm(x)
-        mean = normed.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-        return x + self.mix(torch.cat([normed, mean], -1)).tanh()
+        """Map x (b, l, d) to (b, l, d)."""
+        mean = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return x + self.mix(torch.cat([x, mean], -1)).tanh()
 
 
 class MeanDecoder(nn.Module):
@@ -41,7 +39,7 @@ class MeanDecoder(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, input_ids: Tensor) -> Prediction:
-        """Logits of the next token after each of the ids (b, l)."""
+        """Return the logits of the next token after each of the ids (b, l)."""
         x = self.embedding(input_ids)
         for layer in self.stack:
             x = layer(x)
@@ -58,18 +56,16 @@ class AdaptedMeanDecoder(AdaptedModel):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Whether a model is this decoder."""
+        """Return whether a model is this decoder."""
         return isinstance(model, MeanDecoder)
 
     def sites(self, position: str) -> list[Site]:
-        """Every layer."""
+        """Return a site for every layer."""
         table: Tensor = self.host.embedding.weight
-        return [
-            Site(index, position, f"stack.{index}", table.shape[1], table.device)
-            for index in range(len(self.host.stack))
-        ]
+        depth = len(self.host.stack)
+        return [Site(index, position, f"stack.{index}", table.shape[1], table.device) for index in range(depth)]
 
     def example_batch(self, generator: torch.Generator, config: Any, rows: int) -> dict[str, Any]:
-        """Random ids."""
+        """Return random ids."""
         ids = torch.randint(self.host.embedding.num_embeddings, (rows, 7), generator=generator)
         return {"input_ids": ids.to(self.host.embedding.weight.device)}

@@ -101,6 +101,8 @@ def test_the_command_answers_or_says_that_nothing_fits(
     code, out, _ = call(capsys, *words, "--device", "cpu", "--sources", 1)
     (source,) = (line for line in out.splitlines() if "%  " in line)
     assert code == 0 and source.startswith("1.000 ") and source.endswith(TEXTS[0])
+    code, out, _ = call(capsys, *words, "--device", "cpu", "--passages", 2)
+    assert code == 0 and sum("%  " in line for line in out.splitlines()) == 2
     code, out, said = call(capsys, *words, "--device", "cpu", "--score-threshold", 1.5)
     assert code == 0 and not out and "nothing fits: the best score is 1.000, below --score-threshold 1.5" in said
 
@@ -116,6 +118,12 @@ def test_several_texts(pipe: Any) -> None:
     assert several[0].text == pipe(QUESTION, max_new_tokens=7).text != ""
     assert "".join(pipe.stream(QUESTION, max_new_tokens=7)).strip() == several[0].text
     assert len(pipe.passages) == before
+    best = pipe(QUESTION, passages=1, max_new_tokens=7)
+    assert [source.text for source in best.sources] == [several[0].sources[0].text]
+    assert best.text == continued(pipe, best.sources[0].text, QUESTION, 7)
+    assert "".join(pipe.stream(QUESTION, passages=1, max_new_tokens=7)).strip() == best.text
+    with pytest.raises(ConfigError, match="passages must be"):
+        pipe(QUESTION, passages=0)
     with pytest.raises(ConfigError, match="no trace"):
         pipe.trace(QUESTION)
 

@@ -74,6 +74,7 @@ TALKING: Cases = [
     (CHAT, {"messages": [{"role": "system", "content": "a"}, user("b")]}, OK),
     (COMPLETION, {"image": PICTURE}, REFUSED),
     (COMPLETION, {"documents": FACTS[:1]}, REFUSED),
+    (COMPLETION, {"passages": 1}, REFUSED),
 ]
 ANSWERING: Cases = [
     (CHAT, {"messages": [user([{"type": "text", "text": " "}])]}, BEYOND),
@@ -87,6 +88,9 @@ ANSWERING: Cases = [
     (COMPLETION, {"documents": [FACTS[0] | {"title": " "}]}, REFUSED),
     (COMPLETION, {"documents": [{"title": "a"}]}, REFUSED),
     (COMPLETION, {"documents": FACTS[:4]}, REFUSED),
+    (COMPLETION, {"passages": 1}, OK),
+    (CHAT, {"passages": 0}, REFUSED),
+    (CHAT, {"passages": 1, "memory": "wide"}, REFUSED),
     ("embeddings", {"input": ["a", "b"]}, OK),
     ("embeddings", {"input": ["a", ""]}, REFUSED),
     ("embeddings", {"input": "a", "dimensions": 3}, REFUSED),

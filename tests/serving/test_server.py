@@ -88,6 +88,14 @@ def test_streams(client: Any, pipe: Any) -> None:
     assert "".join(one.choices[0].text for one in texts).rstrip() == wanted
 
 
+def test_passages(client: Any, pipe: Any) -> None:
+    question = QUESTIONS[3]
+    wanted = [pipe(question, passages=count).text for count in (1, 2)]
+    for count, text in enumerate(wanted, 1):
+        made = client.completions.create(model="tiny", prompt=question, extra_body={"passages": count})
+        assert made.choices[0].text.strip() == text
+
+
 def test_max_tokens(client: Any) -> None:
     made = client.completions.create(model="tiny", prompt=QUESTIONS[0], max_tokens=1)
     assert made.usage.completion_tokens == 1 and made.choices[0].finish_reason == "length"

@@ -24,7 +24,7 @@ ROWS = 3
 PACKAGE = {"int8": "torchao", "bnb8": "bitsandbytes", "bnb4": "bitsandbytes"}
 
 
-@pytest.fixture(scope="module", params=list(PACKAGE))
+@pytest.fixture(scope="module", params=["int8", "bnb8", pytest.param("bnb4", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     """A way to quantise that is installed."""
     pytest.importorskip(PACKAGE[request.param])

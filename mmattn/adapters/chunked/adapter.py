@@ -260,8 +260,8 @@ class ChunkMemory(BoundMemory):
         rows = torch.arange(len(latest), device=latest.device)[:, None]
         labels, tokens = grouped(torch.where(latest < 0, -1, latest + rows * count).flatten())
         places = self.neighbours.places([divmod(label, count) for label in labels], text, self.adapter)
-        found = [number for number, place in enumerate(places) if place is not None]
-        tokens, real = tokens[found], tokens[found] >= 0
+        numbers = [number for number, place in enumerate(places) if place is not None]
+        tokens, real = tokens[numbers], tokens[numbers] >= 0
         # Shorter rows are filled with a token of their own, which is as finite as the row, and dropped again.
         chunks = PackedText(latest, tokens[real], torch.where(real, tokens, tokens[:, :1]), real)
         return PackedView(self._see([place for place in places if place is not None]), chunks)

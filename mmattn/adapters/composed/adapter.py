@@ -227,8 +227,8 @@ def _begin_at_own_place(attention: CrossAttention) -> None:
     assert rotary is not None
     bias = torch.zeros(k)
     bias[: max(1, k // 8)] = 1
-    here, there = rotary(bias.expand(1, 1, 2, k), torch.arange(2))[0, 0]
-    bias *= (3 / (attention.kv_proj.scale * (here @ here - here @ there))).sqrt()
+    at_first, at_next = rotary(bias.expand(1, 1, 2, k), torch.arange(2))[0, 0]
+    bias *= (3 / (attention.kv_proj.scale * (at_first @ at_first - at_first @ at_next))).sqrt()
     with torch.no_grad():
         attention.kv_proj.v_proj.bias.zero_()
         for projection in (attention.q_proj, attention.kv_proj.k_proj):

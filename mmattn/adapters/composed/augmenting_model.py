@@ -328,11 +328,11 @@ class AugmentingModel:
                 f"adapter {name!r} reads layer {deepest} of the augmenting model, got a {kind} with layers 0 to "
                 f"{self.depth - 1}: use the one it was trained with, or name other augmenting_layers"
             )
-        here, there = (getattr(text_config(lm), "vocab_size", None) for lm in (host, self.lm))
-        if here != there or self.tokenizers is not None:
+        size, lm_size = (getattr(text_config(lm), "vocab_size", None) for lm in (host, self.lm))
+        if size != lm_size or self.tokenizers is not None:
             raise ShapeError(
-                f"the augmenting model reads the ids of the host, whose vocabulary has {here} entries, got a {kind} "
-                f"with {there}: the two must have one tokenizer"
+                f"the augmenting model reads the ids of the host, whose vocabulary has {size} entries, got a {kind} "
+                f"with {lm_size}: the two must have one tokenizer"
             )
         self._check_eval()
 

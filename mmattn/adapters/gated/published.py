@@ -136,17 +136,17 @@ def read_published(
     source: str = "the state dict",
 ) -> tuple[GatedAdapter, dict[str, Tensor]]:
     """Return settings and weights of the gated blocks among the tensors of a published model, whose rest is ignored."""
-    known = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
-    blocks, others = _find_blocks(family, known, tensors, source)
-    names = _names(family, known, blocks, source)
+    spec = FAMILIES[check_choice("family", family, tuple(FAMILIES))]
+    blocks, others = _find_blocks(family, spec, tensors, source)
+    names = _names(family, spec, blocks, source)
     layers = _layers(family, sorted(blocks), others, host.depth, source)
     lowest = {theirs: tensors[blocks[min(blocks)][theirs]] for theirs in names}
     first = {ours: lowest[theirs] for theirs, all_ours in names.items() for ours in all_ours}
     adapter = GatedAdapter(
-        **_sizes(known, first, host, num_heads, source),
+        **_sizes(spec, first, host, num_heads, source),
         layers=layers,
         position="before",
-        layout=GatedLayout(**known.layout, **_epsilon(known, host, source), memory_norm=False),
+        layout=GatedLayout(**spec.layout, **_epsilon(spec, host, source), memory_norm=False),
         visible_segments=visible_segments,
         media_token=media_token,
     )

@@ -88,23 +88,23 @@ def read_rotations(
         )
     has_frequencies = any(name.endswith("inv_freq") for name, _ in host.named_buffers())
     longer = keys_at(torch.cat([positions, positions[:, :1] + BEYOND], 1)) if has_frequencies else {}
-    here, there = keys_at(positions), keys_at(positions + distance)
+    unmoved, moved = keys_at(positions), keys_at(positions + distance)
     # Dynamic NTK scaling and LongRoPE (arXiv 2402.13753, section 3) change the frequencies of all positions once the
     # text is longer than in pretraining.
-    if any(_error(keys[:, :, :length], here[layer]) > WITHIN[keys.element_size()] for layer, keys in longer.items()):
+    if any(_error(keys[:, :, :length], unmoved[layer]) > WITHIN[keys.element_size()] for layer, keys in longer.items()):
         raise AttachError(
             f"the rotary frequencies of {type(host).__name__} change with the length of the text (dynamic NTK, "
             "LongRoPE): take a GatedAdapter for this host"
         )
     rotations: dict[int, KeyRotation | None] = {}
     candidates: dict[int, list[KeyRotation]] = {}
-    for layer, keys in here.items():
-        errors: list[tuple[float, KeyRotation | None]] = [(_error(keys, there[layer]), None)]
+    for layer, keys in unmoved.items():
+        errors: list[tuple[float, KeyRotation | None]] = [(_error(keys, moved[layer]), None)]
         width = keys.shape[-1]
         if width not in candidates:
             candidates[width] = list(_candidates(host, width))
         for candidate in candidates[width]:
-            errors.append((_error(candidate(keys, distance), there[layer]), candidate))
+            errors.append((_error(candidate(keys, distance), moved[layer]), candidate))
         error, rotation = min(errors, key=lambda pair: pair[0])
         if not error <= WITHIN[keys.element_size()]:
             return None

@@ -293,8 +293,8 @@ def _in_one_row(slots: Mapping[int, JoinedSlots], numbers: Tensor) -> JoinedSlot
         for part in ("keys", "values")
     )
     mask = torch.cat([one.mask for one in parts], 1).to(numbers.device)
-    known = [one.lengths[0] for one in parts if one.lengths is not None]
-    lengths = [sum(known)] if len(known) == len(parts) else None
+    counts = [one.lengths[0] for one in parts if one.lengths is not None]
+    lengths = [sum(counts)] if len(counts) == len(parts) else None
     positions = [one.positions for one in parts if one.positions is not None]
     if not positions:
         return JoinedSlots(keys, values, mask, lengths=lengths)

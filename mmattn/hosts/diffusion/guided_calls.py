@@ -39,10 +39,10 @@ def parts_of(name: str, rows: int, memory_rows: int | None, guided: bool, predic
     if guided and prediction not in NAMED and rows in (2 * memory_rows, 3 * memory_rows):
         return rows // memory_rows
     if guided:
-        asked = f"give as many rows of memory as pictures, a half or a third of {rows}"
+        hint = f"give as many rows of memory as pictures, a half or a third of {rows}"
     else:
-        asked = "give a row of memory for each picture; inside a pipeline with guidance, condition(memory, guided=True)"
-    raise ShapeError(f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: {asked}")
+        hint = "give a row of memory for each picture; inside a pipeline with guidance, condition(memory, guided=True)"
+    raise ShapeError(f"the sample has {rows} rows and the memory of adapter {name!r} has {memory_rows}: {hint}")
 
 
 def conditional_parts(

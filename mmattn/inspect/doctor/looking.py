@@ -185,9 +185,9 @@ def _looks(asker: Asker) -> tuple[list[bool], Checks]:
         zip(asker.items, asker.texts[DIFFERENT], asker.right(RIGHT), strict=True)
     ):
         changes.append(right and not is_right(item.answer, text))
-        wanted = item.different_answer
-        follows.append(changes[-1] if wanted is None else right and is_right(wanted, text))
-        if wanted is not None and asker.said(RIGHT, number) and asker.said(DIFFERENT, number):
+        target = item.different_answer
+        follows.append(changes[-1] if target is None else right and is_right(target, text))
+        if target is not None and asker.said(RIGHT, number) and asker.said(DIFFERENT, number):
             decided.append(follows[-1])
     groups = [changes, decided] if len(decided) >= MIN_KIND else [changes]
     p = len(groups) * min(1 - binomial_tail(sum(group) + 1, len(group), MIN_SHARE_CHANGED) for group in groups)

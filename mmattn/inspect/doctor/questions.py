@@ -85,8 +85,8 @@ def read_items(data: object, count: int) -> list[Item]:
     random, items = Random(0), []
     for number in random.sample(range(len(rows)), min(count, len(rows))):
         row, keys = rows[number], contents(parts[number])
-        asked, answer = by_question[row.prompt], row.text
-        candidates = random.sample(asked, min(len(asked), 1000)) + random.sample(range(len(rows)), min(len(rows), 1000))
+        same, answer = by_question[row.prompt], row.text
+        candidates = random.sample(same, min(len(same), 1000)) + random.sample(range(len(rows)), min(len(rows), 1000))
         wrong = (n for n in candidates if not (is_right(rows[n].text, answer) or is_right(answer, rows[n].text)))
         other = next((n for n in wrong if contents(parts[n]) != keys), None)
         if other is None:

@@ -277,7 +277,7 @@ def _facts(metadata: object) -> list[str]:
 
 
 def _facts_of_filter(filter: Filter | None) -> list[list[str]]:
-    """Return for each key of a filter the digests of which an entry must have one."""
+    """Return for each key of a filter the digests; an entry must have one of them."""
     if filter is not None and not isinstance(filter, Mapping):
         raise ConfigError(
             f"filter must be a dict of metadata that must be equal, got {type(filter).__name__}: a database cannot "

@@ -1,6 +1,6 @@
 """Ask a pipeline all test questions of easy-VQA in two spellings, and print the share of right answers.
 
-python -m recipes.vqa.ask assets/vqa
+python -m recipes.vqa.ask assets/vqa [2000]
 """
 
 from __future__ import annotations
@@ -44,4 +44,4 @@ def main(folder: str, count: int | None = None) -> str:
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:2]))
+    print(main(sys.argv[1], *map(int, sys.argv[2:])))

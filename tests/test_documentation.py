@@ -266,6 +266,12 @@ def test_every_rule_is_drawn(tmp_path: Path) -> None:
     assert public and {name for name in public if f"masks.{name}(" not in source} == set()
 
 
+def test_the_rooms_are_drawn() -> None:
+    """The picture is of the rooms that the tests of the architecture know."""
+    script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
+    assert script["PICTURE"].read_text(encoding="utf-8") == script["drawn"]()
+
+
 def test_public_names_are_described() -> None:
     missing = [name for name in mmattn.__all__ if not (getattr(mmattn, name).__doc__ or "").strip()]
     assert missing == []

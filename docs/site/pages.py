@@ -2,23 +2,27 @@
 
 The same files are read on GitHub, so their links are those of the repository. Here a link to a file that is a page of
 the site leads to that page, and one to any other file of the repository leads to GitHub; one to nothing is a warning,
-which fails the strict build.
+which fails the strict build. Formulas become MathML, which browsers draw without a script, and a search lists guides
+before the members of the reference.
 """
 
 from __future__ import annotations
 
+import html
 import logging
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 HREF = re.compile(r'(?<=href=")([^"]+)(?=")')
+FORMULA = re.compile(r'(?<=class="arithmatex">)\\(?P<kind>[(\[])(?P<latex>.*?)\\[)\]](?=</)', re.S)
 CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.M | re.S)
 log = logging.getLogger("mkdocs.hooks.pages")
 
@@ -40,6 +44,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Point the links of a page to pages of the site where there are such, else to GitHub."""
+    if not page.file.src_uri.startswith(("reference/", "changelog", "invariants", "families")):
+        page.meta["search"] = {"boost": 3}
 
     def pointed(match: re.Match[str]) -> str:
         here = posixpath.dirname(page.file.src_uri) or "."
@@ -49,15 +55,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return "".join(part if part.startswith("`") else LINK.sub(pointed, part) for part in parts)
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """The same for notebooks, which are HTML before their links are read."""
-    if not page.file.src_uri.endswith(".ipynb"):
-        return html
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Write formulas as MathML, and point the links of notebooks, which are HTML before their links are read."""
+
+    def drawn(match: re.Match[str]) -> str:
+        return convert(html.unescape(match["latex"]), display="inline" if match["kind"] == "(" else "block")
 
     def pointed(match: re.Match[str]) -> str:
         return address(match[1], page, config, files, lambda file: get_relative_url(file.url, page.url))
 
-    return HREF.sub(pointed, html)
+    content = FORMULA.sub(drawn, content)
+    return HREF.sub(pointed, content) if page.file.src_uri.endswith(".ipynb") else content
 
 
 def address(link: str, page: Any, config: Any, files: Files, within: Any) -> str:

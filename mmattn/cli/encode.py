@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mmattn.errors import AdapterFileError, ConfigError, TextError, check_float, check_int
+from mmattn.errors import (
+    AdapterFileError,
+    ConfigError,
+    MissingExtraError,
+    TextError,
+    check_float,
+    check_int,
+    import_extra,
+)
 
 
 def encode(
@@ -119,8 +128,11 @@ def _pair(text: str) -> tuple[str, str]:
 COSINE_THRESHOLD = 0.2
 #: Words of a chunk of a text; the default encoder reads 256 tokens.
 _CHUNK = 96
-#: Files of a folder that are texts.
-_TEXTS = (".txt", ".md", ".rst")
+#: Files of a folder that are read.
+_TEXTS = (".txt", ".md", ".rst", ".html", ".htm", ".pdf")
+#: Tags of HTML whose content is not shown, and those that break no line.
+_HIDDEN = ("script", "style", "template")
+_INLINE = ("a", "abbr", "b", "code", "em", "i", "kbd", "mark", "q", "s", "small", "span", "strong", "sub", "sup", "u")
 _ENCODER = typer.Option(help="minilm, any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
 
 
@@ -152,8 +164,8 @@ def build_index(
 ) -> None:
     """Embed the lines of files, or the texts in a folder, and make an index of them.
 
-    Of a folder every .txt, .md and .rst in it is cut into chunks; the source of each is the name of its file.
-    `mmattn ask QUESTION --index DIR` answers from them.
+    In a folder, every .txt, .md, .rst, .html and .pdf file is cut into chunks, and other files are listed. The source
+    of a chunk is the name of its file. PDF needs the extra pdf. `mmattn ask QUESTION --index DIR` answers from them.
 
     An interrupted build goes on where it was: the finished part lies beside the index until that is saved. With --for
     the lines are JSON objects with the fields that the adapter reads, such as {"title": …, "value": …}, and the encoder
@@ -231,11 +243,15 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> list[str]:
             left_out.append(f"{name}: not one of {', '.join(_TEXTS)}")
             continue
         try:
-            texts[name] = path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
+            texts[name] = _read(path)
+        except MissingExtraError as error:
+            left_out.append(f"{name}: {error}")
+            continue
+        except (UnicodeDecodeError, TextError) as error:
+            wrong = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             if not skip_broken:
-                raise TextError(f"{path} is not UTF-8: convert the file, or leave it out with --skip-broken") from error
-            left_out.append(f"{name}: not UTF-8")
+                raise TextError(f"{path} is {wrong}: convert the file, or leave it out with --skip-broken") from error
+            left_out.append(f"{name}: {wrong}")
             continue
         if not texts[name].strip():
             left_out.append(f"{name}: empty")
@@ -246,6 +262,48 @@ def _write_chunks(folder: Path, out: Path, skip_broken: bool) -> list[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return left_out
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, without the tags of HTML; TextError for a PDF that is broken or encrypted."""
+    if path.suffix.lower() == ".pdf":
+        pypdf = import_extra("pypdf", "pdf")
+        try:
+            return "\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
+        except pypdf.errors.PyPdfError as error:
+            raise TextError(f"not a readable PDF ({error})") from error
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix.lower() not in (".html", ".htm"):
+        return text
+    page = _Page()
+    page.feed(text)
+    page.close()
+    return "".join(page.parts)
+
+
+class _Page(HTMLParser):
+    """Collect the visible text of a page of HTML in `parts`, with line breaks at tags that start or end a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self.hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.hidden += tag in _HIDDEN
+        self._break(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.hidden -= tag in _HIDDEN
+        self._break(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.hidden <= 0:
+            self.parts.append(data)
+
+    def _break(self, tag: str) -> None:
+        if tag not in _INLINE:
+            self.parts.append("\n")
 
 
 def _read_by(host: str, encoder: str, texts: list[str], out: Path) -> None:

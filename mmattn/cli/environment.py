@@ -25,6 +25,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "eval": {"lm_eval": "lm_eval"},
     "trackers": {"wandb": "wandb", "mlflow": "mlflow"},
     "sweeps": {"optuna": "optuna"},
+    "pdf": {"pypdf": "pypdf"},
     "serve": {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"},
     "vllm": {"vllm": "vllm"},
     "postgres": {"psycopg": "psycopg"},
@@ -33,8 +34,8 @@ EXTRAS: dict[str, dict[str, str]] = {
 }
 #: The extra that brings a module.
 MODULES = {module: extra for extra, modules in EXTRAS.items() for module in modules}
-#: Extras that nobody is told to install: each is for who wants that service or database.
-_BY_CHOICE = ("serve", "vllm", "postgres", "lance", "scale")
+#: Extras that `all` does not have, so that nobody is told to install them.
+BEYOND_ALL = ("quantised", "eval", "trackers", "sweeps", "pdf", "serve", "vllm", "postgres", "lance", "scale")
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic", "tokenizers", "numpy")
 
 
@@ -114,7 +115,7 @@ def describe() -> str:
         state = "installed" if None not in names.values() else "absent" if not any(names.values()) else "incomplete"
         parts = ", ".join(f"{name} {number or '(missing)'}" for name, number in names.items())
         lines.append(f"  {extra:<11} {state:<10}  {parts}")
-    missing = [extra for extra, names in extras().items() if extra not in _BY_CHOICE and None in names.values()]
+    missing = [extra for extra, names in extras().items() if extra not in BEYOND_ALL and None in names.values()]
     if missing:
         lines.append(f"not complete: pip install 'mmattn[{','.join(missing)}]'")
     return "\n".join(lines)

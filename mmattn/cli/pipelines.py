@@ -75,7 +75,7 @@ def ask(
     ] = None,
     encoder: Annotated[str | None, typer.Option(help="For --host the encoder of the index; minilm by default.")] = None,
     passages: Annotated[
-        int | None, typer.Option(min=1, help="Read this many entries of the index.", show_default="4, or the adapter's")
+        int | None, typer.Option(min=1, help="Read this many entries.", show_default="up to 4, or the adapter's")
     ] = None,
     show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
     sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,

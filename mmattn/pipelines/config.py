@@ -102,6 +102,7 @@ class MemoryConfig(_Strict):
     """
 
     top_k: int = Field(ge=1)
+    margin: float | None = Field(None, ge=0)
     fields: tuple[str, ...] | None = None
     text: str | None = None
 

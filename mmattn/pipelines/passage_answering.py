@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 #: Keys and values of passages that were read beforehand, in the folder of the adapter.
 FILE = "passages.safetensors"
-#: Entries that a question attends to.
-TOP_K = 4
+#: Entries that a question attends to at most, and how much lower than the best their scores may be: small models answer
+#: better from the best entry alone where it is far ahead.
+TOP_K, MARGIN = 4, 0.02
 #: Of keys and values in memory, beside those of running calls; other passages are read again.
 MAX_BYTES = 4 << 30
 #: Messages of the system and of the user in the chat template.
@@ -81,7 +82,7 @@ class PassageAnsweringPipeline(QuestionAnsweringPipeline):
             task="passage-answering",
             host=ModelReference.of(name, tokenizer, revision=revision),
             encoder=EncoderReference.of(encoder),
-            memory=MemoryConfig(top_k=TOP_K),
+            memory=MemoryConfig(top_k=TOP_K, margin=MARGIN),
             prompt=passage_prompt(tokenizer),
             generation={"max_new_tokens": 32},
         )

@@ -113,7 +113,7 @@ class QuestionAnsweringPipeline(Pipeline):
         Args:
             questions: one or a list.
             index: replaces the index of the pipeline in this call.
-            passages: how many entries each question attends to, by default `top_k` of the adapter's folder.
+            passages: how many entries each question attends to; by default `top_k` and `margin` of the folder decide.
             batch_size: questions at once.
             **options: of `generate`; they override those of the adapter's folder.
 
@@ -200,7 +200,9 @@ class QuestionAnsweringPipeline(Pipeline):
         """Return the entries that questions attend to."""
         assert self.config.memory is not None
         top_k = self.config.memory.top_k if passages is None else check_int("passages", passages)
-        return self._chosen_index(index).search(questions, top_k)
+        hits = self._chosen_index(index).search(questions, top_k)
+        margin = self.config.memory.margin if passages is None else None
+        return hits if margin is None else hits.near_best(margin)
 
 
 def _check_questions(questions: str | Sequence[str]) -> list[str]:

@@ -87,8 +87,19 @@ class Hits:
         Raises:
             ConfigError: the threshold is not a finite number.
         """
-        mask = self.mask & (self.scores.detach() >= check_float("score_threshold", score_threshold))
-        return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens, self.token_dim)
+        return self._masked(self.scores.detach() >= check_float("score_threshold", score_threshold))
+
+    def near_best(self, margin: float) -> Hits:
+        """Return the hits, with hits masked whose score is lower than the best of their query by more than a margin.
+
+        Args:
+            margin: from 0.
+
+        Raises:
+            ConfigError: the margin is not a finite number from 0.
+        """
+        scores = self.scores.detach()
+        return self._masked(scores >= scores[:, :1] - check_float("margin", margin, at_least=0))
 
     def first(self, count: int) -> Hits:
         """Return the first `count` hits of each query, or all if there are fewer.
@@ -142,6 +153,10 @@ class Hits:
                 scores[row, places] = new
         order = torch.argsort(scores, dim=1, descending=True, stable=True)
         return self._reordered(scores.to(self.scores.device), order.to(self.scores.device))
+
+    def _masked(self, mask: Tensor) -> Hits:
+        mask = self.mask & mask
+        return Hits(self.scores, mask, self.vectors, self.ids, self.texts, self.metadata, self.tokens, self.token_dim)
 
     def _reordered(self, scores: Tensor, places: Tensor) -> Hits:
         """Return the hits at places (b, c), with new scores (b, k) of the old places."""

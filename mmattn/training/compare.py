@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmattn.errors import ConfigError
+from mmattn.errors import AdapterFileError, ConfigError
 from mmattn.storage.json_files import read_json
 
 Figures = dict[str, object]
@@ -57,6 +57,8 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{config} holds no settings: {' '.join(str(error).split())[:200]}") from error
     content = read_json(table, max_bytes=64 << 20) if table.is_file() else {}
+    if not isinstance(content, dict):
+        raise AdapterFileError(f"{table} must hold an object, got {type(content).__name__}: train the run again")
     return SavedRun(settings, content.get("rows", []), read_metrics(Path(folder) / "metrics.jsonl"))
 
 

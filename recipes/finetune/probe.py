@@ -23,20 +23,20 @@ def measure(host: Any, model: Any, rows: Iterable[Any], held_out: Iterable[Any])
 
     It is empty where no word has a few values that come back, or where texts answer different prompts.
     """
-    train = [row for row in itertools.islice(rows, ROWS) if has_memory(row)]
     test = [row for row in itertools.islice(held_out, MEASURED) if has_memory(row)]
-    prompts = [row.get("prompt") or "" for row in (*test, *train)]
-    known = [row["text"] for row in train]
-    words = read_words(known, known)
+    few = itertools.islice(rows, ROWS)
+    train = [row | {"memory": row["memory"].float().mean(0)} for row in few if has_memory(row)]
+    prompts, known = [row.get("prompt") or "" for row in (*test, *train)], [row["text"] for row in train]
+    words, right = read_words(known, known), read_words([row["text"] for row in test], known)
     if not words or not test or len(set(prompts)) > 1:
         return {}
-    right = read_words([row["text"] for row in test], known)
     written = read_words(host.write(model, training.stack_memories(test), prompts[: len(test)]), known)
-    features = [torch.stack([row["memory"].float().mean(0) for row in part]) for part in (train, test)]
+    features = (
+        torch.stack([row["memory"] for row in train]),
+        torch.stack([row["memory"].float().mean(0) for row in test]),
+    )
     probed = {name: probe(*features, of_train) for name, of_train in words.items()}
-    return {
-        name: shares(found, right) for name, found in (("adapter, its own memory", written), ("linear probe", probed))
-    }
+    return {"adapter, its own memory": shares(written, right), "linear probe": shares(probed, right)}
 
 
 def read_words(texts: Sequence[str], known: Sequence[str]) -> dict[str, list[str]]:

@@ -38,7 +38,7 @@ class AdapterSettings(training.Settings):
     gate: Literal["scalar", "head", "channel"] = "scalar"
     qk_norm: bool = False
     null_slot: bool = False
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.2, ge=0, lt=1)  # of attention weights
     latents: int | None = None  # a Perceiver resampler with so many latents in front
 
 

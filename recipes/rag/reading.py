@@ -144,7 +144,7 @@ def main() -> None:
     texts = [one.text for one in chunk(list(topics.values()), SIZE, OVERLAP, sources=list(topics))]
     index = mmattn.Index.build(texts, encoder=mmattn.TextEncoder())
     pipe: Any = mmattn.pipeline(host=args.host, index=index, dtype=getattr(torch, args.dtype))
-    memory = pipe.config.memory.model_copy(update={"top_k": args.top_k})
+    memory = pipe.config.memory.model_copy(update={"top_k": args.top_k, "margin": None})
     pipe.config = pipe.config.model_copy(update={"memory": memory})
     start = time.process_time()
     prompts, found = find_passages(pipe, [question.text for question in questions])

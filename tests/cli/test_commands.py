@@ -99,10 +99,54 @@ class TestWords:
         """Invariant 136."""
         import tomllib
 
-        from mmattn.cli.environment import EXTRAS
+        from mmattn.cli.environment import BEYOND_ALL, EXTRAS
 
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all"}
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(EXTRAS) == set(extras) - {"all"}
+        (whole,) = extras["all"]
+        assert set(EXTRAS) - set(BEYOND_ALL) == set(whole.removeprefix("mmattn[").removesuffix("]").split(","))
+
+    def test_an_index_of_pages(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """What a page of HTML shows is read, without tags, scripts and styles; a PDF without the extra is named."""
+        from mmattn import Index
+
+        (tmp_path / "site").mkdir()
+        page = "<html><head><title>Opening</title><style>p {color: red}</style><script>var a = '<p>';</script></head>"
+        page += "<body><h1>Caf&eacute; Luna</h1><p>It <b>closes</b> at nine.<br>It opens at&nbsp;six.</p></body></html>"
+        (tmp_path / "site" / "a.html").write_text(page)
+        (tmp_path / "site" / "b.pdf").write_bytes(b"%PDF-1.4 broken")
+        words = ["index", "build", tmp_path / "site", "-o", tmp_path / "index", "--skip-broken"]
+        code, _, err = call(capsys, *words)
+        assert code == 0 and "1 files left out:\n  b.pdf: " in err and ("mmattn[pdf]" in err or "readable PDF" in err)
+        (name,) = Index.load(tmp_path / "index").ids
+        words = Index.load(tmp_path / "index")[name].text.split()
+        assert words == ["Opening", "Café", "Luna", "It", "closes", "at", "nine.", "It", "opens", "at", "six."]
+
+    def test_a_pdf(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        pytest.importorskip("pypdf", reason="pypdf is not installed; it comes with mmattn[pdf]")
+        from mmattn import Index
+
+        shown = b"BT /F1 12 Tf 30 100 Td (Snowdrops flower in January.) Tj ET"
+        objects = [
+            b"<< /Type /Catalog /Pages 2 0 R >>",
+            b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 300 300] /Contents 4 0 R "
+            b"/Resources << /Font << /F1 5 0 R >> >> >>",
+            b"<< /Length %d >>\nstream\n%s\nendstream" % (len(shown), shown),
+            b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+        ]
+        file, places = b"%PDF-1.4\n", []
+        for number, content in enumerate(objects, 1):
+            places.append(b"%010d 00000 n \n" % len(file))
+            file += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+        start = len(file)
+        file += b"xref\n0 6\n0000000000 65535 f \n" + b"".join(places)
+        file += b"trailer\n<< /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes" / "a.pdf").write_bytes(file)
+        assert call(capsys, "index", "build", tmp_path / "notes", "-o", tmp_path / "index")[0] == 0
+        index = Index.load(tmp_path / "index")
+        assert index[index.ids[0]].text.split() == ["Snowdrops", "flower", "in", "January."]
 
     def test_an_index_of_a_folder_of_texts(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         """Invariant 136. Each text is cut, each chunk names its file, and nothing but the index stays."""
@@ -120,7 +164,8 @@ class TestWords:
         assert code == 2 and "e.txt is not UTF-8" in err
         code, _, err = call(capsys, "index", "build", tmp_path / "texts", "-o", tmp_path / "index", "--skip-broken")
         assert code == 0, err
-        assert "3 files left out:\n  c.png: not one of .txt, .md, .rst\n  d.txt: empty\n  e.txt: not UTF-8\n" in err
+        named = "c.png: not one of .txt, .md, .rst, .html, .htm, .pdf\n  d.txt: empty\n  e.txt: not UTF-8\n"
+        assert f"3 files left out:\n  {named}" in err
         index = Index.load(tmp_path / "index")
         assert {index[name].metadata["source"] for name in index.ids} == {"a.txt", "more/b.md"}
         assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "texts"]

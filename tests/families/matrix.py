@@ -187,7 +187,7 @@ python -m tests.families.matrix llama
 
 - *Not done by the host itself*: without a memory, too, the host fails this check. For example, transformers has no
   static cache for it, or the answer of its experts changes with the batch.
-- *Refused*: the call raises an error that says why.
+- *Refused*: the call raises an error that says why. In the lists below, n stands for any number.
 - *Not tried*: no tiny model can be built from the names of its settings, its inputs are unknown, or the bare model
   does not answer.
 

@@ -107,18 +107,21 @@ def test_the_command_answers_or_says_that_nothing_fits(
     assert code == 0 and not out and "nothing fits: the best score is 1.000, below --score-threshold 1.5" in said
 
 
-def test_several_texts(pipe: Any) -> None:
+def test_several_texts(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text is read once; sources are shares of the attention; streaming gives the same text."""
-    several = pipe([QUESTION, "What is blue?"], max_new_tokens=7)
+    several = pipe([QUESTION, "What is blue?"], passages=3, max_new_tokens=7)
     before = len(pipe.passages)
     for found in several:
         weights, scores = zip(*((source.weight, source.score) for source in found.sources), strict=True)
         assert len(scores) == 3 and list(scores) == sorted(scores, reverse=True) and 0 < sum(weights) < 1
         assert {source.text for source in found.sources} == set(TEXTS)
-    assert several[0].text == pipe(QUESTION, max_new_tokens=7).text != ""
-    assert "".join(pipe.stream(QUESTION, max_new_tokens=7)).strip() == several[0].text
+    assert several[0].text == pipe(QUESTION, passages=3, max_new_tokens=7).text != ""
+    assert "".join(pipe.stream(QUESTION, passages=3, max_new_tokens=7)).strip() == several[0].text
     assert len(pipe.passages) == before
+    memory = pipe.config.memory.model_copy(update={"margin": 0.0})
+    monkeypatch.setattr(pipe, "config", pipe.config.model_copy(update={"memory": memory}))
     best = pipe(QUESTION, passages=1, max_new_tokens=7)
+    assert best == pipe(QUESTION, max_new_tokens=7) and len(pipe(QUESTION, passages=3).sources) == 3
     assert [source.text for source in best.sources] == [several[0].sources[0].text]
     assert best.text == continued(pipe, best.sources[0].text, QUESTION, 7)
     assert "".join(pipe.stream(QUESTION, passages=1, max_new_tokens=7)).strip() == best.text
@@ -165,9 +168,9 @@ def test_a_prompt_without_passages_is_the_question_alone(pipe: Any, index: mmatt
     pipe.model.save_adapter(tmp_path, encoder=pipe.encoder.fingerprint)
     pipe.config.model_copy(update={"prompt": "{question}"}).save(tmp_path)
     old = mmattn.pipeline(tmp_path, index=index, device="cpu")
-    prompt, memory = old.inputs("What is blue?")
+    prompt, memory = old.inputs("What is blue?", passages=3)
     assert prompt == "What is blue?" and old.passages.prefix == () and len(memory.rows[0]) == 3
-    assert len(old("What is blue?", max_new_tokens=3).sources) == 3
+    assert len(old("What is blue?", passages=3, max_new_tokens=3).sources) == 3
 
 
 def test_requests_of_a_server(pipe: Any) -> None:
@@ -177,7 +180,7 @@ def test_requests_of_a_server(pipe: Any) -> None:
         (one,) = make_inputs(pipe, CompletionRequest(model="any", prompt=QUESTION, **fields), Limits())
         return one
 
-    _, memory = inputs()
+    _, memory = inputs(passages=3)
     assert memory.batch == 1 and len(memory.sources[0]) == 3
     prompt, memory = inputs(documents=[{"text": TEXTS[1]}])
     assert len(memory.rows[0]) == 1
@@ -214,7 +217,7 @@ def test_the_commands(models: dict[str, str], tmp_path: Path, capsys: pytest.Cap
     index, encoder = tmp_path / "index", ["--encoder", models["encoder"]]
     code, _, err = call(capsys, "index", "build", texts, "-o", index, *encoder, "--host", models["host"])
     assert code == 0, err
-    words = ["ask", QUESTION, "--index", index, "--device", "cpu"]
+    words = ["ask", QUESTION, "--index", index, "--device", "cpu", "--passages", 3]
     code, out, err = call(capsys, *words, *encoder, "--host", models["host"])
     assert code == 0, err
     for name, text in zip(("snow.txt", "corn.md", "bell.rst"), TEXTS, strict=True):

@@ -13,6 +13,15 @@ from tests.retrieval.searching import WIDTH, Letters, small
 TEXTS = ["sun and moon", "a grey cat", "the moon"]
 
 
+def test_hits_near_the_best() -> None:
+    """Each query has its own best; what was masked before stays so."""
+    mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
+    hits = Hits(torch.tensor([[0.9, 0.7, 0.2], [0.4, 0.3, 0.3], [0.1, 0.1, 0.1]]), mask)
+    assert hits.near_best(0.25).mask.tolist() == [[True, True, False], [True, True, False], [False] * 3]
+    with pytest.raises(ConfigError, match="margin"):
+        hits.near_best(-0.1)
+
+
 class TestMemory:
     def test_one_slot_per_entry(self) -> None:
         index = Index.build(TEXTS, encoder=Letters(), ids=["x", "y", "z"])

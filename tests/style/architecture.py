@@ -48,7 +48,7 @@ BUDGETS = {
     "hosts": 8_250,  # goal 7,000
     "kv_store": 1_610,
     "encoders": 3_290,  # goal 2,700
-    "retrieval": 4_010,  # goal 3,400
+    "retrieval": 4_030,  # goal 3,400
     "models": 760,  # goal 700
     "data": 1_560,  # goal 1,500
     "training": 2_510,  # goal 1,700
@@ -58,7 +58,7 @@ BUDGETS = {
     "evaluation": 200,
     "storage": 900,
     "testing": 1_610,
-    "cli": 1_100,  # goal 940
+    "cli": 1_120,  # goal 940
     "recipes": 370,  # goal 360
 }
 FILES = 206
@@ -96,6 +96,7 @@ HOMES = {
     "psycopg": ("retrieval.stores",),
     "lancedb": ("retrieval.stores",),
     "pyarrow": ("retrieval",),
+    "pypdf": ("cli.encode",),
     "ray": ("serving.replicas",),
     "sentence_transformers": ("encoders.text", "retrieval.hits"),
     "gguf": (),

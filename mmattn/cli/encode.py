@@ -25,38 +25,44 @@ def encode(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder of pictures, a .jsonl or .csv file, tars of webdataset, a dataset of Hugging Face.",
+            help="A folder of pictures, a .jsonl or .csv file, webdataset tars, or a Hugging Face dataset.",
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The folder of the encoded dataset; what is there is replaced.")
+        Path, typer.Option("--out", "-o", help="Folder for the encoded dataset; an existing one is replaced.")
     ],
     encoder: Annotated[
         str,
         typer.Option(
-            help='Of pictures: efficientnet-lite0, "timm:NAME", "torchvision:NAME:WEIGHTS FILE", '
+            help='Image encoder: efficientnet-lite0, "timm:NAME", "torchvision:NAME:WEIGHTS FILE", '
             '"ViT-B-32:laion2b_s34b_b79k", or a folder.'
         ),
     ] = "efficientnet-lite0",
     text_encoder: Annotated[
-        str, typer.Option(help="Of passages: minilm, any encoder of Hugging Face, or a folder of open_clip.")
+        str, typer.Option(help="Text encoder for passages: minilm, a Hugging Face encoder, or an open_clip folder.")
     ] = "minilm",
-    pooled: Annotated[bool, typer.Option("--pooled", help="One slot for each picture.")] = False,
+    pooled: Annotated[bool, typer.Option("--pooled", help="Encode each picture as one slot.")] = False,
     pooling: Annotated[
-        str, typer.Option(help="Of passages: none (a slot for every token), mean, cls or max.")
+        str, typer.Option(help="Pooling of passages: none (one slot per token), mean, cls or max.")
     ] = "none",
-    dtype: Annotated[str, typer.Option(help="Of the vectors: float16 or float32.")] = "float16",
+    dtype: Annotated[str, typer.Option(help="Data type of the vectors: float16 or float32.")] = "float16",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at what cannot be used, instead of naming it and leaving it out.")
+        bool,
+        typer.Option(
+            "--strict", help="Stop at the first unusable row. By default, unusable rows are listed and skipped."
+        ),
     ] = False,
-    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     columns: Annotated[
-        list[str] | None, typer.Option("--columns", metavar="KEY=NAME", help="Which column of a dataset is which.")
+        list[str] | None,
+        typer.Option("--columns", metavar="KEY=NAME", help="Names of your columns, such as text=caption."),
     ] = None,
-    template: Annotated[str | None, typer.Option(help='Of class folders, such as "A photo of a {label}."')] = None,
-    batch_size: Annotated[int, typer.Option(help="Pictures or passages encoded at once.")] = 32,
-    num_proc: Annotated[int | None, typer.Option(help="Processes, as of `Dataset.map`.")] = None,
-    device: Annotated[str, typer.Option(help="auto, or cpu.")] = "auto",
+    template: Annotated[
+        str | None, typer.Option(help='Text for class folders, such as "A photo of a {label}."')
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures or passages per batch.")] = 32,
+    num_proc: Annotated[int | None, typer.Option(help="Number of processes, as in `Dataset.map`.")] = None,
+    device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
 ) -> None:
     """Encode the memories of rows into a folder, from which `mmattn train CONFIG data.path=FOLDER` reads them.
 
@@ -133,22 +139,24 @@ _TEXTS = (".txt", ".md", ".rst", ".html", ".htm", ".pdf")
 #: Tags of HTML whose content is not shown, and those that break no line.
 _HIDDEN = ("script", "style", "template")
 _INLINE = ("a", "abbr", "b", "code", "em", "i", "kbd", "mark", "q", "s", "small", "span", "strong", "sub", "sup", "u")
-_ENCODER = typer.Option(help="minilm, any encoder of Hugging Face, or the encoder.safetensors of an adapter.")
+_ENCODER = typer.Option(help="minilm, a Hugging Face encoder, or the encoder.safetensors of an adapter.")
 
 
 def build_index(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE…|FOLDER", help="JSON lines, or plain text: an entry per line; a folder of texts is cut."
+            metavar="FILE…|FOLDER", help="JSON lines or plain text, one entry per line; or a folder of texts to chunk."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the index; what is there is replaced.")],
-    field: Annotated[str, typer.Option(help="Of a JSON line, what holds the text.")] = "text",
-    id_field: Annotated[str | None, typer.Option(help="Of a JSON line, what names it.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the index; an existing one is replaced.")],
+    field: Annotated[str, typer.Option(help="Field of a JSON line with the text.")] = "text",
+    id_field: Annotated[str | None, typer.Option(help="Field of a JSON line with the id.")] = None,
     encoder: Annotated[str, _ENCODER] = "minilm",
-    store: Annotated[str, typer.Option(help="What searches: exact, hnsw, ivf or ivfpq.")] = "exact",
-    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines without text.")] = False,
+    store: Annotated[str, typer.Option(help="Store: exact, hnsw, ivf or ivfpq.")] = "exact",
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Skip lines and files without a readable text.")
+    ] = False,
     for_: Annotated[
         str | None,
         typer.Option(
@@ -159,7 +167,7 @@ def build_index(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="A language model (smollm2, a folder, ORG/NAME) that reads the texts to answer from them."),
+        typer.Option(help="Language model (smollm2, a folder, ORG/NAME) that reads the texts now, to answer sooner."),
     ] = None,
 ) -> None:
     """Embed the lines of files, or the texts in a folder, and make an index of them.
@@ -335,8 +343,10 @@ def _build_for(files: list[Path], out: Path, store: str, adapter: str) -> None:
 
 
 def copy_index(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
-    store: Annotated[str, typer.Argument(metavar="ADDRESS", help="Such as postgresql://user@host/database#table.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or address of an index.")],
+    store: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Address, such as postgresql://user@host/database#table.")
+    ],
 ) -> None:
     """Write the entries of an index into a database, where ask, serve and search find them by the same address."""
     from mmattn.retrieval.index import Index
@@ -349,15 +359,15 @@ def copy_index(
 
 
 def search_index(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or address of an index.")],
     query: Annotated[str, typer.Argument(metavar="QUERY")],
-    top_k: Annotated[int, typer.Option(help="How many entries, at most.")] = 5,
+    top_k: Annotated[int, typer.Option(help="Maximum number of entries.")] = 5,
     score_threshold: Annotated[
         float | None,
-        typer.Option(help=f"The lowest score that fits; by default {COSINE_THRESHOLD} where scores are cosines."),
+        typer.Option(help=f"Minimum score; by default {COSINE_THRESHOLD} for cosines."),
     ] = None,
     encoder: Annotated[str, _ENCODER] = "minilm",
-    rerank: Annotated[str | None, typer.Option(help="A cross-encoder, which reads ten times as many.")] = None,
+    rerank: Annotated[str | None, typer.Option(help="Cross-encoder that rescores ten times as many entries.")] = None,
 ) -> None:
     """Print the entries that fit a query best, each with its score."""
     from mmattn.encoders.text import load_text_encoder
@@ -398,7 +408,7 @@ def say_nothing_fits(scores: Sequence[float], score_threshold: float | None) -> 
 
 
 def describe_index(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder of an index, or its address.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or address of an index.")],
 ) -> None:
     """Check an index and print its size, encoder and memory."""
     from mmattn.retrieval.index import Index

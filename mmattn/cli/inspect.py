@@ -12,11 +12,11 @@ from mmattn.errors import ConfigError
 
 
 def attach_check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a short name, or a name on the hub.")],
-    every: Annotated[int | None, typer.Option(min=1, help="A block at every n-th layer.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, short name, or name on the hub.")],
+    every: Annotated[int | None, typer.Option(min=1, help="Attach a block at every n-th layer.")] = None,
     memory_dim: Annotated[int, typer.Option(min=1, help="Width of the memory.")] = 768,
-    where: Annotated[str | None, typer.Option(help="decoder or encoder, of a model with both.")] = None,
-    path: Annotated[str | None, typer.Option(help="Dotted name of the list of layers, if it cannot be found.")] = None,
+    where: Annotated[str | None, typer.Option(help="decoder or encoder, for a model with both.")] = None,
+    path: Annotated[str | None, typer.Option(help="Dotted name of the list of layers, if it is not found.")] = None,
 ) -> None:
     """Tell from a model's config alone whether it can be a host, and at which layers adapters would act.
 
@@ -37,19 +37,19 @@ def attach_check(
 
 def doctor(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="An adapter's folder.")] = None,
-    host: Annotated[str | None, typer.Option(help="The model it was trained on, to be examined with it.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Ask this model: a folder, ORG/NAME, or an adapter's folder.")
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="Ask this endpoint, such as http://127.0.0.1:8000/v1.")] = None,
+    host: Annotated[str | None, typer.Option(help="Model that the adapter was trained on; examine both.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask: a folder, ORG/NAME, or an adapter's folder.")] = None,
+    url: Annotated[str | None, typer.Option(help="Endpoint to ask, such as http://127.0.0.1:8000/v1.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Rows with prompt, text, and image or passages.", show_default="plain colours")
     ] = None,
     questions: Annotated[
-        int | None, typer.Option(min=1, help="Ask so many of them.", show_default="64; 40 of an endpoint")
+        int | None, typer.Option(min=1, help="Number of questions to ask.", show_default="64; 40 of an endpoint")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Questions at once.", show_default="8")] = None,
-    out: Annotated[list[Path] | None, typer.Option("--out", "-o", help="Also write a .json or an .html file.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Questions per batch.", show_default="8")] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option("--out", "-o", help="Also write the report to a .json or .html file.")
+    ] = None,
 ) -> None:
     """Examine an adapter folder, and with --host the adapter at work on a random batch.
 
@@ -97,8 +97,8 @@ def _subject(name: str) -> tuple[object, object]:
 
 def explore(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, such as runs/vision.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("explore.html"),
-    heads: Annotated[bool, typer.Option("--heads", help="Keep every head, not only their mean.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("explore.html"),
+    heads: Annotated[bool, typer.Option("--heads", help="Show every head, not only the mean.")] = False,
 ) -> None:
     """Write a page that shows what the texts of runs attended to, word by word; it opens offline."""
     names = [run.resolve().name for run in runs]
@@ -123,7 +123,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, such as runs/vision.")],
     metrics: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A metric; give it several times. [loss, eval_loss, eval_right_loss]"),
+        typer.Option(metavar="NAME", help="Metric to show; repeat for more. [loss, eval_loss, eval_right_loss]"),
     ] = None,
 ) -> None:
     """Compare runs, of one recipe or of several: settings that differ, their tables, the last of their metrics.
@@ -151,7 +151,7 @@ def env() -> None:
 
 
 def models(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="Models to fetch into the cache.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="Models to download.")] = None,
 ) -> None:
     """List the models with a short name, or fetch some of them and print their folders."""
     from mmattn.models import CATALOGUE, fetch

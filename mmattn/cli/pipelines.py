@@ -13,10 +13,12 @@ from mmattn.errors import ConfigError, import_extra
 
 
 def caption(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Pictures of any common format, or folders.")],
-    text: Annotated[str, typer.Option(help="A question about each picture, or the start of its caption.")] = "",
-    adapter: Annotated[Path, typer.Option(help="The adapter's folder, or ORG/NAME.")] = Path("assets/vision/adapter"),
-    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Image files or folders.")],
+    text: Annotated[str, typer.Option(help="A question about each picture, or the start of the caption.")] = "",
+    adapter: Annotated[Path, typer.Option(help="Folder of the adapter, or ORG/NAME.")] = Path("assets/vision/adapter"),
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
+    ] = None,
 ) -> None:
     """Describe pictures, or answer a question about them: drawn flowers, with the adapter that is installed."""
     from mmattn.encoders.images import picture_files
@@ -29,18 +31,20 @@ def caption(
 
 def draw(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to draw: "a thick seven".')],
-    like: Annotated[Path | None, typer.Option(help="A picture whose style to follow.")] = None,
-    adapter: Annotated[Path, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = Path(
+    like: Annotated[Path | None, typer.Option(help="Picture whose style to follow.")] = None,
+    adapter: Annotated[Path, typer.Option(help="Folder of the adapter, or ORG/NAME.")] = Path(
         "assets/diffusion/adapter"
     ),
-    adapter_scale: Annotated[float, typer.Option(help="How closely to follow the picture; 0 is not at all.")] = 1.0,
+    adapter_scale: Annotated[float, typer.Option(help="How closely to follow the picture; 0 ignores it.")] = 1.0,
     guidance_scale: Annotated[
         float | None, typer.Option(help="How closely to follow the prompt; 1 is no guidance.", show_default="adapter's")
     ] = None,
     num_inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="adapter's")] = None,
-    seed: Annotated[int, typer.Option(help="Of the noise it starts from.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The PNG file to write.")] = Path("drawing.png"),
-    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("drawing.png"),
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
+    ] = None,
 ) -> None:
     """Draw what a prompt says, in the style of an example: digits, with the adapter that is installed."""
     import torch
@@ -66,30 +70,27 @@ def draw(
 
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help='Such as "What is the currency of Allemagne?"')],
-    index: Annotated[
-        str, typer.Option(help="The folder of an index, as `mmattn index build` makes it, or its address.")
-    ],
-    adapter: Annotated[Path | None, typer.Option(help="The folder of an adapter, or ORG/NAME.")] = None,
-    host: Annotated[
-        str | None, typer.Option(help="A language model that reads the texts itself; smollm2 by default.")
-    ] = None,
-    encoder: Annotated[str | None, typer.Option(help="For --host the encoder of the index; minilm by default.")] = None,
+    index: Annotated[str, typer.Option(help="Folder or address of an index that `mmattn index build` made.")],
+    adapter: Annotated[Path | None, typer.Option(help="Folder of the adapter, or ORG/NAME.")] = None,
+    host: Annotated[str | None, typer.Option(help="Language model that reads the texts; smollm2 by default.")] = None,
+    encoder: Annotated[str | None, typer.Option(help="Encoder of the index, with --host; minilm by default.")] = None,
     passages: Annotated[
-        int | None, typer.Option(min=1, help="Read this many entries.", show_default="up to 4, or the adapter's")
+        int | None, typer.Option(min=1, help="Number of entries to read.", show_default="up to 4, or the adapter's")
     ] = None,
-    show_sources: Annotated[bool, typer.Option(help="Print the entries that were attended to.")] = True,
-    sources: Annotated[int, typer.Option(min=1, help="Print so many of them.")] = 3,
+    show_sources: Annotated[bool, typer.Option(help="Print the entries that the answer attended to.")] = True,
+    sources: Annotated[int, typer.Option(min=1, help="Number of sources to print.")] = 3,
     score_threshold: Annotated[
         float | None,
-        typer.Option(help=f"The lowest score that fits; without --adapter {COSINE_THRESHOLD} by default, for cosines."),
+        typer.Option(help=f"Minimum score; by default {COSINE_THRESHOLD} for cosines, without --adapter."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
+    ] = None,
 ) -> None:
-    """Answer a question from what an index holds, and print what was attended to.
+    """Answer a question from an index, and print the sources.
 
-    Texts are read by a language model as they are, without training; an index that was built --for an adapter needs
-    that adapter. Before each source stand its score in the search and its share of the attention at the first word of
-    the answer.
+    A language model reads the texts without training; an index that was built --for an adapter needs that adapter. Each
+    source is printed with its search score and its share of the attention at the first word of the answer.
     """
     from mmattn.pipelines import pipeline
 
@@ -117,31 +118,36 @@ def ask(
 
 
 def serve(
-    adapter: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of an adapter, or ORG/NAME.")],
+    adapter: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of the adapter, or ORG/NAME.")],
     index: Annotated[
-        str | None, typer.Option(help="Answer from this index, a folder or an address; requests may bring documents.")
+        str | None,
+        typer.Option(help="Folder or address of the index to answer from; requests can also contain documents."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Who may reach it; 0.0.0.0 is all who reach this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where it is served.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts connections from other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="MMATTN_API_KEY", help="The bearer token that requests must bring.")
+        str | None, typer.Option(envvar="MMATTN_API_KEY", help="Bearer token that requests must contain.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the model; the folder's by default.")] = None,
-    max_requests: Annotated[int, typer.Option(help="That run or wait; another is told to try again.")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of an answer, at most.")] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds until an unfinished request is given up.")] = 120.0,
-    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; by default the fastest there is.")] = None,
+    name: Annotated[str | None, typer.Option(help="Model name in the API; by default the name of the folder.")] = None,
+    max_requests: Annotated[int, typer.Option(help="Most requests running or queued; further ones get 429.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Maximum new tokens per answer.")] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds before an unfinished request is cancelled.")] = 120.0,
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
+    ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Processes that answer behind one address, by Ray Serve.")
+        int | None, typer.Option(min=1, help="Number of processes behind one address, with Ray Serve.")
     ] = None,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="So many under load.", show_default="--replicas")
+        int | None, typer.Option(min=1, help="Maximum number of processes under load.", show_default="--replicas")
     ] = None,
 ) -> None:
-    """Answer many requests at once over HTTP, in the interface of OpenAI.
+    """Start an OpenAI-compatible HTTP server.
 
-    It needs the extra serve, and --replicas the extra scale. Pictures and documents come with the requests; no address
-    is fetched.
+    It needs the extra serve, and --replicas needs the extra scale. Requests contain pictures as data; the server never
+    fetches an address.
     """
     import contextlib
     import logging
@@ -158,7 +164,8 @@ def serve(
 
     def build() -> tuple[Any, Any]:
         pipe = _pipeline(Path(adapter), device, index=index)
-        logging.basicConfig(level=os.environ.get("MMATTN_LOG_LEVEL", "INFO"), format="%(message)s")
+        logging.basicConfig(format="%(message)s")  # warnings of others
+        logging.getLogger("mmattn").setLevel(os.environ.get("MMATTN_LOG_LEVEL", "INFO"))
         engine = Engine(pipe, limits)
         return engine, make_app(engine, name, api_key)
 

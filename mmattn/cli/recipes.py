@@ -25,6 +25,7 @@ def demo() -> None:
     from mmattn.recipes import find_recipe, load_recipe
 
     check_extras("mmattn demo", "vision", "viz", "data", "models", "train")
+    typer.echo("The demo takes about five minutes on two CPU cores.", err=True)
     with without_progress_bars():
         run = load_recipe(find_recipe("vqa").folder, "demo").main()
     if (run / FILE).is_file():
@@ -32,14 +33,12 @@ def demo() -> None:
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as a recipe's config.yaml.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, such as the config.yaml of a recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Settings to change.")] = None,
-    seeds: Annotated[
-        str | None, typer.Option(metavar="0,1,2", help="Run once with each of these seeds; one table of all.")
-    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="Run once per seed, and print one table.")] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Measure ten steps, and print what the whole run would take."),
+        typer.Option("--dry-run", help="Measure ten steps, and estimate time and memory of the whole run."),
     ] = False,
 ) -> None:
     """Run a recipe with the settings of CONFIG.
@@ -73,10 +72,13 @@ def list_all() -> None:
 
 
 def copy(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `mmattn ls`, or: assets.")],
-    destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="Default: its name, here.")] = None,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `mmattn ls`, or assets.")],
+    destination: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DEST]", help="Folder to copy to; by default the name of the recipe, here."),
+    ] = None,
 ) -> None:
-    """Copy a recipe, to be changed, or the small models and pictures of the examples; nothing is overwritten."""
+    """Copy a recipe, or the models and pictures of the examples, to edit them. Nothing is overwritten."""
     from mmattn.recipes import copy_recipe
 
     target = copy_recipe(recipe, destination)

@@ -429,6 +429,12 @@ class AdaptedModel(nn.Module):
         counts = [(size_of(p), p.requires_grad) for p in self.parameters()]
         return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of parameters as `PreTrainedModel.num_parameters` does, the adapters' included."""
+        host: Any = self.host
+        adapters = [p for p in self.adapters.parameters() if p.requires_grad or not only_trainable]
+        return int(host.num_parameters(only_trainable, exclude_embeddings)) + sum(map(size_of, adapters))
+
     def print_trainable_parameters(self) -> None:
         """Print the numbers in the format of peft."""
         trained, total = self.trainable_parameters()

@@ -116,7 +116,7 @@ class PipelineConfig(_Strict):
         host: the language model, or the UNet with its text encoder.
         encoder: of the pictures, or of the texts of the index; None for "memory-to-text".
         memory: settings of the memory of an index; None for the other tasks.
-        prompt: begin of the text; "{question}" stands for the question, and for "passage-answering" "{passages}" for
+        prompt: start of the text; "{question}" stands for the question, and for "passage-answering" "{passages}" for
             the passages. There, and for "image-to-text" and "memory-to-text" with a question, it is a template whose
             special tokens are tokens, such as that of a chat.
         refusal: the answer if nothing in the index answers.

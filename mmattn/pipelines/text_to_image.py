@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from mmattn.progress import tracked
 from mmattn.tokenization import call_tokenizer, check_text
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, ModelMixin
+    from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, ModelMixin, StableDiffusionXLPipeline
     from PIL.Image import Image
     from transformers import CLIPTextModel, PreTrainedTokenizerBase
 
@@ -98,6 +98,33 @@ class PromptEncoder(nn.Module):
         return self.tokenizer.convert_ids_to_tokens(ids)
 
 
+class XLPromptEncoder(PromptEncoder):
+    """Encodes prompts as Stable Diffusion XL reads them, by two text encoders; "no prompt" is all zeros.
+
+    Args:
+        pipe: `StableDiffusionXLPipeline` of diffusers.
+    """
+
+    def __init__(self, pipe: StableDiffusionXLPipeline) -> None:
+        super().__init__(pipe.tokenizer, pipe.text_encoder, attends_to_padding=True)
+        self.second, self._encode_prompt = pipe.text_encoder_2, pipe.encode_prompt
+
+    def pooled(self, prompts: Sequence[str | None]) -> Tensor:
+        """Return the projected state (b, e) of the second text encoder."""
+        return self._both(prompts)[1]
+
+    def _encode(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        states = self._both(prompts)[0]
+        return states, torch.ones_like(states[..., 0], dtype=torch.bool)
+
+    def _both(self, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """Return the states (b, m, e) of both text encoders side by side, and the projected ones (b, e)."""
+        device, texts = self.encoder.device, [text or "" for text in prompts]
+        states, _, pooled, _ = self._encode_prompt(texts, device=device, do_classifier_free_guidance=False)
+        real = torch.tensor([text is not None for text in prompts], device=device)[:, None]
+        return states * real[..., None], pooled * real
+
+
 class DiffusionHost(nn.Module):
     """The models of text-to-image, frozen or not.
 
@@ -125,10 +152,14 @@ class DiffusionHost(nn.Module):
         """Return the channels of an image: 1, of ink on paper, or 3."""
         return int((self.unet if self.vae is None else self.vae).config.in_channels)
 
-    def inputs(self, prompts: Sequence[str | None]) -> dict[str, Tensor]:
-        """Return further inputs of the host by name: for a transformer the pooled states of the prompts."""
-        takes_pooled = "pooled_projection_dim" in self.unet.config
-        return {"pooled_projections": self.prompts.pooled(prompts)} if takes_pooled else {}
+    def inputs(self, prompts: Sequence[str | None]) -> dict[str, object]:
+        """Return further inputs of the host by name, such as the pooled states of the prompts for a transformer."""
+        config = self.unet.config
+        if getattr(config, "addition_embed_type", None) == "text_time":
+            pooled = self.prompts.pooled(prompts)
+            sizes = pooled.new_tensor([self.size, self.size, 0, 0, self.size, self.size])  # of the picture, uncropped
+            return {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes.expand(len(pooled), 6)}}
+        return {"pooled_projections": self.prompts.pooled(prompts)} if "pooled_projection_dim" in config else {}
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
@@ -213,8 +244,8 @@ def load_diffusion_host(
 
     Args:
         name: a run of the recipe diffusion (a UNet in "unet" or a transformer in "transformer", tokenizer and text
-            encoder in "text", trained on `noise_schedule`), or Stable Diffusion 1 or 2: a folder in diffusers' layout
-            or a name on the hub.
+            encoder in "text", trained on `noise_schedule`), or Stable Diffusion 1, 2 or XL: a folder in diffusers'
+            layout or a name on the hub.
         device: of all models.
         dtype: of the weights, float32 by default.
         revision: branch, tag or commit on the hub.
@@ -236,19 +267,23 @@ def load_diffusion_host(
         # Like Stable Diffusion 3, it is trained to attend to padding.
         host = DiffusionHost(model, PromptEncoder(tokenizer, encoder, joint), noise_schedule())
     else:
-        more = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
         try:
-            pipe = diffusers.StableDiffusionPipeline.from_pretrained(str(name), revision=revision, **more).to(dtype)
+            config = diffusers.DiffusionPipeline.load_config(str(name), revision=revision)
+            is_xl = config["_class_name"].startswith("StableDiffusionXL")
+            kind = diffusers.StableDiffusionXLPipeline if is_xl else diffusers.StableDiffusionPipeline
+            checker = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+            unused: Any = {"add_watermarker": False} if is_xl else checker
+            pipe = kind.from_pretrained(str(name), revision=revision, **unused).to(dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{str(name)!r} is no run of the recipe diffusion and no Stable Diffusion of diffusers: {error}"
             ) from error
-        if pipe.unet.config.addition_embed_type is not None:
-            raise ConfigError(
-                f"{str(name)!r} needs more than text ({pipe.unet.config.addition_embed_type}): use SD 1 or 2"
-            )
+        extra = pipe.unet.config.addition_embed_type
+        if extra != ("text_time" if is_xl else None) or pipe.text_encoder is None:
+            raise ConfigError(f"{str(name)!r} needs more than text ({extra}): use Stable Diffusion 1, 2 or XL base")
+        prompts = XLPromptEncoder(pipe) if is_xl else PromptEncoder(pipe.tokenizer, pipe.text_encoder, True)
         schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
-        host = DiffusionHost(pipe.unet, PromptEncoder(pipe.tokenizer, pipe.text_encoder, True), schedule, pipe.vae)
+        host = DiffusionHost(pipe.unet, prompts, schedule, pipe.vae)
     return host.eval().requires_grad_(False).to(device)
 
 

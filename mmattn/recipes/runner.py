@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mmattn.errors import ConfigError
 from mmattn.progress import recorded_interrupts
 from mmattn.recipes.folders import did_you_mean, find_recipe, load_recipe
+from mmattn.storage.files import lock_folder
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -34,10 +35,11 @@ def run_recipe(config: str | os.PathLike[str], overrides: Iterable[str] = ()) ->
 
     Raises:
         ConfigError: no recipe, an unknown key, or a value of the wrong kind.
+        BlockingIOError: another run is in the folder.
         KeyboardInterrupt: Ctrl-C, also where the recipe catches it to save what it has.
     """
     module, settings = _prepared(Path(config), overrides)
-    with _settings_errors(), recorded_interrupts() as interrupts:
+    with _settings_errors(), _only_run(settings.get("out")), recorded_interrupts() as interrupts:
         out: Path = module.main(settings)
     if interrupts:
         raise KeyboardInterrupt
@@ -77,7 +79,7 @@ def run_seeds(config: str | os.PathLike[str], overrides: Iterable[str], seeds: S
     tables = []
     for seed in seeds:
         out = Path(place) / f"seed-{seed}"
-        with _settings_errors():
+        with _settings_errors(), _only_run(out):
             chosen = {key: _of_seed(value, seed) for key, value in settings.items()}
             module.main({**chosen, "seed": seed, "out": str(out)})
         if not (out / "table.json").is_file():
@@ -97,6 +99,17 @@ def _recipe_of(config: Path, settings: Settings) -> Path:
     if not isinstance(name, str):
         raise ConfigError(f"{config} lies beside no train.py, so it must say `recipe: NAME`; got {name!r}")
     return find_recipe(name).folder
+
+
+@contextlib.contextmanager
+def _only_run(out: object) -> Iterator[None]:
+    """Hold the folder of a run in the first of its processes."""
+    if not isinstance(out, (str, os.PathLike)) or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    Path(out).mkdir(parents=True, exist_ok=True)
+    with lock_folder(Path(out), wait=False):
+        yield
 
 
 def _of_seed(value: object, seed: int) -> object:

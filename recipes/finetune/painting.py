@@ -103,9 +103,9 @@ class Painting:
 
     @torch.no_grad()
     def words(self, texts: Sequence[str | None]) -> dict[str, Any]:
-        """Return the hidden states (b, m, e) of texts for the UNet's own cross-attention, and their mask."""
+        """Return the hidden states (b, m, e) of texts for the UNet's own cross-attention, their mask, and the rest."""
         states, mask = self.models.prompts(texts)
-        inputs = {"encoder_hidden_states": states}
+        inputs = {"encoder_hidden_states": states, **self.models.inputs(texts)}
         return inputs if self.models.prompts.attends_to_padding else {**inputs, "text_mask": mask}
 
     def draw(self, model: Any, memory: Any, texts: Sequence[str], seed: int) -> torch.Tensor:

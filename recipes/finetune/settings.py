@@ -99,7 +99,7 @@ class Config(training.RunSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # language: of the frozen weights
     fsdp: bool = False  # language: its weights are sharded over the processes by FSDP2
     tp_plan: Literal["auto"] | None = None  # language: the processes compute its layers together, tensor parallel
-    unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or a Stable Diffusion
+    unet: str = "assets/diffusion"  # unet: a run of recipes/diffusion, or Stable Diffusion 1, 2 or XL
     encoder: str = "efficientnet-lite0"  # of pictures; any name of docs/encoders.md, or a folder
     text_encoder: str = "minilm"  # of passages; minilm, any encoder of Hugging Face, or a folder of open_clip
     captions: Literal["auto", "host", "memory"] = "auto"  # unet: read by its own text encoder, or by `text_encoder` as

@@ -10,6 +10,7 @@ import pytest
 
 from mmattn.errors import ConfigError
 from mmattn.recipes import run_recipe
+from mmattn.storage.files import lock_folder
 
 TRAIN = """\
 import signal
@@ -35,7 +36,8 @@ def main(config):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "config.yaml").write_text("rate: 0.5\n")
     return tmp_path / "config.yaml"
@@ -63,3 +65,10 @@ def test_in_a_thread(config: Path) -> None:
     """Where no signal arrives: a worker of Ray runs its trials in one."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run_recipe, config, ["rate=2"]).result() == "runs/toy at 2.0"
+
+
+def test_a_folder_has_one_run_at_once(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with lock_folder(tmp_path / "there"), pytest.raises(BlockingIOError, match="another process holds this folder"):
+        run_recipe(config, ["out=there"])
+    assert run_recipe(config, ["out=there"]) == "there at 0.5"

@@ -45,7 +45,7 @@ BUDGETS = {
     "memory": 680,  # goal 650
     "core": 2_540,  # goal 2,450
     "adapters": 6_790,  # goal 5,600
-    "hosts": 8_250,  # goal 7,000
+    "hosts": 8_260,  # goal 7,000
     "kv_store": 1_610,
     "encoders": 3_290,  # goal 2,700
     "retrieval": 4_030,  # goal 3,400
@@ -53,13 +53,13 @@ BUDGETS = {
     "data": 1_560,  # goal 1,500
     "training": 2_510,  # goal 1,700
     "inspect": 2_380,  # goal 2,100
-    "pipelines": 1_980,
+    "pipelines": 2_010,  # goal 2,000
     "serving": 2_180,  # goal 2,000
     "evaluation": 200,
     "storage": 900,
     "testing": 1_610,
-    "cli": 1_120,  # goal 940
-    "recipes": 370,  # goal 360
+    "cli": 1_140,  # goal 940
+    "recipes": 390,  # goal 360
 }
 FILES = 206
 #: Heavy dependencies and their homes (a sub-package, or one file of it).

@@ -108,10 +108,7 @@ def _both_texts(
     if mask is not None and mask.shape != text.shape[:2]:
         raise ShapeError(f"text_mask must be (b, m) = {tuple(text.shape[:2])}, got {tuple(mask.shape)}")
     if null_text is None and not model.processors:
-        raise ConditionError(
-            "guidance masks the text in the core: call use_core(), or give null_text= (for Stable Diffusion the "
-            "embedding of the empty text)"
-        )
+        raise ConditionError("guidance needs null_text=, the embedding of the empty text, or use_core(): give either")
     null = text[:, :0] if null_text is None else null_text
     missing = text.shape[1] - null.shape[1]
     if missing < 0 or (missing and not model.processors) or null.shape[0] not in (1, len(text)):
@@ -129,7 +126,9 @@ def _both_texts(
 
 
 def _both(name: str, null: object, value: object) -> object:
-    """Return an argument for the rows of ε(∅) and then of ε(c); of a list by layer, each of them."""
+    """Return an argument for the rows of ε(∅) and then of ε(c); of a list by layer or a mapping, each of them."""
+    if isinstance(value, Mapping):
+        return {key: _both(key, null[key], each) for key, each in value.items()}  # type: ignore[index]
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
         return [_both(name, *each) for each in zip(null, value, strict=True)]  # type: ignore[call-overload]
     if not isinstance(value, Tensor) or not value.dim() or name in SHARED:

@@ -304,6 +304,7 @@ def test_the_count_that_users_of_peft_know(both, capsys):
     trained, total = both.trainable_parameters()
     assert trained == sum(parameter.numel() for parameter in both.adapters.parameters())
     assert total == trained + sum(parameter.numel() for parameter in both.host.parameters())
+    assert (both.num_parameters(), both.num_parameters(only_trainable=True)) == (total, trained)
     both.print_trainable_parameters()
     printed = capsys.readouterr().out
     assert f"{trained:,}" in printed and f"{total:,}" in printed and "%" in printed

@@ -92,7 +92,7 @@ def test_nothing_stays_behind(model, memory):
 def test_bad_settings(model, memory):
     with pytest.raises(ConfigError, match="guidance_scale must"):
         mmattn.Guidance(float("nan"))
-    with pytest.raises(ConditionError, match=r"call use_core\(\), or give null_text="):
+    with pytest.raises(ConditionError, match=r"null_text=.*use_core\(\)"):
         predicted(model.use_core(False), mmattn.Guidance(2.0), memory=memory)
     with pytest.raises(ShapeError, match="text_mask must be"):
         predicted(model.use_core(), mmattn.Guidance(1.0), text_mask=MASK[:, :2])

@@ -70,10 +70,11 @@ def load_data(
     train_questions: int | None = None,
     test_questions: int | None = None,
     seed: int = 0,
+    ways: int = 1,
 ) -> Data:
     """Read the questions, or draw so many of them, and write each as a prompt in a random spelling.
 
-    The seed draws the spellings of training; those of the test are always the same.
+    A question has the first `ways` of its spellings. The seed draws those of training; those of the test stay the same.
     """
     splits = []
     for split, count in (("train", train_questions), ("test", test_questions)):
@@ -84,9 +85,9 @@ def load_data(
     ends = [[*_ids(tokenizer, answer.capitalize()), tokenizer.eos_token_id] for answer in answers]
     if len({ids[0] for ids in ends}) != len(answers):
         raise ConfigError("answers are told apart by their first token, and two begin alike in this tokenizer")
-    train, test = (_numbered(rows, texts, answers, seed) for rows, seed in zip(splits, (seed, 0), strict=True))
+    train, test = (_numbered(splits[split], texts, answers, ways, drawn) for split, drawn in enumerate((seed, 0)))
     template = prompt_template(tokenizer)
-    spelled = [text for spelling in zip(*map(spellings, texts), strict=True) for text in spelling]
+    spelled = [spellings(text)[way] for way in range(ways) for text in texts]
     prompts = [_ids(tokenizer, template.replace("{question}", text)) for text in spelled]
     return Data(train, test, texts, spelled, answers, prompts, ends)
 
@@ -105,12 +106,12 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[str], seed: int) -> Questions:
+def _numbered(rows: Sequence[models.Question], texts: list[str], answers: list[str], ways: int, seed: int) -> Questions:
     pictures = sorted({row.picture for row in rows})
     numbers = {picture: number for number, picture in enumerate(pictures)}
     text = torch.tensor([texts.index(row.text) for row in rows])
     random = torch.Generator().manual_seed(seed)
-    spelling = torch.randint(len(spellings(texts[0])), (len(rows),), generator=random)
+    spelling = torch.randint(ways, (len(rows),), generator=random)
     return Questions(
         rows,
         pictures,

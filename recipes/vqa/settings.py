@@ -41,6 +41,8 @@ class Config(training.RunSettings):
     encoder: str = "efficientnet-lite0"
     train_questions: int | None = Field(None, ge=1)  # of the 38,575, drawn once for all seeds; None for all
     test_questions: int | None = Field(None, ge=1)  # of the 9,673
+    spellings: int = Field(1, ge=1, le=4)  # of each question; 1 is with a capital letter and "?"
+    start: str | None = None  # folder of an adapter to go on from; `adapter` is for a new one
     controls: bool = True  # the text-only LoRA
     cache: str = "runs/cache"  # encoded pictures, by encoder
     adapter: AdapterSettings = AdapterSettings()

@@ -50,7 +50,8 @@ def main(config: dict[str, Any]) -> Path:
 
     # Data: each picture becomes a memory of one slot per patch, each question a prompt.
     lm, tokenizer = pipelines.load_language_model(settings.lm, device)
-    data = load_data(tokenizer, settings.train_questions, settings.test_questions, settings.seed)
+    questions = (settings.train_questions, settings.test_questions)
+    data = load_data(tokenizer, *questions, settings.seed, settings.spellings)
     encoder = pipelines.load_image_encoder(settings.encoder, device)
     train_memory, test_memory = (
         encode(encoder, questions, Path(settings.cache)).to(device) for questions in (data.train, data.test)
@@ -68,7 +69,10 @@ def main(config: dict[str, Any]) -> Path:
         return run.path
 
     # Model: a frozen language model with gated cross-attention in its upper layers.
-    model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=train_memory.dim, **settings.adapter.model_dump()))
+    if settings.start is None:
+        model = mmattn.attach(lm, mmattn.GatedAdapter(memory_dim=train_memory.dim, **settings.adapter.model_dump()))
+    else:
+        model = mmattn.load(lm, settings.start)
     model.print_trainable_parameters()
     parameters = model.trainable_parameters()[0]
     texts, tokens = training_tokens(data)
@@ -144,7 +148,7 @@ def make_pipeline_config(settings: Config, tokenizer: Any, data: Data) -> pipeli
         prompt=prompt_template(tokenizer),
         visible_from="last_token",
         generation={"max_new_tokens": max(map(len, data.ends))},
-        trained_on=f"{len(data.train)} questions of easy-VQA about {len(data.train.pictures)} drawn pictures.",
+        trained_on=f"{len(data.train):,} questions of easy-VQA about {len(data.train.pictures):,} drawn pictures.",
         training={"recipe": "vqa", "seed": settings.seed, "steps": settings.optim.max_steps},
     )
 

@@ -86,7 +86,7 @@ def test_a_question_about_a_picture(pipe: Any) -> None:
 
 
 def test_the_last_token_of_a_prompt_alone_sees_the_picture(pipe: Any, encoder: Any) -> None:
-    """One by one, streamed, traced; and a prompt that comes with many pictures is read once."""
+    """Invariant 220: one by one, streamed, traced; and a prompt that comes with many pictures is read once."""
     prompt, end = "What leaves and which flowers has this picture of a garden", pipe.tokenizer.eos_token_id
     asked = ask_about(pipe, prompt, visible_from="last_token")
     ids = torch.tensor([[pipe.tokenizer.bos_token_id, *pipe.tokenizer(prompt)["input_ids"]]])

@@ -90,7 +90,7 @@ def test_nothing_is_computed_on_padding() -> None:
 
 @pytest.mark.usefixtures("layout")
 def test_a_memory_that_is_visible_from_a_place_on() -> None:
-    """As in `generate` with `arrived=`, also where a prompt is read in parts."""
+    """Invariant 220: as in `generate` with `arrived=`, also where a prompt is read in parts."""
     model, inputs = tiny.attach(tiny.make("llama")), prompts((4, 41, 9, 3, 5))
     memories, places = [tiny.memory(1, m=3 + row, seed=row) for row in range(5)], [3, 40, 5, 0, 4]
     memories[4] = memories[0]

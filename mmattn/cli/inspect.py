@@ -65,8 +65,8 @@ def doctor(
 
     if (folder, model, url).count(None) != 2:
         raise ConfigError("doctor examines an adapter's folder, --model or --url: give exactly one")
-    if folder is not None and any((data, questions, batch_size, out)):
-        raise ConfigError("--data, --questions, --batch-size and --out are for --model and --url, not for a folder")
+    if folder is not None and any((data, questions, batch_size)):
+        raise ConfigError("--data, --questions and --batch-size are for --model and --url, not for a folder")
     if folder is None and host is not None:
         raise ConfigError("--host is for the folder of an adapter; --model and --url name what is asked")
     if folder is not None:
@@ -89,6 +89,10 @@ def _subject(name: str) -> tuple[object, object]:
 
     if name.startswith("assets/") or (Path(name) / "pipeline_config.json").is_file():
         return pipeline(name), None
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{name} has no pipeline_config.json: write it with PipelineConfig, or examine the folder alone"
+        )
     what = "model of pictures and texts"
     processor = load_part("AutoProcessor", name, what)
     model = load_model("AutoModelForImageTextToText", name, what, dtype="float32")

@@ -108,7 +108,8 @@ def plot_curves(curves: Mapping[str, Mapping[str, Mapping[int, float]]], path: F
         axes.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
         if log:  # several plain numbers as ticks even within one power of ten
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(ticks.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(ticks.LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 3)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(ticks.NullFormatter())
         axes.grid(alpha=0.3)

@@ -99,7 +99,8 @@ class Run:
             if self.first:
                 self.save(model, encoding)
             if seconds is None:
-                self.say("the same command resumes from the last checkpoint")
+                saved = any((self.out / "checkpoints").glob("checkpoint-*"))
+                self.say(f"the same command {'resumes from the last checkpoint' if saved else 'begins again'}")
                 return
             losses = self.losses(trainer) if len(self.held_out) else {}
 

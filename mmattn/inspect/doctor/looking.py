@@ -124,8 +124,8 @@ def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
     figures |= {kind: [right[number] for number in numbers] for kind, numbers in kinds.items()}
     whole = [kind for kind in asker.texts if kind not in (AGAIN, DIFFERENT, *PARTS)]
     figures |= {kind: asker.right(kind) for kind in whole}
-    title = f"{len(n)} questions, {asker.count:,} answers in {time.perf_counter() - begin:.0f} s"
-    report = Report([], f"{title}; FAIL is an error once in {1 / LEVEL:.0f}", figures, follows, items, asker.texts)
+    title = f"{len(n)} questions, {asker.count:,} answers in {time.perf_counter() - begin:.0f} s; a sound model gets a "
+    report = Report([], f"{title}FAIL in at most 1 of {1 / LEVEL:.0f} reports", figures, follows, items, asker.texts)
     failed = rejected({check: p for check, (p, _, _) in checks.items()})
     for check, (_, figure, fault) in checks.items():
         ok = None if check == "looks" and sum(follows) < MIN_SHARE_CHANGED * len(n) else True

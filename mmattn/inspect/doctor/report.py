@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from mmattn.inspect.doctor.questions import Item
@@ -95,17 +96,16 @@ class Report:
         return "\n".join(lines)
 
     def to_html(self) -> str:
-        """Return a page of its own: what the text says, and every answer."""
-        head = ["row", "follows", "question", "answer", *self.answers]
-        rows = [
-            [item["row"], item["follows"], item["question"], item["answer"], *item["answers"].values()]
-            for item in self.as_dict()["items"]
-        ]
-        cells = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in (head, *rows)]
+        """Return a page in the style of `mmattn explore`: the text of the report, and a table of all answers."""
+        style = (Path(__file__).resolve().parents[1] / "explorer.css").read_text(encoding="utf-8")
+        items = self.as_dict()["items"]
+        rows = [["row", "follows", "question", "answer", *self.answers]] if items else []
+        rows += [[item[name] for name in rows[0][:4]] + [*item["answers"].values()] for item in items]
+        table = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
         return (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>doctor</title>'
-            "<style>td { padding: 0.2em 0.8em; vertical-align: top }</style>"
-            f"<pre>{escape(str(self))}</pre><table><tr>{'</tr><tr>'.join(cells)}</tr></table></html>"
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>doctor</title><style>{style} '
+            "pre { white-space: pre-wrap } td { padding: 0.2em 0.8em; vertical-align: top }</style>"
+            f"<main><h1>mmattn doctor</h1><pre>{escape(str(self))}</pre><table>{table}</table></main></html>"
         )
 
 

@@ -32,8 +32,9 @@ def save(folder: Path, model: Any, host: str = "host") -> Path:
 
 def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = save(tmp_path, tiny.attach(tiny.make("llama")))
-    code, out, _ = doctor(capsys, adapter)
+    code, out, _ = doctor(capsys, adapter, "-o", tmp_path / "report.html")
     assert code == 0 and "\nok    gates" in out and "padding" not in out
+    assert "gates" in (tmp_path / "report.html").read_text()
     code, out, err = doctor(capsys, adapter, "--host", tmp_path / "host")
     assert code == 0, out + err
     for question in ("weights of the host", "each layer depends on the memory", "rows", "padding", "empty memory"):

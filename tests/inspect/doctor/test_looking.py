@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +17,7 @@ from mmattn.cli.app import main
 from mmattn.errors import ConfigError
 from mmattn.inspect.doctor.questions import plain_pictures
 from mmattn.inspect.doctor.report import binomial_tail, interval
+from mmattn.models.catalogue import find_asset
 from tests.inspect.doctor import servers, tiny_readers
 from tests.inspect.doctor.tiny_readers import CHAINS, FAULTS, guessable_rows, passage_rows, picture_rows
 
@@ -143,6 +145,10 @@ def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert code == 2 and "/v1/models answers 501" in err
     code, _, err = run(capsys, "assets/vqa", "--data", "rows.jsonl")
     assert code == 2 and "not for a folder" in err
+    folder = shutil.copytree(find_asset("assets/vqa"), tmp_path / "vqa")
+    (folder / "pipeline_config.json").unlink()
+    code, _, err = run(capsys, "--model", folder)
+    assert code == 2 and "no pipeline_config.json" in err
     code, _, err = run(capsys, "--model", "assets/vqa", "--host", "smollm2")
     assert code == 2 and "--host" in err
 

@@ -99,8 +99,7 @@ class Run:
             if self.first:
                 self.save(model, encoding)
             if seconds is None:
-                saved = any((self.out / "checkpoints").glob("checkpoint-*"))
-                self.say(f"the same command {'resumes from the last checkpoint' if saved else 'begins again'}")
+                self.say("the same command resumes from the last checkpoint, or starts again if there is none")
                 return
             losses = self.losses(trainer) if len(self.held_out) else {}
 

@@ -61,7 +61,7 @@ def compare(rank: int, setting: dict[str, Any]) -> None:
         with mmattn.inspect.record(model):
             model(ids, memory=ShardedMemory(shard))
     except (ConditionError, ConfigError) as error:
-        assert "in several processes" in str(error)
+        assert "split over processes" in str(error)
     else:
         raise AssertionError("weights that no process has")
 

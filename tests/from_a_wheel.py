@@ -148,7 +148,8 @@ def first_hour(user: User, demo: bool) -> None:
     (work / "notes" / "backup.txt").write_text("The backup runs every night. It keeps the files on the server Atlas.")
     (work / "notes" / "bees.md").write_text("Sand bees nest in sunny banks of sand. They fly from March to May.")
     mmattn("mmattn", "index", "build", "notes", "-o", "index")
-    mmattn("mmattn", "ask", "On which server are the files?", "--index", "index", says=["backup.txt", "bees.md"])
+    asked = ("On which server are the files?", "--index", "index", "--passages", "2")
+    mmattn("mmattn", "ask", *asked, says=["backup.txt", "bees.md"])
 
     # An adapter of the user's own pictures, in folders of classes.
     for name in ("snowdrop", "cornflower"):

@@ -405,22 +405,24 @@ class RequestMemories(BoundMemory):
         self.check_rows(text)
         packed = text.packed
         assert packed is not None, "transformers says where the requests of a step begin"
-        # A prompt that is read in parts does not begin at 0.
-        assert text.positions is not None, "transformers says where in its request a token stands"
-        starts, lengths = packed.unpack(text.positions)[:, 0].tolist(), packed.real.sum(1).tolist()
-        hidden = [
-            0 if one is None else max(one.hidden - start, 0) for one, start in zip(self.requests, starts, strict=True)
-        ]
-        seeing = [length - count for length, count in zip(lengths, hidden, strict=True)]
-        changing = [
-            number
-            for number, one in enumerate(self.requests)
-            if one is not None and seeing[number] > 0 and one.changes_request
-        ]
+        numbers = [packed.real.sum(1)]
+        if any(one is not None and one.hidden for one in self.requests):
+            # A prompt that is read in parts does not begin at 0.
+            assert text.positions is not None, "transformers says where in its request a token stands"
+            numbers.append(packed.unpack(text.positions)[:, 0])
+        lengths, *starts = torch.stack(numbers).tolist()
+        seeing, first = dict[int, int](), dict[int, int]()
+        for number, one in enumerate(self.requests):
+            if one is not None and one.changes_request:
+                first[number] = max(one.hidden - starts[0][number], 0) if starts else 0
+                seeing[number] = lengths[number] - first[number]
         # Requests that write have one token each; a prompt is as long as it is.
-        writing = [number for number in changing if seeing[number] == 1]
-        groups = [[number] for number in changing if seeing[number] > 1] + ([writing] if writing else [])
-        views = [PackedView(self._view(group), packed.select(group, hidden)) for group in groups]
+        writing = [number for number, count in seeing.items() if count == 1]
+        groups = [[number] for number, count in seeing.items() if count > 1] + ([writing] if writing else [])
+        views = [
+            PackedView(self._view(group), packed.select(group, [first[number] for number in group], seeing[group[0]]))
+            for group in groups
+        ]
         return RequestsView(views, self._keep)
 
     def _view(self, group: Sequence[int]) -> ProjectedView:

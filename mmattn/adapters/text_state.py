@@ -52,13 +52,11 @@ class PackedText:
         """Tokens of the longest document."""
         return self.places.shape[1]
 
-    def select(self, rows: Sequence[int], hidden: Sequence[int]) -> PackedText:
-        """The same rows with some of their documents only, without the first tokens of those; others are passed by."""
-        first = torch.tensor([[hidden[row]] for row in rows], device=self.real.device)
-        lengths = self.real[rows].sum(1, keepdim=True) - first
-        count = torch.arange(int(lengths.max()), device=self.real.device)
-        places, real = self.places[rows].gather(1, (first + count).clamp(max=self.longest - 1)), count < lengths
-        return PackedText(self.numbers, places[real], places, real)
+    def select(self, rows: Sequence[int], first: Sequence[int], count: int) -> PackedText:
+        """The same rows with `count` tokens of some documents, from a first token of each on; others are passed by."""
+        columns = [[start + number for number in range(count)] for start in first]
+        places = self.places[[[row] for row in rows], columns]
+        return PackedText(self.numbers, places.flatten(), places, torch.ones_like(places, dtype=torch.bool))
 
     def unpack(self, x: Tensor) -> Tensor:
         """Documents as rows (s, longest, …); what follows a shorter one repeats its last token."""

@@ -96,6 +96,7 @@ class MemoryConfig(_Strict):
 
     Args:
         top_k: number of entries that a question, or a chunk of text, attends to.
+        margin: leave out entries whose score is lower than the best by more than this; None leaves none out.
         fields: of an entry's JSON line; the concatenated vectors of their texts are its encoded token, and the first
             field is searched. None where entries are passages that the host itself reads.
         text: template of its fields, by which an entry is displayed.

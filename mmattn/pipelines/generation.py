@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Generator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mmattn.adapters.host_models import cache_name, given_cache
 from mmattn.data.text_batches import bos_and_eos, check_prompt
 from mmattn.errors import ConfigError, TextError
 from mmattn.hosts.context import Arguments, Keywords
@@ -98,27 +97,15 @@ def generate_texts(
     Raises:
         TextError: a prompt leaves no room for new tokens.
     """
-    rows, texts = prompt_rows(tokenizer, prompts), [""] * len(prompts)
-    numbers = [*range(len(rows))]
-    groups = [numbers]
-    # Where the last token alone sees the memory, a prompt that comes with many memories is read once.
-    reads_once = visible_from == "last_token" and isinstance(memory, Memory) and options.keys() <= {"max_new_tokens"}
-    if reads_once:
-        groups = [[*group] for _, group in groupby(sorted(numbers, key=rows.__getitem__), rows.__getitem__)]
-        if 2 * len(groups) > len(rows):  # most prompts come with one
-            reads_once, groups = False, [numbers]
-    for part in (group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)):
-        part_memory = memory[part] if isinstance(memory, Memory) else memory
-        ids, mask = left_padded(tokenizer, [rows[number] for number in part], next(model.parameters()).device)
+    texts: list[str] = []
+    rows = prompt_rows(tokenizer, prompts)
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        part_memory = memory[slice(start, start + len(part))] if isinstance(memory, Memory) else memory
+        ids, mask = left_padded(tokenizer, part, next(model.parameters()).device)
         given = arguments(model, tokenizer, ids, mask, options) | memory_arguments(part_memory, mask, visible_from)
-        cache: Any = given_cache(model(input_ids=ids[:1, :-1], use_cache=True)) if reads_once else None
-        if cache is not None:
-            cache.batch_repeat_interleave(len(part))
-            given[cache_name(model.host)] = cache
-        answers = tokenizer.batch_decode(model.generate(**given)[:, ids.shape[1] :], skip_special_tokens=True)
-        for number, text in zip(part, answers, strict=True):
-            texts[number] = text.strip()
-    return texts
+        texts += tokenizer.batch_decode(model.generate(**given)[:, ids.shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts]
 
 
 def memory_arguments(memory: Memory | IndexMemory | None, mask: Tensor, visible_from: VisibleFrom) -> Arguments:

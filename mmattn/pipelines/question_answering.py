@@ -192,9 +192,8 @@ class QuestionAnsweringPipeline(Pipeline):
     def make_memory(self, questions: list[str], index: IndexSource | None = None, passages: int | None = None) -> Any:
         """Return the memory of the hits of questions."""
         assert self.config.memory is not None
-        return (
-            self._hits(questions, index, passages).memory(tokens=self.config.memory.fields is not None).to(self.device)
-        )
+        hits = self._hits(questions, index, passages)
+        return hits.memory(tokens=self.config.memory.fields is not None).to(self.device)
 
     def _hits(self, questions: list[str], index: IndexSource | None, passages: int | None) -> Hits:
         """Return the entries that questions attend to."""

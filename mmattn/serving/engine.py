@@ -269,9 +269,8 @@ class Engine:
         """Return the log-probabilities of the ids of a prompt but the first."""
         with paused(self.pipe.model):
             prompt = torch.tensor([ids], device=self.pipe.device)
-            logits = self.pipe.model(prompt, **memory_arguments(memory, prompt, self.pipe.config.visible_from)).logits[
-                0
-            ]
+            given = memory_arguments(memory, prompt, self.pipe.config.visible_from)
+            logits = self.pipe.model(prompt, **given).logits[0]
         return [token_logprob(row, token, top) for row, token in zip(logits, ids[1:], strict=False)]
 
     async def answer(self, jobs: Sequence[Job], deadline: float) -> AsyncGenerator[tuple[int, Piece], None]:

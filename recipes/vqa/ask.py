@@ -10,7 +10,7 @@ import sys
 import torch
 
 import mmattn
-from mmattn import models, pipelines, training
+from mmattn import models, training
 
 from .data import KINDS, spellings
 from .report import COLUMNS
@@ -19,23 +19,9 @@ from .report import COLUMNS
 def main(folder: str, count: int | None = None) -> str:
     """Return the table of the first `count` questions; None for all."""
     pipe, rows = mmattn.pipeline(folder), models.load_easy_vqa("test")[:count]
-    pictures = sorted({row.picture for row in rows})
-    places = {picture: place for place, picture in enumerate(pictures)}
-    # A call of the pipeline encodes the picture of each question; here each picture is encoded once.
-    memory = pipe.make_memory(pictures)[[places[row.picture] for row in rows]]
     contents = []
     for spelling in (0, -1):
-        texts = [spellings(row.text)[spelling] for row in rows]
-        answers = pipelines.generate_texts(
-            pipe.model,
-            pipe.tokenizer,
-            [pipe.make_prompt(text) for text in texts],
-            memory,
-            visible_from=pipe.config.visible_from,
-            options=pipe.config.generation,
-        )
-        if answers[:8] != pipe([row.picture for row in rows[:8]], texts[:8]):
-            raise AssertionError("the pipeline answers otherwise")
+        answers = pipe([row.picture for row in rows], [spellings(row.text)[spelling] for row in rows], progress=True)
         right = torch.tensor([answer.lower() == row.answer for answer, row in zip(answers, rows, strict=True)]).float()
         kinds = [KINDS.get(row.answer, "colour") for row in rows]
         shares = {

@@ -48,7 +48,7 @@ def text_notes(contents: list[dict[str, Any]]) -> list[str]:
         "than in training: the first token that the model generates, greedily from its whole vocabulary.",
         "The usual answer to each question is all that can be known without a picture. Shuffled: another question's "
         "picture. No picture: the same model called without a memory, bit for bit the frozen one.",
-        f"Spelled at random: {by_spelling}.",
+        *([f"Spelled at random: {by_spelling}."] if len(spellings[0]) > 1 else []),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mmattn import training
 
@@ -49,3 +49,11 @@ class Config(training.RunSettings):
     optim: OptimSettings = OptimSettings()
     spoken: bool = False  # the question is heard, too: a second memory and a second adapter
     speech: SpeechSettings = SpeechSettings()
+
+    @model_validator(mode="after")
+    def _uses_all_settings(self) -> Config:
+        if self.start is not None and self.adapter != AdapterSettings():
+            raise ValueError("start goes on from an adapter as it is: leave adapter out")
+        if self.spoken and (self.start is not None or self.spellings > 1):
+            raise ValueError("start and spellings are for questions as texts: leave them out, or spoken")
+        return self

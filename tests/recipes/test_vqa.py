@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 import mmattn
 from mmattn import models, pipelines, training
@@ -47,6 +48,12 @@ def test_questions_in_four_spellings(recipe: SimpleNamespace, tokenizer: Any) ->
     assert torch.equal(data.test.prompt, other.test.prompt) and not torch.equal(data.train.prompt, other.train.prompt)
     for text, prompt in zip(data.train.text.tolist(), data.train.prompt.tolist(), strict=True):
         assert data.spelled[prompt] in recipe.data.spellings(data.texts[text])
+
+
+@pytest.mark.parametrize("given", [{"adapter": {"num_heads": 3}}, {"spoken": True}])
+def test_no_setting_is_dropped_beside_start(recipe: SimpleNamespace, given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="start"):
+        recipe.settings.Config(start="adapter", **given)
 
 
 def test_whole_answers_are_trained(recipe: SimpleNamespace, tokenizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -74,7 +74,8 @@ def doctor(
     else:
         subject, processor = (url, None) if model is None else _subject(model)
         count, rows = questions or (64 if url is None else 40), plain_pictures() if data is None else data
-        report = examine(subject, rows, processor=processor, batch_size=batch_size or 8, max_questions=count)
+        options: Any = {"processor": processor, "batch_size": batch_size or 8, "max_questions": count}
+        report = examine(subject, rows, **options, progress=True)
     typer.echo(str(report))
     for path in out or ():
         write_text(path, json.dumps(report.as_dict(), indent=1) if path.suffix == ".json" else report.to_html())

@@ -147,10 +147,10 @@ class AdapterMetrics:
         }
 
     def _gradients(self) -> dict[str, float]:
-        squares: dict[str, float] = {}
+        gradients: dict[str, list[Tensor]] = {}
         for place, _, parameter in self._parameters():
-            squares[place] = squares.get(place, 0.0) + _square(parameter)
-        return {f"gradients/{place}": square**0.5 for place, square in squares.items()}
+            gradients.setdefault(place, []).extend([] if parameter.grad is None else [parameter.grad.float()])
+        return {f"gradients/{place}": float(nn.utils.get_total_norm(parts)) for place, parts in gradients.items()}
 
     def _attention(self, forward: Callable[[], object]) -> dict[str, float]:
         try:
@@ -178,10 +178,6 @@ def _null_share(weights: Tensor) -> float:
 
 def _place(owner: str, layer: str | int | None = None) -> str:
     return ("" if owner == "default" else f"{owner}/") + ("shared" if layer is None else f"layer_{layer}")
-
-
-def _square(parameter: nn.Parameter) -> float:
-    return 0.0 if parameter.grad is None else float(parameter.grad.detach().float().square().sum())
 
 
 def attribute(
@@ -371,20 +367,14 @@ def media_names(memory: Memory, every: float | None = None, *, row: int = 0) -> 
     ['0.25–0.50 s']
     """
     sources = memory.sources[row] if memory.sources is not None else [{}]
-    if any(source is not None and not _has_time(source) for source in sources):
+    if not all(source is None or isinstance(source, dict) and source.keys() & {"start", "time"} for source in sources):
         raise ConfigError(
             "this memory has no sources that say when its slots are: give one of an encoder of sounds, series or videos"
         )
     if every is not None:
         check_float("every", every, at_least=1e-6)
-        sources = [
-            _stretch(source, every) if source is not None and "start" in source else source for source in sources
-        ]
+        sources = [_stretch(place, every) if place is not None and "start" in place else place for place in sources]
     return [None if source is None else slot_name(source) for source in sources]
-
-
-def _has_time(source: object) -> bool:
-    return isinstance(source, dict) and ("start" in source or "time" in source)
 
 
 def _stretch(source: Mapping[str, float], every: float) -> dict[str, float]:

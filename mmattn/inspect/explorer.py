@@ -76,8 +76,8 @@ def _described(trace: Trace, heads: bool) -> dict[str, object]:
     return {
         **trace.labels(),
         "heads": weights.shape[1],
-        "picture": _data_url(trace.picture),
-        "word_picture": _data_url(trace.word_picture),
+        "picture": data_url(trace.picture),
+        "word_picture": data_url(trace.word_picture),
         "weights": _packed(weights),
         "dropped": _packed(trace.dropped),
         "probability": _rounded(trace.probability),
@@ -85,7 +85,7 @@ def _described(trace: Trace, heads: bool) -> dict[str, object]:
     }
 
 
-def _data_url(picture: object) -> str | None:
+def data_url(picture: object) -> str | None:
     return None if not isinstance(picture, bytes) else f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
 
 

@@ -110,7 +110,7 @@ class Trace:
         for name in _PICTURES:
             value = getattr(self, name)
             if value is not None and not isinstance(value, bytes):
-                object.__setattr__(self, name, _small(value))
+                object.__setattr__(self, name, small_jpeg(value))
 
     def mean(self) -> Tensor:
         """The weights (l, s) as the mean over layers and heads."""
@@ -214,7 +214,7 @@ def _restored(number: int, labels: Mapping[str, Any], tensors: Mapping[str, Tens
     return Trace(weights=tensors[f"{number}.weights"], **fields)
 
 
-def _small(image: Image.Image) -> bytes:
+def small_jpeg(image: Image.Image) -> bytes:
     """A picture as the bytes of a small JPEG."""
     small, file = image.convert("RGB"), io.BytesIO()
     small.thumbnail((SIDE, SIDE))

@@ -40,8 +40,8 @@ Checks = dict[str, tuple[float, str, str]]
 class Asker:
     """Ask items with evidence of some kind, and keep the answers in `texts` by the kind."""
 
-    def __init__(self, answer: Answer, items: Sequence[Item], batch_size: int) -> None:
-        self.answer, self.items, self.batch_size = answer, items, batch_size
+    def __init__(self, answer: Answer, items: Sequence[Item], batch_size: int, advance: Callable[[int], None]) -> None:
+        self.answer, self.items, self.batch_size, self.advance = answer, items, batch_size, advance
         self.count, self.texts, self.refusal = 0, dict[str, list[str]](), ""
         self.words = {item.answer for item in items}
 
@@ -63,6 +63,7 @@ class Asker:
             for number, text in zip(batch, answers, strict=True):
                 texts[number] = str(text)
             start += len(batch)
+            self.advance(len(batch))
         self.count += len(numbers)
 
     def ask_without(self, numbers: Sequence[int]) -> None:
@@ -93,10 +94,10 @@ class Asker:
         return contents(self.items[number].different_parts)
 
 
-def examine(answer: Answer, items: Sequence[Item], batch_size: int) -> Report:
-    """Return the report on a function from questions and the evidence of each to answers."""
+def examine(answer: Answer, items: Sequence[Item], batch_size: int, advance: Callable[[int], None]) -> Report:
+    """Return the report on a function from questions and the evidence of each to answers, which `advance` counts."""
     begin, n, notes = time.perf_counter(), range(len(items)), dict[str, str]()
-    asker, order = Asker(answer, items, batch_size), Random(0).sample(n, len(n))
+    asker, order = Asker(answer, items, batch_size, advance), Random(0).sample(n, len(n))
     later = _alone(asker, order)
     later |= _in_batches(asker, order[:MAX_ALONE])
     asker.ask(RIGHT, asker.right_evidence, order[MAX_ALONE:])

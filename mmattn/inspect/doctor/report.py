@@ -10,7 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mmattn.inspect.doctor.questions import Item
+from mmattn.inspect.doctor.questions import Item, contents
+from mmattn.inspect.explorer import data_url
+from mmattn.inspect.trace import small_jpeg
 
 _WORDS = {True: "ok", False: "FAIL", None: "note"}
 #: Names of the two kinds of evidence that the text of a report compares.
@@ -96,16 +98,18 @@ class Report:
         return "\n".join(lines)
 
     def to_html(self) -> str:
-        """Return a page in the style of `mmattn explore`: the text of the report, and a table of all answers."""
+        """Return a page in the style of `mmattn explore`: the text of the report, and all questions and answers."""
         style = (Path(__file__).resolve().parents[1] / "explorer.css").read_text(encoding="utf-8")
-        items = self.as_dict()["items"]
-        rows = [["row", "follows", "question", "answer", *self.answers]] if items else []
-        rows += [[item[name] for name in rows[0][:4]] + [*item["answers"].values()] for item in items]
-        table = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+        rows = [["evidence", "row", "follows", "question", "answer", *self.answers]] if self.items else []
+        for item, values in zip(self.items, self.as_dict()["items"], strict=True):
+            evidence: list[Any] = contents(item.parts)
+            shown = [escape(p) if isinstance(p, str) else f'<img src="{data_url(small_jpeg(p))}">' for p in evidence]
+            cells = [item.row, values["follows"], item.question, item.answer, *values["answers"].values()]
+            rows.append(["<br>".join(shown), *(escape(str(cell)) for cell in cells)])
+        table = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
         return (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>doctor</title><style>{style} '
-            "pre { white-space: pre-wrap } td { padding: 0.2em 0.8em; vertical-align: top }</style>"
-            f"<main><h1>mmattn doctor</h1><pre>{escape(str(self))}</pre><table>{table}</table></main></html>"
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>doctor</title><style>{style}</style>'
+            f"<section><h1>mmattn doctor</h1><pre>{escape(str(self))}</pre><table>{table}</table></section></html>"
         )
 
 

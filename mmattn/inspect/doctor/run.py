@@ -26,6 +26,7 @@ from mmattn.inspect.doctor.looking import examine
 from mmattn.inspect.doctor.questions import make_answer, read_items
 from mmattn.inspect.doctor.report import Report
 from mmattn.memory import Memory
+from mmattn.progress import counted
 
 
 def doctor(
@@ -36,6 +37,7 @@ def doctor(
     batched: bool = False,
     batch_size: int = 8,
     max_questions: int = 64,
+    progress: bool = False,
 ) -> Report:
     """Check whether a model uses its evidence, or check an adapted model on a batch.
 
@@ -59,6 +61,7 @@ def doctor(
         batched: True if the function takes a list of questions and a list of their evidence, and returns a list.
         batch_size: maximum questions per batch; for an endpoint, concurrent requests.
         max_questions: maximum number of questions drawn from the data.
+        progress: show how many answers there are; a question needs about ten.
 
     Returns:
         The verdicts; for questions also the figures and every answer.
@@ -71,7 +74,8 @@ def doctor(
     if not isinstance(model, AdaptedModel):
         check_int("batch_size", batch_size)
         items = read_items(data, check_int("max_questions", max_questions))
-        return examine(make_answer(model, processor, batch_size, batched), items, batch_size)
+        with counted(None, "answers", progress) as advance:
+            return examine(make_answer(model, processor, batch_size, batched), items, batch_size, advance)
     _check_batch(data)
     batch: Keywords = data  # type: ignore[assignment]
     report = Report()

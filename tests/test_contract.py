@@ -259,8 +259,10 @@ IN_THE_HOSTS_ATTENTION: dict[str, Callable[[str], Case]] = {
 def test_other_families_generate(name: str, kind: str) -> None:
     """The kinds that act in the host's own attention, which differs from family to family."""
     case = IN_THE_HOSTS_ATTENTION[kind](name)
-    for check in (check_generation, check_padded_prompts, check_requests)[: 2 if kind == "fused cache" else 3]:
-        contracts.holds(check, case)
+    contracts.holds(check_generation, case)
+    contracts.holds(check_padded_prompts, case)
+    if kind != "fused cache" and name != "opt":  # OPT of transformers asks a paged cache for its length, which it lacks
+        contracts.holds(check_requests, case)
 
 
 @pytest.mark.parametrize(("check", "name"), contracts.applying(host_checks(), HOSTS, DOES_NOT_APPLY, SLOW))

@@ -5,28 +5,13 @@ With D (d, r) and U (r, 2d), U = 0 in a fresh adapter:
     a = attend(x D, M),    γ, β = a U,    y = x ⊙ (1 + γ) + β
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-import mmattn
-from mmattn.extend import (
-    AdapterLayers,
-    CrossAttention,
-    Host,
-    KeyValue,
-    Scale,
-    Site,
-    chosen_sites,
-    random_memory,
-    register_adapter,
-    settle_layers,
-)
+from mmattn import Memory, extend
 
 
 @dataclass(frozen=True)
@@ -44,15 +29,15 @@ class FilmAdapter:
     example_call: ClassVar[str] = "model(input_ids=input_ids, memory=memory)"
 
     def __post_init__(self) -> None:
-        settle_layers(self)
+        extend.settle_layers(self)
 
-    def sites(self, host: Host) -> list[Site]:
+    def sites(self, host: extend.Host) -> list[extend.Site]:
         """Return the chosen layers."""
-        return chosen_sites(self, host.sites("before"), default_every=1)
+        return extend.chosen_sites(self, host.sites("before"), default_every=1)
 
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> mmattn.Memory:
+    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
         """Return a random memory, some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
+        return extend.random_memory(generator, rows, self.memory_dim)
 
 
 class FilmBlock(nn.Module):
@@ -61,18 +46,18 @@ class FilmBlock(nn.Module):
     def __init__(self, config: FilmAdapter, width: int) -> None:
         super().__init__()
         self.down = nn.Linear(width, config.rank, bias=False)
-        self.attention = CrossAttention(config.rank, config.memory_dim, config.num_heads)
+        self.attention = extend.CrossAttention(config.rank, config.memory_dim, config.num_heads)
         self.up = nn.Linear(config.rank, 2 * width, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(
         self,
         x: Tensor,
-        memory: KeyValue,
+        memory: extend.KeyValue,
         *,
-        attention_mask: Tensor | None = None,
-        has_memory: Tensor | None = None,
-        adapter_scale: Scale = 1.0,
+        attention_mask: Tensor | None,
+        has_memory: Tensor | None,
+        adapter_scale: extend.Scale,
     ) -> Tensor:
         """Modulate x (b, l, d); tokens that attend to no slot pass through bit for bit."""
         hidden = x.to(self.up.weight.dtype)
@@ -82,10 +67,10 @@ class FilmBlock(nn.Module):
         return modulated if has_memory is None else torch.where(has_memory, modulated, x)
 
 
-class FilmLayers(AdapterLayers):
+class FilmLayers(extend.AdapterLayers):
     """The trainable part on one host: a block for each site."""
 
-    def __init__(self, config: FilmAdapter, sites: Sequence[Site]) -> None:
+    def __init__(self, config: FilmAdapter, sites: list[extend.Site]) -> None:
         super().__init__(config, sites)
         self.blocks = nn.ModuleDict({str(site.layer): FilmBlock(config, site.width) for site in sites})
 
@@ -94,4 +79,4 @@ class FilmLayers(AdapterLayers):
         return self.block(layer).attention
 
 
-register_adapter(FilmAdapter, FilmLayers)
+extend.register_adapter(FilmAdapter, FilmLayers)

@@ -1,4 +1,4 @@
-"""The five commands of "Train on your data", as they stand there: from a folder and a dataset to a served model."""
+"""The five commands of docs/train-on-your-data.md, as they are: from a folder and a dataset to a served model."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def test_the_page(
         assert code == 0, out + err
         return out + err
 
-    block, name = (BLOCKS[0], "pictures") if given == "a folder" else (BLOCKS[1], "org/flowers")
-    lines = [shlex.split(line) for line in block.strip().splitlines()]
-    assert [line[1] for line in lines] == ["encode", "cp", "train", "caption", "serve"] and lines[0][2] == name
+    lines, [of_a_dataset] = ([shlex.split(line) for line in block.strip().splitlines()] for block in BLOCKS)
+    if given == "a dataset":
+        lines[0] = of_a_dataset
+    assert [line[1] for line in lines] == ["encode", "cp", "train", "caption", "serve"]
+    name = lines[0][2]
     if given == "a folder":
         shutil.copytree(FLORA, tmp_path / name)
     else:

@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, get_scheduler
 
 import mmattn
 from mmattn import training
@@ -170,24 +170,20 @@ def denoising_loss(
 def minimise(
     module: nn.Module,
     compute_loss: Callable[[], Tensor],
-    steps: int,
+    optim: training.OptimSettings,
     *,
-    learning_rate: float,
-    weight_decay: float,
-    warmup_steps: int,
-    max_grad_norm: float,
     label: str,
     progress: bool,
 ) -> Iterator[float]:
-    """Train a module with AdamW, a warm-up and a cosine; yield the loss after each step."""
-    groups = training.parameter_groups(module, learning_rate, weight_decay=weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps)
-    for _ in training.tracked(steps, label, progress):
+    """Train a module with AdamW; yield the loss after each step."""
+    groups = training.parameter_groups(module, optim.learning_rate, weight_decay=optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, optim.adam_beta2))
+    scheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, optim.max_steps)
+    for _ in training.tracked(optim.max_steps, label, progress):
         loss = compute_loss()
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
+        nn.utils.clip_grad_norm_(module.parameters(), optim.max_grad_norm)
         optimizer.step()
         scheduler.step()
         yield float(loss.detach())

@@ -62,15 +62,14 @@ def train_text(config: Config, run: training.RunFolder, device: torch.device) ->
     steps = minimise(
         both,
         lambda: text_loss(config, data, host, model, random),
-        config.optim.max_steps,
+        config.optim,
         label="stage A",
         progress=config.progress,
-        **config.optim.model_dump(include={"learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"}),
     )
     for step, loss in enumerate(steps, start=1):
         average.step(both.parameters())
         recent.append(loss)
-        if step % 20 == 0 or step == config.optim.max_steps:
+        if step % config.optim.logging_steps == 0 or step == config.optim.max_steps:
             losses[step] = sum(recent) / len(recent)
             recent.clear()
             run.log(step=step, loss=losses[step])

@@ -90,10 +90,8 @@ def train_encoder(data: Pictures, config: Config) -> StyleEncoder:
         pictures = torch.roll(data.pictures[rows], (down, right), (2, 3))
         return F.mse_loss(network(pictures), data.measures[rows])
 
-    optim = {"learning_rate": 2e-3, "weight_decay": 0.05, "warmup_steps": 50, "max_grad_norm": 1.0}
-    for _ in minimise(
-        network, loss, config.style.encoder_steps, label="style encoder", progress=config.progress, **optim
-    ):
+    optim = training.OptimSettings(max_steps=config.style.encoder_steps, weight_decay=0.05)
+    for _ in minimise(network, loss, optim, label="style encoder", progress=config.progress):
         pass
     return StyleEncoder(network, data.pictures.shape[-1])
 

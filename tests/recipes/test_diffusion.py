@@ -50,6 +50,19 @@ def transformer(finished: Callable[[str], Path]) -> Path:
     return finished("diffusion transformer")
 
 
+def test_stage_a_trains_by_its_settings(recipe: SimpleNamespace) -> None:
+    def train(**changed: Any) -> list[float]:
+        torch.manual_seed(0)
+        layer, x = torch.nn.Linear(3, 2), torch.randn(7, 3)
+        optim = recipe.settings.OptimSettings(max_steps=6, warmup_steps=1, learning_rate=0.1, **changed)
+        steps = recipe.models.minimise(layer, lambda: layer(x).square().mean(), optim, label="", progress=False)
+        return list(steps)
+
+    assert train() == train()
+    for changed in ({"adam_beta2": 0.5}, {"lr_scheduler_type": "linear"}, {"weight_decay": 0.5}, {"max_grad_norm": 0.01}):
+        assert train(**changed) != train(), changed
+
+
 def perturb(host: Any) -> None:
     """Add noise to all weights, so that layers that start at 0 do something."""
     with torch.random.fork_rng(devices=[]):

@@ -71,6 +71,27 @@ def test_an_exported_host_takes_its_memory_as_an_input(settings):
     assert any("adapters" in name for name in names) and any("embed_tokens" in name for name in names)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not READS_CONTEXT, reason="torch.export of this torch does not take the text's length as dynamic")
+@torch.no_grad()
+def test_an_onnx_file_takes_its_memory_as_an_input(tmp_path):
+    """Invariant 24, in onnxruntime."""
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model = Reader(tiny.attach(shallow(), layers=(0,))).eval()
+    axes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    memory = tiny.memory(ROWS, lengths=[5, 0, 3])
+    given = (tiny.text(ROWS, LENGTH), memory.tokens, memory.mask)
+    torch.onnx.export(model, given, dynamo=True, dynamic_shapes=(axes, axes, axes)).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    for rows, length, slots in ((ROWS, LENGTH, 5), (5, 11, 13), (2, 2, 101)):
+        memory = tiny.memory(rows, m=slots, lengths=[0, slots, 1, 2, 2][:rows])
+        given = (tiny.text(rows, length), memory.tokens, memory.mask)
+        [logits] = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, given, strict=True)})
+        assert_close(torch.from_numpy(logits), model(*given), 1e-5)
+
+
 class Graphs:
     """A backend that keeps what it was asked to compile."""
 

@@ -1,10 +1,7 @@
-"""A memory of which one part is shared by all rows, and one whose slots lie in several processes."""
+"""A memory of which one part is shared by all rows."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +11,6 @@ import mmattn
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import SharedMemory
 from tests import tiny
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def memories(rows: int = 3) -> tuple[mmattn.Memory, mmattn.Memory, mmattn.Memory]:
@@ -121,18 +116,3 @@ def test_what_is_refused() -> None:
     ]
     with pytest.raises(ConditionError, match="see some segments only"):
         model(tiny.text(3), memory=SharedMemory(*pair))
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Invariant 9: each has a part of the slots; outputs, generated tokens and gradients are those of one process
-    with all.
-    """
-    command = [sys.executable, str(Path(__file__).with_name("sharded_memory.py")), f"file://{tmp_path / 'store'}"]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        out, _ = rank.communicate(timeout=240)
-        assert rank.returncode == 0 and "equal" in out, out

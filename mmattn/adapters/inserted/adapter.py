@@ -172,7 +172,6 @@ class InsertedLayers(BeforeTextLayers):
         return slots
 
     def attach_to(self, host: Any) -> None:
-        """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
         self._reader = host.embedding_reader(self.sites)
 
     def insert(self, memory: Memory) -> JoinedSlots:

@@ -136,7 +136,6 @@ class AdaptedCausalLM(AdaptedModel):
         ]
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove with one forward of two tokens that what the adapter writes at its layers reaches the answer."""
         if adapter.position == "joined":
             probe_joined(self, adapter.sites)
         else:
@@ -155,7 +154,6 @@ class AdaptedCausalLM(AdaptedModel):
         return embedding_reader(self, sites)
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """Return the ids or embeddings of this forward, the length of its cache, and the arguments of `generate`."""
         inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is None:
             inputs = kwargs.get("inputs_embeds")
@@ -200,7 +198,6 @@ class AdaptedCausalLM(AdaptedModel):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """Return the actions of the adapters in one forward, and the inputs of the host."""
         text, inputs = self.text_state(call, args, kwargs), None
         if call.prompt is not None and text.past == 0 and not disabled and call.sources:
             rest = fill_cache(self, call, text, kwargs)
@@ -262,7 +259,6 @@ class AdaptedCausalLM(AdaptedModel):
         refuse_unless_finite([largest], explain)
 
     def note_output(self, output: object) -> None:
-        """Note the cache that a forward without actions has read with a memory."""
         if self.open_blocks.in_force().call is not None:
             note_cache(output)
 
@@ -362,7 +358,6 @@ class AdaptedCausalLM(AdaptedModel):
         arrived: Tensor | None = None,
         window: int | None = None,
     ) -> None:
-        """Set the images and the slots that had arrived at each token."""
         if window is not None and arrived is None:
             raise ConditionError("window= counts back from the slots arrived at each token: give arrived=, too")
         if call is not None:
@@ -409,7 +404,6 @@ class AdaptedCausalLM(AdaptedModel):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
-        """Ids of a random text, long enough for two chunks where there are chunks, and where images are in it."""
         text = text_config(self.host)
         longest = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
         length = min(longest, getattr(text, "max_position_embeddings", None) or longest)

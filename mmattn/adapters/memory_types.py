@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,10 +26,19 @@ from mmattn.adapters.projection import (
 from mmattn.adapters.protocols import BoundMemory, View
 from mmattn.adapters.text_state import TextState
 from mmattn.core.key_values import KeyValue
-from mmattn.core.split_attention import KeyValueParts
+from mmattn.core.split_attention import KeyValueParts, summed
 from mmattn.errors import ConditionError
-from mmattn.memory import Memory, MemoryStream, SharedMemory, SlidingBuffer
+from mmattn.memory import (
+    Memory,
+    MemoryStream,
+    ShardedMemory,
+    SharedMemory,
+    SlidingBuffer,
+)
 from mmattn.storage.tensor_cache import KeyValueCache, Values, cached
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class StreamInCall:
@@ -90,6 +99,7 @@ class StreamWindow(PreparedMemory):
         self.cache = stream.computed
 
     def read(self, adapter: Reader, values: Values | None) -> Memory:
+        """Return the slots; an adapter reads each as it arrives."""
         device = adapter.weight.device
         return self.memory if self.memory.device == device else self.memory.to(device)
 
@@ -107,7 +117,7 @@ class StreamWindow(PreparedMemory):
             else:
                 slots = computed.of(self.stream, adapter, layer, self.start, self.stop)
             has_null = getattr(adapter.kv_projection(layer), "null_key", None) is not None
-            projected[layer] = KeyValueParts((slots,)) if has_null else slots
+            projected[layer] = KeyValueParts(((slots, None),)) if has_null else slots
         return projected
 
 
@@ -149,37 +159,47 @@ register_memory_type(MemoryStream, bind_stream)
 register_memory_type(StreamInCall, bind_stream)
 
 
-def bind_parts(memory: SharedMemory, adapter: AdapterLayers, host: nn.Module) -> PartedMemory:
+def bind_parts(memory: SharedMemory | ShardedMemory, adapter: AdapterLayers, host: nn.Module) -> PartedMemory:
     """Bind each part of a memory to an adapter."""
     adapter.check_parts("memory in parts", "one Memory, such as Memory.cat([shared.expand(b), own])")
-    return PartedMemory(*(cast(ProjectedMemory, adapter.bind(part, host)) for part in (memory.shared, memory.own)))
+    parts = [part for part in (adapter.bind(one, host) for one in memory.parts) if isinstance(part, ProjectedMemory)]
+    return PartedMemory(parts, memory.group)
 
 
 register_memory_type(SharedMemory, bind_parts)
+register_memory_type(ShardedMemory, bind_parts)
 
 
 class PartedMemory(BoundMemory):
     """The parts of one memory, bound to the adapter that reads them."""
 
-    def __init__(self, first: ProjectedMemory, last: ProjectedMemory) -> None:
-        self.parts = first, last
-        self.name, self.rows = last.name, last.rows
-        first.rows = None
-        self.shared = SharedMemory(first.prepared, last.prepared)
+    def __init__(self, parts: Sequence[ProjectedMemory], group: ProcessGroup | None) -> None:
+        self.parts, self.group = parts, group
+        self.name, self.rows = parts[-1].name, parts[-1].rows
+        for part in parts[:-1]:
+            part.rows = None
+        self.shared = self.shareable()
 
-    def shareable(self) -> object:
-        return self.shared
+    def shareable(self) -> SharedMemory | ShardedMemory:
+        first, last = self.parts[0].prepared, self.parts[-1].prepared
+        return SharedMemory(first, last) if self.group is None else ShardedMemory(last, self.group)
 
     def step(self, text: TextState) -> ProjectedView:
         views = [cast(ProjectedView, part.step(text)) for part in self.parts]
-        seen = [one.has_memory for one in views if one.has_memory is not None]
         has_memory = None
-        if len(seen) == len(views):
-            has_memory = torch.stack([one.expand(text.rows, 1, 1) for one in seen]).any(0)
+        if all(one.has_memory is not None for one in views):
+            has_memory = torch.stack(
+                [one.has_memory.expand(text.rows, 1, 1) for one in views if one.has_memory is not None]
+            ).any(0)
+        if self.group is not None:
+            device = self.parts[-1].adapter.weight.device
+            here = torch.ones(text.rows, 1, 1, device=device) if has_memory is None else has_memory.float()
+            has_memory = summed(here, self.group) > 0
         projected = {
-            layer: KeyValueParts(tuple(one.projected[layer] for one in views)) for layer in views[-1].projected
+            layer: KeyValueParts(tuple((one.projected[layer], None) for one in views), self.group)
+            for layer in views[-1].projected
         }
-        return ProjectedView(projected, None, has_memory)
+        return ProjectedView(projected, views[-1].attention_mask, has_memory)
 
     def for_request(self) -> BoundMemory:
         raise ConditionError(
@@ -187,5 +207,7 @@ class PartedMemory(BoundMemory):
         )
 
     def as_memory(self, text: TextState) -> Memory:
+        if self.group is not None:
+            raise ConditionError("the slots of this memory lie in several processes: examine it in one")
         memories = [part.as_memory(text) for part in self.parts]
         return Memory.cat([one.expand(self.rows or 1) if one.batch == 1 else one for one in memories])

@@ -12,10 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mmattn.core.attention_inputs import (
     check_bias,
@@ -131,6 +133,16 @@ def fused_for_groups(
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=is_grouped)
 
 
+def fused_with_log_sum_exp(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> AttentionOutput:
+    """Call torch's fused kernel for the CPU, which returns the log-sum-exp too."""
+    if mask is not None:
+        mask = mask.expand(-1, -1, q.shape[2], k.shape[2])
+        if mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+    output, log_sum_exp = FusedAttention.apply(q, k, v, mask, options.scale)
+    return AttentionOutput(output, log_sum_exp=log_sum_exp)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -208,7 +220,7 @@ def attend_by_rule(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Options
 
 def _over_finite_slots(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Options) -> AttentionOutput:
     # 3. Choose a backend.
-    backend = _choose_backend(options)
+    backend = _choose_backend(q, k, v, rule, options)
     if backend is fused and options.backend is None and _is_faster_in_float32(q, k, v):
         with torch.autocast("cpu", enabled=False):
             result = _over_finite_slots(q.float(), k.float(), v.float(), rule, options)
@@ -232,12 +244,20 @@ def _over_finite_slots(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Opt
     return result if q.shape[:2] == k.shape[:2] else _unfold_result(result, *q.shape[:2])
 
 
-def _choose_backend(options: Options) -> Backend:
-    if options.return_weights or options.return_log_sum_exp or options.backend == "eager":
+def _choose_backend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: Options) -> Backend:
+    if options.return_weights or options.backend == "eager":
         return equation
     if options.backend is None and not torch.compiler.is_compiling() and transform_under_way() is not None:
         return equation  # torch's kernels have no rule for batches of batches, and no forward derivative
-    return fused
+    if not options.return_log_sum_exp:
+        return fused
+    return equation if options.dropout or _needs_equation(q, k, v, rule.bias) else fused_with_log_sum_exp
+
+
+def _needs_equation(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the kernel with a log-sum-exp does not take these tensors, or has no gradient for them."""
+    same_kind = q.dtype is k.dtype is v.dtype and q.shape[3] == v.shape[3] and q.device.type == "cpu"
+    return not same_kind or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
 
 
 def _is_faster_in_float32(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -378,3 +398,43 @@ def merge(outputs: Sequence[Tensor], totals: Sequence[Tensor]) -> tuple[Tensor, 
     shares = (stacked - total).exp()
     merged = sum((share * one for share, one in zip(shares, outputs, strict=True)), torch.zeros_like(shares[0]))
     return merged.to(outputs[0].dtype), total.masked_fill((stacked == float("-inf")).all(0), float("-inf"))
+
+
+class FusedAttention(torch.autograd.Function):
+    """torch's fused attention on the CPU with its log-sum-exp; both have gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Return output (b, h, l, k) and log-sum-exp (b, h, l, 1); `bias`, broadcastable to (b, h, l, m), is added."""
+        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=bias, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, bias, output, total)
+        ctx.scale = scale
+        return output, total[..., None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute dS = P (dP − Σ dO O + dL), where torch's own kernel knows no dL.
+
+        It computes Σ dO O by itself: a further column, where dO is 1, O is −dL and all else is 0, adds dL.
+        """
+        q, k, v, bias, output, total = ctx.saved_tensors
+        grad, grad_of_total = grads
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+
+        def with_column(tensor: Tensor, column: Tensor) -> Tensor:
+            return torch.cat([tensor, column.expand(*tensor.shape[:-1], 1).to(tensor.dtype)], -1)
+
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            with_column(grad, zero + 1),
+            *(with_column(tensor, zero) for tensor in (q, k, v)),
+            with_column(output, -grad_of_total),
+            total,
+            0.0,
+            False,
+            attn_mask=bias,
+            scale=ctx.scale,
+        )
+        return *(one[..., :-1] for one in gradients), None, None

@@ -1,4 +1,4 @@
-"""Attention over a memory in parts: shared by many rows, or split by rows.
+"""Attention over a memory in parts: shared by many rows, split over processes, or split by rows.
 
 Each part is attended to separately and the results are merged exactly, so nothing is copied or gathered: rows that
 share a part become its queries (Hydragen, arXiv 2402.05099).
@@ -8,33 +8,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmattn.core.attention import AttentionOutput, concatenate, merge
-from mmattn.core.attention_inputs import repeat_rows
+from mmattn.core.attention_inputs import combine_masks, repeat_rows
 from mmattn.core.key_values import KeyValue
 from mmattn.core.projection import AttendableMemory, KeyValueProjection
+from mmattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class KeyValueParts(AttendableMemory):
     """Keys and values of a memory in parts, attended to as if they lay one after the other."""
 
-    parts: tuple[KeyValue, ...]  # their rows divide those of the queries
+    # each with the mask (b, h or 1, l, m) bool of the slots each query may attend to; None for all that are real. The
+    # rows of a part divide those of the queries
+    parts: tuple[tuple[KeyValue, Tensor | None], ...]
+    # of `torch.distributed`, where each process has parts of its own and all have the same queries
+    group: ProcessGroup | None = None
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
+        if self.group is not None and return_weights:
+            raise ConfigError("no process has the weights over a memory that is split over processes: use one")
+        queries = q if self.group is None else _SumGradients.apply(q, self.group)
         options = projection.options(return_weights, return_log_sum_exp=True)
-        masks = [None if kv.mask is None else kv.mask[:, None, None] for kv in self.parts]
-        results = [
-            projection.attend_projected(q, kv.without_null(), mask, False, options)
-            for kv, mask in zip(self.parts, masks, strict=True)
-        ]
+        results = []
+        for kv, mask in self.parts:
+            allowed = _allowed(queries, kv, mask)
+            results.append(projection.attend_projected(queries, kv.without_null(), allowed, mask is not None, options))
         size = self._length_norm(projection, q)
         totals = [one.log_sum_exp + size for one in results if one.log_sum_exp is not None]
-        output, total = merge([one.output for one in results], totals)
+        output, total = self._merge([one.output for one in results], totals)
         visible = total != float("-inf")
         # The null slot counts once, whatever the number of parts.
         output, total = with_null_slot(projection, q, output, total)
@@ -44,14 +56,34 @@ class KeyValueParts(AttendableMemory):
             whole.weights = torch.cat([one.scaled_weights(by) for one, by in zip(results, shares, strict=True)], -1)
         return whole
 
+    def _merge(self, outputs: list[Tensor], totals: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Merge the parts of this process, and those of all processes."""
+        output, total = merge(outputs, totals)
+        if self.group is None:
+            return output, total
+        return merge(_Gather.apply(output, self.group), _Gather.apply(total, self.group))
+
     def _length_norm(self, projection: KeyValueProjection, q: Tensor) -> Tensor | float:
-        """Return what `length_norm` adds to the scores of all slots of each row."""
+        """Return what `length_norm` adds to the scores of all slots."""
         if projection.null_key is None or projection.length_norm is None:
             return 0.0
-        count = torch.zeros(1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-        for kv in self.parts:
-            count = count + (kv.slots if kv.mask is None else repeat_rows(kv.mask.sum(1), q.shape[0]))
-        return math.log(projection.length_norm) - count.clamp(min=1).log()[:, None, None, None]
+        return math.log(projection.length_norm) - self._count(q).clamp(min=1).log()
+
+    def _count(self, q: Tensor) -> Tensor:
+        """Return how many slots of all parts each query may attend to, broadcastable to (b, h, l, 1)."""
+        count = torch.zeros(1, 1, 1, 1, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+        for kv, mask in self.parts:
+            allowed = _allowed(q, kv, mask)
+            if allowed is None:
+                count = count + kv.slots
+            else:
+                slots = allowed.expand(*allowed.shape[:3], kv.slots).sum(-1, keepdim=True)
+                count = count + repeat_rows(slots, q.shape[0]).to(count)
+        return count if self.group is None else summed(count.expand(q.shape[0], -1, q.shape[2], 1), self.group)
+
+
+def _allowed(q: Tensor, kv: KeyValue, mask: Tensor | None) -> Tensor | None:
+    return combine_masks(kv.mask, mask, (q.shape[0], kv.batch, q.shape[1], q.shape[2], kv.slots))
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,7 @@ class KeyValueRows(AttendableMemory):
     rows: tuple[KeyValue, ...]  # a `KeyValue` of one row for each row
 
     def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
+        """Return the attention of each row of queries (b, h, l, k) over its own keys and values."""
         results = [
             projection.attend(row, kv, return_weights=return_weights)
             for row, kv in zip(q.split(1), self.rows, strict=True)
@@ -84,3 +117,39 @@ def with_null_slot(
     key, value = (one.repeat_interleave(heads, 0)[:, None] for one in (projection.null_key, projection.null_value))
     score = (q.to(log_sum_exp.dtype) * key.to(log_sum_exp.dtype)).sum(-1, keepdim=True) * projection.scale
     return merge([output, value.to(output.dtype).expand_as(output)], [log_sum_exp, score])
+
+
+def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over all processes, without gradients."""
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+class _SumGradients(torch.autograd.Function):
+    """A tensor that is the same in each process; its gradients are summed (arXiv 1909.08053, section 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return summed(grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """The tensor of each process, of one shape in all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.rank = dist.get_rank(group)
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor, group=group)
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[ctx.rank], None

@@ -28,12 +28,13 @@ class Parts:
     own: Tensor
     masks: tuple[Tensor | None, Tensor | None]
     scores: tuple[Tensor | None, Tensor | None]
+    rule: Tensor | None
 
     def split(self, queries: int | None = None, **more: Any) -> Any:
         (shared, own), (of_shared, of_own) = self.masks, self.scores
         first = self.layer.project(self.shared, mask=shared, scores=of_shared, queries=queries)
         second = self.layer.project(self.own, mask=own, scores=of_own, queries=queries)
-        return self.layer(self.x, KeyValueParts((first, second)), **more)
+        return self.layer(self.x, KeyValueParts(((first, None), (second, self.rule))), **more)
 
     def whole(self, **more: Any) -> Any:
         b = len(self.own)
@@ -42,6 +43,9 @@ class Parts:
             given["mask"] = torch.cat([self.masks[0].expand(b, -1), self.masks[1]], 1)
         if self.scores[0] is not None and self.scores[1] is not None:
             given["scores"] = torch.cat([self.scores[0].expand(b, -1), self.scores[1]], 1)
+        if self.rule is not None:
+            everything = torch.ones(*self.rule.shape[:3], SHARED, dtype=torch.bool)
+            given["attention_mask"] = torch.cat([everything, self.rule], -1)
         return self.layer(self.x, torch.cat([self.shared.expand(b, -1, -1), self.own], 1), **given, **more)
 
     def gradients(self, out: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -52,6 +56,7 @@ class Parts:
 def make(
     dtype: torch.dtype = torch.float32,
     masked: bool = False,
+    rule: bool = False,
     rows: int = 6,
     length: int = L,
     scores: bool = False,
@@ -71,14 +76,16 @@ def make(
         masks = torch.rand(1, SHARED) > 0.3, torch.rand(3, OWN) > 0.5
         masks[1][1] = False
     of = (torch.randn(1, SHARED).to(dtype), torch.randn(3, OWN).to(dtype)) if scores else (None, None)
-    return Parts(layer, random(rows, length, D), random(1, SHARED, E), random(3, OWN, E), masks, of)
+    seen = torch.rand(rows, 1, length, OWN) > 0.4 if rule else None
+    return Parts(layer, random(rows, length, D), random(1, SHARED, E), random(3, OWN, E), masks, of, seen)
 
 
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"masked": True},
+    {"masked": True, "rule": True},
     {"null_slot": True, "masked": True},
-    {"null_slot": True, "length_norm": 10.0, "masked": True},
+    {"null_slot": True, "length_norm": 10.0, "masked": True, "rule": True},
     {"null_slot": True, "length_norm": 10.0},
     {"scores": True, "masked": True},
     {"qk_norm": True, "null_slot": True},
@@ -121,13 +128,14 @@ def test_in_every_dtype(dtype: torch.dtype) -> None:
         assert_close(got, want, dtype, "grad")
 
 
-def test_the_log_sum_exp_and_its_gradients() -> None:
-    """Against the definition: a query's scores, written out."""
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_the_log_sum_exp_and_its_gradients(backend: str | None) -> None:
+    """Of each kernel, against the definition: a query's scores, written out."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (L, OWN, OWN))
     allowed = torch.rand(2, 1, L, OWN) > 0.4
     allowed[1, 0, 2] = False
-    result = attend_by_rule(q, k, v, Rule(allowed), Options(0.3, return_log_sum_exp=True))
+    result = attend_by_rule(q, k, v, Rule(allowed), Options(0.3, backend=backend, return_log_sum_exp=True))
     out, total = result.output, result.log_sum_exp
     assert total is not None
     scores = (0.3 * q @ k.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))

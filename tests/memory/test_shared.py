@@ -1,7 +1,10 @@
-"""A memory of which one part is shared by all rows."""
+"""A memory of which one part is shared by all rows, and one whose slots lie in several processes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import mmattn
 from mmattn.errors import ConditionError, ShapeError
 from mmattn.memory import SharedMemory
 from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def memories(rows: int = 3) -> tuple[mmattn.Memory, mmattn.Memory, mmattn.Memory]:
@@ -116,3 +121,18 @@ def test_what_is_refused() -> None:
     ]
     with pytest.raises(ConditionError, match="see some segments only"):
         model(tiny.text(3), memory=SharedMemory(*pair))
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Invariant 9: each has a part of the slots; outputs, generated tokens and gradients are those of one process
+    with all.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("sharded_memory.py")), f"file://{tmp_path / 'store'}"]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=240)
+        assert rank.returncode == 0 and "equal" in out, out

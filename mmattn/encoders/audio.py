@@ -15,7 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ _SCALE = 2.0
 _SLACK = 64
 #: Samples of a sound that are encoded at once, where a model does not say: one minute at 16 kHz.
 _BLOCK = 960_000
+#: Seconds of a file that are in memory at once.
+_PIECE = 10.0
 
 #: Tokens (m, e) of a part of a sound, and the times of each.
 Encoded = tuple[Tensor, list[Source]]
@@ -95,7 +97,8 @@ class SoundEncoder(FrozenEncoder):
         """Yield the memory of one sound piece by piece, as it arrives; the tokens are those of the whole sound.
 
         Args:
-            pieces: waveforms (samples,) that follow each other, or one sound, as for `stream_audio`.
+            pieces: one sound, as for `load_audio`, or an iterable of waveforms (samples,) or (channels, samples) that
+                follow each other.
             sampling_rate: of the pieces; by default that of the encoder.
 
         Yields:
@@ -107,7 +110,7 @@ class SoundEncoder(FrozenEncoder):
         """
         if self.pooled:
             raise ConfigError("pooled states need the whole sound; build the encoder without pooled to stream")
-        for tokens, times in self._encode(stream_audio(pieces, self.sampling_rate, source_rate=sampling_rate)):
+        for tokens, times in self._encode(_resampled(pieces, self.sampling_rate, sampling_rate)):
             if len(tokens):
                 yield Memory(tokens[None], sources=[[{"audio": 0, **time} for time in times]])
 
@@ -376,7 +379,7 @@ def load_audio(
             decoder of torchcodec. Integers are scaled by their range.
         sampling_rate: samples in a second of the result.
         source_rate: samples in a second of an array; by default `sampling_rate`. Files state theirs.
-        max_seconds: longer sounds are refused; `stream_audio` reads them in pieces.
+        max_seconds: longer sounds are refused; `stream` of an encoder reads them in pieces.
 
     Raises:
         AudioError: `source` is no sound, is damaged, cut short, empty, too long, or has NaN.
@@ -387,46 +390,20 @@ def load_audio(
     torch.Size([160])
     """
     check_float("max_seconds", max_seconds, at_least=0)
-    pieces = list(_resampled(source, sampling_rate, source_rate, 10.0, max_seconds))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def stream_audio(
-    source: object,
-    sampling_rate: int = SAMPLING_RATE,
-    *,
-    source_rate: int | None = None,
-    block: float = 10.0,
-) -> Iterator[Tensor]:
-    """Read one sound as pieces (samples,) of its waveform, which follow each other without a gap.
-
-    Their concatenation is what `load_audio` gives. Only a piece of a file is in memory at once.
-
-    Args:
-        source: as for `load_audio`; or an iterable of arrays or tensors (samples,) or (channels, samples), the pieces
-            of one sound as they arrive.
-        sampling_rate: samples in a second of the result.
-        source_rate: samples in a second of arrays; by default `sampling_rate`.
-        block: seconds of a piece of a file.
-
-    Yields:
-        Pieces (samples,), float32.
-
-    Raises:
-        AudioError: as for `load_audio`, once the pieces before have been given.
-        ConfigError: a setting that is not allowed.
-        MissingExtraError: soundfile is not installed, or soxr, and they are needed.
-    """
-    check_float("block", block, at_least=1e-3)
-    return _resampled(source, sampling_rate, source_rate, block, math.inf)
+    return torch.cat(list(_resampled(source, sampling_rate, source_rate, max_seconds)))
 
 
 def _resampled(
-    source: object, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float
+    source: object, sampling_rate: int, source_rate: int | None, max_seconds: float = math.inf
 ) -> Iterator[Tensor]:
+    """Yield one sound as pieces (samples,) of its waveform, which follow each other without a gap.
+
+    Only a piece of a file is in memory at once. Arguments as for `load_audio`; `source` may also be an iterable of
+    arrays or tensors, the pieces of one sound as they arrive.
+    """
     check_int("sampling_rate", sampling_rate)
     with ExitStack() as stack:
-        name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, block, stack)
+        name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, stack)
         change = None
         if rate != sampling_rate:
             change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
@@ -436,8 +413,7 @@ def _resampled(
             total += len(mono)
             if total > max_seconds * rate:
                 raise AudioError(
-                    f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or read it in pieces "
-                    "with stream_audio"
+                    f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or stream it"
                 )
             yield mono if change is None else torch.from_numpy(change.resample_chunk(mono.numpy()))
         if not total:
@@ -448,17 +424,10 @@ def _resampled(
 
 def sound_list(sounds: object) -> list[object]:
     """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
-    if _has_rate(sounds):
-        return [sounds]
     return as_list(sounds, "sound", AudioError, batch_dims=3, single=(Mapping,))
 
 
-def _has_rate(sound: object) -> TypeGuard[tuple[object, int]]:
-    """Return True for (array, sampling rate), as soundfile and torchaudio read a file."""
-    return isinstance(sound, tuple) and len(sound) == 2 and is_array(sound[0]) and isinstance(sound[1], int)
-
-
-def _opened(source: object, source_rate: int, block: float, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
+def _opened(source: object, source_rate: int, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
     """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
     source = undecoded(source)
     if hasattr(source, "get_all_samples"):
@@ -473,8 +442,6 @@ def _opened(source: object, source_rate: int, block: float, stack: ExitStack) ->
                 f"{sorted(map(str, source))}"
             ) from error
         source = torch.tensor(array) if isinstance(array, list) else array
-    if _has_rate(source):
-        source, source_rate = source
     if is_array(source):
         check_int("source_rate", source_rate)
         name, samples = _of_array(source)
@@ -484,7 +451,7 @@ def _opened(source: object, source_rate: int, block: float, stack: ExitStack) ->
         return "the stream", source_rate, (_of_array(piece)[1] for piece in source)
     file, name = stack.enter_context(open_binary(source, "sound", AudioError))
     sound = stack.enter_context(_sound_file(file, name))
-    return name, sound.samplerate, _file_pieces(sound, name, max(1, round(block * sound.samplerate)))
+    return name, sound.samplerate, _file_pieces(sound, name, max(1, round(_PIECE * sound.samplerate)))
 
 
 def _of_array(source: object) -> tuple[str, Tensor]:

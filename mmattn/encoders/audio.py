@@ -15,7 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -424,7 +424,14 @@ def _resampled(
 
 def sound_list(sounds: object) -> list[object]:
     """Return one sound, an iterable of sounds, or an array (b, channels, samples) as a list."""
+    if _has_rate(sounds):
+        return [sounds]
     return as_list(sounds, "sound", AudioError, batch_dims=3, single=(Mapping,))
+
+
+def _has_rate(sound: object) -> TypeGuard[tuple[object, int]]:
+    """Return True for (array, sampling rate), as soundfile and torchaudio read a file."""
+    return isinstance(sound, tuple) and len(sound) == 2 and is_array(sound[0]) and isinstance(sound[1], int)
 
 
 def _opened(source: object, source_rate: int, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
@@ -442,6 +449,8 @@ def _opened(source: object, source_rate: int, stack: ExitStack) -> tuple[str, in
                 f"{sorted(map(str, source))}"
             ) from error
         source = torch.tensor(array) if isinstance(array, list) else array
+    if _has_rate(source):
+        source, source_rate = source
     if is_array(source):
         check_int("source_rate", source_rate)
         name, samples = _of_array(source)

@@ -104,6 +104,15 @@ def test_times_of_a_long_sound_follow_each_other(encoder: AudioEncoder) -> None:
     assert starts[0] == 0 and abs(1.57 - memory.sources[0][-1]["end"]) < 2 * step + 0.01
 
 
+def test_an_array_with_its_rate() -> None:
+    """As soundfile and torchaudio read a file, alone and in a list."""
+    ear, wave = LogMelEncoder(23, 4), chirp(0.8)
+    want = ear({"array": wave, "sampling_rate": 22050}).tokens
+    assert torch.isfinite(want).all() and ear(wave).tokens.shape != want.shape
+    for sound in ((wave, 22050), [(wave.numpy(), 22050)]):
+        assert torch.equal(ear(sound).tokens, want)
+
+
 @pytest.mark.parametrize("sizes", [(1009,), (1, 7919, 40, 0, 3)])
 @pytest.mark.parametrize("name", [*FAMILIES, "log mel"])
 def test_pieces_give_the_tokens_of_the_whole(name: str, sizes: tuple[int, ...]) -> None:

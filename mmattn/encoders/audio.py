@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SAMPLING_RATE = 16_000
 """Samples in a second that models of speech expect."""
 MAX_SECONDS = 7200.0
-"""The longest sound that is read at once by default: 460 MB at 16 kHz."""
+"""The longest sound that is read at once: 460 MB at 16 kHz."""
 
 #: Largest sample: full scale is 1.
 _SCALE = 2.0
@@ -62,7 +62,6 @@ class SoundEncoder(FrozenEncoder):
         *,
         sampling_rate: int | None = None,
         progress: bool = False,
-        max_seconds: float = MAX_SECONDS,
     ) -> Memory:
         """Return the memory (b, m, e) of b sounds, padded, computed without gradients; `encode` is the same.
 
@@ -73,15 +72,15 @@ class SoundEncoder(FrozenEncoder):
             sounds: one sound or a list of them, of any kind that `load_audio` reads.
             sampling_rate: of arrays and tensors; by default that of the encoder. Files state theirs.
             progress: show the progress on stderr.
-            max_seconds: longer sounds are refused; `stream` reads them in pieces.
 
         Raises:
-            AudioError: a sound cannot be read, or is too short for one token; the message says which one.
+            AudioError: a sound cannot be read, is longer than `MAX_SECONDS`, which `stream` reads in pieces, or is too
+                short for one token; the message says which one.
         """
         items, rows, sources = sound_list(sounds), [], []
         for number in tracked(len(items), "encoding", progress):
             try:
-                wave = load_audio(items[number], self.sampling_rate, source_rate=sampling_rate, max_seconds=max_seconds)
+                wave = load_audio(items[number], self.sampling_rate, source_rate=sampling_rate)
                 parts = list(self._encode(wave.split(_BLOCK)))
             except AudioError as error:
                 raise AudioError(f"sound {number}: {error}") from error
@@ -369,7 +368,6 @@ def load_audio(
     sampling_rate: int = SAMPLING_RATE,
     *,
     source_rate: int | None = None,
-    max_seconds: float = MAX_SECONDS,
 ) -> Tensor:
     """Read one sound as a mono waveform (samples,), float32 with full scale 1, at a sampling rate.
 
@@ -379,7 +377,6 @@ def load_audio(
             decoder of torchcodec. Integers are scaled by their range.
         sampling_rate: samples in a second of the result.
         source_rate: samples in a second of an array; by default `sampling_rate`. Files state theirs.
-        max_seconds: longer sounds are refused; `stream` of an encoder reads them in pieces.
 
     Raises:
         AudioError: `source` is no sound, is damaged, cut short, empty, too long, or has NaN.
@@ -389,8 +386,7 @@ def load_audio(
     >>> load_audio(torch.zeros(2, 441), 16000, source_rate=44100).shape
     torch.Size([160])
     """
-    check_float("max_seconds", max_seconds, at_least=0)
-    return torch.cat(list(_resampled(source, sampling_rate, source_rate, max_seconds)))
+    return torch.cat(list(_resampled(source, sampling_rate, source_rate, MAX_SECONDS)))
 
 
 def _resampled(
@@ -413,7 +409,7 @@ def _resampled(
             total += len(mono)
             if total > max_seconds * rate:
                 raise AudioError(
-                    f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or stream it"
+                    f"{name} is longer than {max_seconds:g} seconds; cut it, or read it by `stream` of an encoder"
                 )
             yield mono if change is None else torch.from_numpy(change.resample_chunk(mono.numpy()))
         if not total:

@@ -134,8 +134,9 @@ def test_what_is_no_sound_is_said(source: Any, words: str) -> None:
 
 
 def test_what_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
-        load_audio(LOUD * 0.5, max_seconds=0.2)
+    with monkeypatch.context() as limit, pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
+        limit.setattr(audio, "MAX_SECONDS", 0.2)
+        load_audio(LOUD * 0.5)
     for rates in ((0, None), (16000, 0)):
         with pytest.raises(ConfigError, match="rate must be at least 1, got 0"):
             load_audio(LOUD, rates[0], source_rate=rates[1])

@@ -134,7 +134,7 @@ def fused_for_groups(
 
 
 def fused_with_log_sum_exp(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> AttentionOutput:
-    """Call torch's fused kernel for the CPU, which also computes the log-sum-exp."""
+    """Call torch's fused kernel for the CPU, which returns the log-sum-exp too."""
     if mask is not None:
         mask = mask.expand(-1, -1, q.shape[2], k.shape[2])
         if mask.dtype is torch.bool:
@@ -401,7 +401,7 @@ def merge(outputs: Sequence[Tensor], totals: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 class FusedAttention(torch.autograd.Function):
-    """torch's fused attention on the CPU with its log-sum-exp, both of them differentiable."""
+    """torch's fused attention on the CPU with its log-sum-exp; both have gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

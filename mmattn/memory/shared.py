@@ -53,8 +53,8 @@ class SharedMemory:
 class ShardedMemory:
     """A memory whose slots lie in several processes: each attends to its own, and all get the answer of the whole.
 
-    Every process gives the same text and the rows of its own slots, in equal calls. What each found is merged exactly
-    by its log-sum-exp; only outputs and log-sum-exps are sent.
+    Every process gives the same text and the rows of its own slots, in equal calls. The results are merged exactly by
+    their log-sum-exps; only outputs and log-sum-exps are sent.
 
     Training: the gradients of the queries are those of the whole memory in each process, those of what projects the
     memory (its norm, `k_proj`, `v_proj`) are of the slots of this process; sum these over the group before a step.

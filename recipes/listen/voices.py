@@ -113,8 +113,7 @@ def find_espeak() -> str:
     program = shutil.which("espeak-ng")
     if program is None:
         raise ConfigError(
-            "speech needs espeak-ng, which is not on the path: install it (Debian: apt-get install espeak-ng), or run "
-            "the other part, config_series.yaml"
+            "this recipe needs espeak-ng, which is not on the path: install it (Debian: apt-get install espeak-ng)"
         )
     return program
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,21 +73,6 @@ def train(
         gate_learning_rate=config.optim.gate_learning_rate,
     )
     return run.train(trainer, label, config.progress)
-
-
-def hidden_states(config: Config, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which hidden states below the trained layers come from the cache, if set."""
-    if not config.optim.cache_hidden_states:
-        return contextlib.nullcontext()
-    folder = Path(config.data.cache) / "hidden_states"
-    return training.cached_hidden_states(module, folder, batch_size=8)
-
-
-def lora_layers(config: Config, lm: Any, layers: Sequence[int] | None) -> list[int] | None:
-    """Return the layers of a LoRA: those above the lowest adapter if states below it are cached, else None for all."""
-    if not config.optim.cache_hidden_states:
-        return None
-    return list(range(min(layers or [0]) + 1, lm.config.num_hidden_layers))
 
 
 def write_answers(

@@ -12,10 +12,8 @@ import mmattn
 
 from .answering import LONGEST, MemoryOf, most_attended, write_answers
 from .data import UNKNOWN, Entries, EntrySet, Fact, entry_sets, prompt
-from .reading import Reader
 from .settings import Config
 
-NOTHING = (None, "closed")  # ways that read no entry
 RECORDED = ("index", "all", "hits")  # ways whose attention is measured
 
 
@@ -24,7 +22,7 @@ class Measure:
 
     A way of reading the entries is None; "index" (attention searches the index), "all" (attention to all entries),
     "hits" (to those of a search), "shuffled" (to the hits of another question), "random" (to any entries of the
-    index), "prompt"; of a `Reader` its own ways.
+    index), "prompt".
     """
 
     def __init__(self, config: Config, tokenizer: Any, entries: Entries, held_out: int) -> None:
@@ -39,8 +37,8 @@ class Measure:
             if way == "all" and size > self.config.data.small:
                 continue
             answers = [line for one in sets for line in self.answers(model, one, way)]
-            rows.append({"name": name, "entries": None if way in NOTHING else size, **shares(answers)})
-            if way in NOTHING:
+            rows.append({"name": name, "entries": None if way is None else size, **shares(answers)})
+            if way is None:
                 break
         return rows
 
@@ -51,9 +49,7 @@ class Measure:
         facts = [self.entries.facts[row] for row in one.questions]
         prompts = [prompt(fact) for fact in facts]
         attended: list[Any] = [None] * len(facts)
-        if isinstance(model, Reader):
-            texts = model.answers(self.entries, one, way)
-        elif way == "prompt":
+        if way == "prompt":
             texts = self.from_prompts(model, one)
         else:
             memory_of = None if way is None else self.memory_of(one, way, index)

@@ -24,47 +24,9 @@ import mmattn
 from mmattn import pipelines, training
 from mmattn.retrieval import chunk
 
-from .answering import LONGEST
-from .data import UNKNOWN, Entries, EntrySet
-from .settings import Config
-
-SYSTEM = "Answer the question from the text, in a few words."
-USER = '{passages}Question: {question}\nIf the text above does not say, answer "unknown".'
 SIZE, OVERLAP = 96, 12  # words of a chunk, as in `mmattn index build`
 BATCH = 25
 TIMED = 2  # questions, one by one, in seconds of one core
-
-
-class Reader:
-    """A language model that answers questions about facts as `mmattn ask` does, but for the words of the prompt.
-
-    A way is "prompt", "passages" (facts read beforehand) or "closed" (neither).
-    """
-
-    def __init__(self, config: Config, lm: Any, tokenizer: Any) -> None:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
-        settings = pipelines.PipelineConfig(
-            task="passage-answering",
-            host=pipelines.ModelReference.of(config.lm, tokenizer),
-            encoder=pipelines.EncoderReference(name="minilm"),
-            memory=pipelines.MemoryConfig(top_k=config.data.in_prompt),
-            prompt=tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
-            generation={"max_new_tokens": LONGEST},
-        )
-        model = mmattn.attach(lm, mmattn.adapters.PassageAdapter()).eval()
-        self.pipe = pipelines.PassageAnsweringPipeline(settings, model, tokenizer, Path(config.out))
-
-    def answers(self, entries: Entries, one: EntrySet, way: str) -> list[str]:
-        """Return the answers; a text with the right answer, or "unknown", as separate words counts as this answer."""
-        facts = [entries.facts[row] for row in one.questions]
-        self.pipe.index = entries.index(one.rows)
-        prompts, texts = find_passages(self.pipe, [fact.question for fact in facts])
-        numbers = [[] if way == "closed" else self.pipe.read(row) for row in texts]
-        replies = write_replies(self.pipe, prompts, numbers, None if way == "prompt" else 0)
-        return [
-            next((answer for answer in (UNKNOWN, fact.value) if is_right(answer, reply)), reply)
-            for fact, reply in zip(facts, replies, strict=True)
-        ]
 
 
 class Question(NamedTuple):

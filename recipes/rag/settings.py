@@ -51,11 +51,6 @@ class DocsSettings(training.Settings):
     max_steps: int = Field(150, ge=1)
     batch_size: int = Field(8, ge=1)  # windows
     rank: int = Field(128, ge=1)  # rank of the LoRA beside the adapter, which learns the kind of text
-    rows: tuple[Literal["neighbours", "continuations", "both", "trained and read with random ones"], ...] = (
-        "neighbours", "continuations", "both", "trained and read with random ones",
-    )  # fmt: skip
-    copies: bool = True  # measure a library with copies, too; its passages must be read as well
-    calibrate: bool = False  # queries and keys of the look-up are standardised per channel
     adapter: DocsAdapterSettings = DocsAdapterSettings()
 
 
@@ -64,15 +59,13 @@ class OptimSettings(training.OptimSettings):
     learning_rate: float = Field(3e-3, gt=0)
     gate_learning_rate: float | None = Field(3e-2, gt=0)
     weight_decay: float = Field(0.05, ge=0)
-    bf16: bool = False
-    cache_hidden_states: bool = False  # of the frozen layers below the adapter, for each text, in data.cache
 
 
 class Config(training.RunSettings):
     out: str = "runs/rag-facts"
     part: Literal["facts", "docs"] = "facts"
     lm: str = "assets/rag"
-    controls: bool = True  # LoRA without memory; facts in the prompt or read beforehand
+    controls: bool = True  # LoRA without memory; facts in the prompt
     data: DataSettings = DataSettings()
     adapter: FactsAdapterSettings = FactsAdapterSettings()
     optim: OptimSettings = OptimSettings()

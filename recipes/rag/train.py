@@ -20,10 +20,9 @@ import mmattn
 from mmattn import inspect, pipelines, training
 from mmattn.encoders import NameEncoder
 
-from .answering import Loss, answer_batch, device_of, hidden_states, load_lm, lora_layers, train as train_module
+from .answering import Loss, answer_batch, device_of, load_lm, train as train_module
 from .data import PROPERTIES, UNKNOWN, Entries, Fact, load_facts, prompt, synthetic
 from .measure import Measure
-from .reading import Reader
 from .settings import Config
 from .train_docs import train_documents
 
@@ -65,14 +64,8 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     known, entries, held_out = load_entries(config)
     measure = Measure(config, tokenizer, entries, held_out)
     rows = measure.rows("closed book, frozen LM", lm, None)
-    if config.controls and tokenizer.chat_template is None:
+    if config.controls:
         rows += measure.rows("facts in the prompt, frozen LM", lm, "prompt")
-    elif config.controls:
-        reader = Reader(config, lm, tokenizer)
-        rows += measure.rows("closed book, chat template", reader, "closed")
-        rows += measure.rows("facts in the prompt, chat template", reader, "prompt")
-        rows += measure.rows("facts read beforehand, chat template", reader, "passages")
-        reader.pipe.model.unload()
 
     # Model: a frozen language model with gated cross-attention, to whose scores the cosine of the search is added.
     torch.manual_seed(config.seed)
@@ -82,8 +75,7 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     # Training.
     steps = config.optim.max_steps
     loss = answer_loss(model, tokenizer)
-    with hidden_states(config, model):
-        seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run)
+    seconds = train_module(config, model, loss, questions(config, known), steps, "adapter", run)
     model.save_adapter(run.path / "adapter", encoder=entries.encoder.fingerprint)
     entries.encoder.save(run.path / "adapter" / "encoder.safetensors")
     make_pipeline_config(config, tokenizer).save(run.path / "adapter")
@@ -105,10 +97,9 @@ def train_facts(config: Config, run: training.RunFolder) -> dict[str, Any]:
     model.unload()
     if config.controls:
         torch.manual_seed(config.seed)
-        lora = training.matched_lora(lm, parameters, layers=lora_layers(config, lm, config.adapter.layers))
+        lora = training.matched_lora(lm, parameters)
         loss = answer_loss(lora, tokenizer, with_memory=False)
-        with hidden_states(config, lora):
-            train_module(config, lora, loss, questions(config, known), steps, "LoRA", run)
+        train_module(config, lora, loss, questions(config, known), steps, "LoRA", run)
         rows += measure.rows("LoRA, closed book", lora, None)
         lora.unload()
     return {"rows": rows, "seconds": seconds, "steps": steps, "parameters": parameters}

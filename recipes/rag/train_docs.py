@@ -12,13 +12,11 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import mmattn
-from mmattn import inspect, training
+from mmattn import training
 
-from .answering import Loss, device_of, hidden_states, load_lm, lora_layers, train
-from .continuing import Writer
+from .answering import Loss, device_of, load_lm, train
 from .documents import (
     KINDS,
     Choice,
@@ -33,7 +31,8 @@ from .documents import (
 )
 from .settings import Config
 
-Memories = Callable[[Sequence[Any]], Any]  # the memory of a batch of windows, or of other texts with ids
+Memories = Callable[[Sequence[Window]], Any]  # the memory of a batch of windows
+RANDOM = "trained and read with random ones"
 
 
 def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
@@ -49,12 +48,10 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
         Passages.of(list(part.values()), tokenizer, docs.chunk) for part in (topics, held_out, whole)
     )
     encoder = mmattn.TextEncoder()
-    read = [library, copies] if docs.copies else [library]
-    for passages in (queries, *read):
+    for passages in (queries, library, copies):
         passages.encode(encoder, config.progress)
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.optim.bf16):
-        for passages in read:
-            passages.read(lm, docs.layer)
+    for passages in (library, copies):
+        passages.read(lm, docs.layer)
     train_windows = windows(
         library, neighbours(library, library, docs.neighbours * docs.choice, same=True), docs.window
     )
@@ -76,59 +73,38 @@ def train_documents(config: Config, run: training.RunFolder) -> dict[str, Any]:
     rows: list[dict[str, Any]] = [{"name": "frozen LM", "bits": bits(lm)}]
     parameters = 0
     adapter = mmattn.ChunkedAdapter(library.states[0].shape[1], chunk_size=docs.chunk, **docs.adapter.model_dump())
-    for name in docs.rows:
+    for name in (*KINDS, RANDOM):
         kind = name if name in KINDS else "both"
         choose = sample_of(docs.neighbours, Random(config.seed)) if name in KINDS else random_ones()
         torch.manual_seed(config.seed)
-        host = training.add_lora(lm, docs.rank, layers=lora_layers(config, lm, docs.adapter.layers))
+        host = training.add_lora(lm, docs.rank)
         model = mmattn.attach(host, adapter)
         memory = partial(memory_of, library=library, kind=kind, choose=choose)
         module = torch.nn.ModuleList([model.adapters, host])
-        with hidden_states(config, model):
-            if docs.calibrate:
-                first = next(sample_windows(train_windows, config))
-                texts = training.collate([text.ids for text in first], memory(first)).to(device_of(model))
-                model.calibrate(texts.input_ids, attention_mask=texts.attention_mask, memory=texts.memory)
-                standardise_slots(model.adapters["default"], library)
-            begin_as_lookup(model.adapters["default"])
-            seconds = learn(module, loss_on(model, memory), name)
-            parameters = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
-            rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else random_ones())})
-            rows[-1]["seconds"] = seconds
-            if name in KINDS:
-                rows.append({"name": f"{name}, random ones instead", "bits": bits(model, kind, random_ones())})
-            if name == "both":
-                rows.append({"name": "both, no memory", "bits": bits(model)})
-            if name == "both" and docs.copies:
-                leaky = windows(queries, neighbours(queries, copies, docs.neighbours, same=False), docs.window)
-                memory = partial(memory_of, library=copies, kind=kind, choose=list)
-                leaked = bits_per_byte(model, leaky, docs.batch_size, size, memory)
-                rows.append({"name": "both, copies left in the library", "bits": leaked})
+        begin_as_lookup(model.adapters["default"])
+        seconds = learn(module, loss_on(model, memory), name)
+        parameters = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+        rows.append({"name": name, "bits": bits(model, kind, list if name in KINDS else random_ones())})
+        rows[-1]["seconds"] = seconds
+        if name in KINDS:
+            rows.append({"name": f"{name}, random ones instead", "bits": bits(model, kind, random_ones())})
         if name == "both":
+            rows.append({"name": "both, no memory", "bits": bits(model)})
+            leaky = windows(queries, neighbours(queries, copies, docs.neighbours, same=False), docs.window)
+            memory = partial(memory_of, library=copies, kind=kind, choose=list)
+            leaked = bits_per_byte(model, leaky, docs.batch_size, size, memory)
+            rows.append({"name": "both, copies left in the library", "bits": leaked})
             model.save_adapter(run.path / "adapter", encoder=encoder.fingerprint)
             host.save_pretrained(run.path / "lora")
-            save_samples(run, Writer(model, tokenizer, library, encoder, docs.neighbours))
         model.unload()
         host.unload()
     torch.manual_seed(config.seed)
-    lora = training.matched_lora(lm, parameters, layers=lora_layers(config, lm, docs.adapter.layers))
-    with hidden_states(config, lora):
-        seconds = learn(lora, loss_on(lora), "LoRA")
-        rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
+    lora = training.matched_lora(lm, parameters)
+    seconds = learn(lora, loss_on(lora), "LoRA")
+    rows.append({"name": "LoRA, text only", "bits": bits(lora), "seconds": seconds})
     lora.unload()
     unique = sum(map(len, topics.values())) / sum(map(len, whole.values()))
     return {"rows": rows, "parameters": parameters, "bytes": size, "chunks": len(library), "copies": 1 - unique}
-
-
-@torch.no_grad()
-def standardise_slots(adapter: Any, library: Passages, count: int = 200) -> None:
-    """Let the norm of the memory standardise states of slots per channel, as calibration does for queries."""
-    slots = torch.cat(library.states[:count])
-    states = F.layer_norm(slots, slots.shape[-1:])[:, : slots.shape[1] // 2]
-    spread, mean = torch.std_mean(states, 0)
-    spread = spread.clamp(min=0.01)
-    adapter.memory_norm.weight[: len(mean)] = 1 / spread
-    adapter.memory_norm.bias[: len(mean)] = -mean / spread
 
 
 @torch.no_grad()
@@ -144,8 +120,6 @@ def begin_as_lookup(adapter: Any, sharpness: float = 6.0) -> None:
         attention.q_proj.weight.mul_(sharpness**0.5)
         attention.kv_proj.k_proj.weight.zero_()[:, :width] = attention.q_proj.weight
         attention.kv_proj.v_proj.weight.zero_()[:, width:] = attention.out_proj.weight.T
-        if block.calibration is not None:  # of the size of what differs between the host's states
-            attention.out_proj.weight.mul_(block.calibration.spread.square().mean().sqrt())
 
 
 def sample_windows(train_windows: list[Window], config: Config) -> Iterator[list[Window]]:
@@ -158,7 +132,7 @@ def sample_windows(train_windows: list[Window], config: Config) -> Iterator[list
 def loss_on(model: Any, memory: Memories | None = None) -> Loss:
     """Return the loss: minus log p of the texts, with their memories."""
 
-    def loss(part: Sequence[Any]) -> tuple[torch.Tensor, int]:
+    def loss(part: Sequence[Window]) -> tuple[torch.Tensor, int]:
         batch = training.collate([text.ids for text in part], memory and memory(part))
         return training.sum_nats(model, batch.to(device_of(model)))
 
@@ -166,7 +140,7 @@ def loss_on(model: Any, memory: Memories | None = None) -> Loss:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, test: Sequence[Any], batch: int, size: int, memory: Memories | None) -> float:
+def bits_per_byte(model: Any, test: Sequence[Window], batch: int, size: int, memory: Memories | None) -> float:
     """Return the bits of all texts for each of their bytes; the first token of a text costs nothing, in every row."""
     nats = 0.0
     for start in range(0, len(test), batch):
@@ -174,16 +148,3 @@ def bits_per_byte(model: Any, test: Sequence[Any], batch: int, size: int, memory
         texts = training.collate([text.ids for text in part], memory and memory(part))
         nats += float(training.token_nats(model, texts.to(device_of(model))).sum())
     return nats / math.log(2) / size
-
-
-def save_samples(run: training.RunFolder, writer: Writer, count: int = 3) -> None:
-    """Write how the adapter continues the openings of held-out topics, and what it attended to."""
-    openings = {name: " ".join(text.split()[:40]) for name, text in list(load_topics()[1].items())[:count]}
-    texts, traces = [], []
-    for name, opening in openings.items():
-        written, shares, trace = writer.write(opening)
-        sources = [f"{share:6.1%}  {' '.join(passage.split())}" for passage, share in shares[:3]]
-        texts.append("\n".join([f"{name}: {opening}", f"-> {' '.join(written.split())}", *sources]))
-        traces.append(trace)
-    run.write_text("samples.txt", "\n\n".join(texts) + "\n")
-    inspect.save_traces(traces, run.path)

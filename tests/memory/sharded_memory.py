@@ -1,4 +1,4 @@
-"""One of two processes that attend to one memory, half of whose slots lie in each; compares with all of it at once."""
+"""One of two processes, each with half of the slots of a memory; compares with the whole memory in one process."""
 
 from __future__ import annotations
 

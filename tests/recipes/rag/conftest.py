@@ -15,7 +15,7 @@ from mmattn.recipes import load_recipe
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    names = ("settings", "data", "documents", "continuing", "answering", "measure", "train", "train_docs", "reading")
+    names = ("settings", "data", "documents", "answering", "measure", "train", "train_docs", "reading")
     return load_files("rag", *names, "large")
 
 

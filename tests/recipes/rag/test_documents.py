@@ -1,8 +1,9 @@
-"""The retrieval recipe: documents in chunks with their neighbours, and a run over them from beginning to end."""
+"""The retrieval recipe: documents in chunks with their neighbours, and questions about them."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,8 +15,7 @@ import torch
 
 import mmattn
 from mmattn import inspect
-from tests import tiny
-from tests.recipes.runs import HELD, TOPICS, settings_of
+from tests.recipes.runs import TOPICS
 
 
 @pytest.fixture
@@ -124,46 +124,19 @@ def test_every_paragraph_of_the_documents_stands_once(recipe: SimpleNamespace) -
 
 
 @pytest.mark.slow
-def test_documents_with_states_below_the_adapter_cached(
-    recipe: SimpleNamespace, lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on SmolLM2: the adapter in one upper layer is calibrated, its LoRA and the control's are above it."""
-    monkeypatch.setattr(recipe.train_docs, "load_topics", lambda copies=False: (TOPICS, HELD))
-    settings = settings_of("rag documents", tmp_path) | {"lm": str(lm)}
-    settings["docs"] |= {"rows": ["both"], "copies": False, "calibrate": True, "adapter": {"layers": [3]}}
-    settings["optim"] |= {"cache_hidden_states": True}
-    out = recipe.train.main(settings)
-    rows = {row["name"]: row["bits"] for row in json.loads((out / "table.json").read_text())["rows"]}
-    assert list(rows) == ["frozen LM", "both", "both, random ones instead", "both, no memory", "LoRA, text only"]
-    assert len(set(rows.values())) == 5 and any((tmp_path / "cache" / "hidden_states").rglob("*.safetensors"))
-    lora = json.loads((out / "lora" / "adapter_config.json").read_text())
-    assert {name.split("\\.")[2] for name in lora["alpha_pattern"]} == {"4", "5"}
-
-
-@pytest.mark.slow
-def test_the_samples_of_a_run(finished: Callable[[str], Path]) -> None:
+def test_the_share_of_copies(finished: Callable[[str], Path]) -> None:
     out = finished("rag documents")
-    assert 0.1 < json.loads((out / "table.json").read_text())["copies"] < 0.3
-    assert (out / "samples.txt").read_text().startswith("tests: A test calls") and (out / "lora").is_dir()
-    (held,) = inspect.load_traces(out)
-    assert held.title == " ".join(HELD["tests"].split()) and (held.weights.sum(-1) < 1).all()
-    assert f"-> {held.words[0].strip()}" in (out / "samples.txt").read_text()
+    assert 0.1 < json.loads((out / "table.json").read_text())["copies"] < 0.3 and (out / "lora").is_dir()
 
 
-@torch.no_grad()
-def test_a_continuation_tells_what_it_attended_to(recipe: SimpleNamespace, lm: Path, passages: Any) -> None:
-    host, tokenizer = recipe.answering.load_lm(str(lm))
-    encoder = mmattn.TextEncoder()
-    passages.encode(encoder, False)
-    width, size = passages.states[0].shape[1], len(passages.chunks[0])
-    adapter = mmattn.ChunkedAdapter(width, layers=[1], chunk_size=size, num_heads=2, head_dim=8)
-    model = tiny.open_gates(mmattn.attach(host, adapter))
-    writer = recipe.continuing.Writer(model, tokenizer, passages, encoder, 2)
-    written, shares, trace = writer.write("A call gives a value, and a loop")
-    assert {name for name, _ in shares} <= set(passages.texts) and 0 < sum(share for _, share in shares) < 1 + 1e-5
-    # Tokens that are parts of a character are no text alone.
-    assert "".join(trace.words).replace("\ufffd", "").strip() == written.replace("\ufffd", "").strip()
-    prompt = tokenizer("A call gives a value, and a loop")["input_ids"]
-    chunk = writer.passages[tuple((tokenizer("\n")["input_ids"][-1:] * (-len(prompt) % size) + prompt)[-size:])]
-    assert set(chunk) == {name for name, weight in zip(trace.sources, trace.mean()[0], strict=True) if weight > 0}
-    model.unload()
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the questions are about the documentation of Python 3.11")
+def test_questions_about_topics_have_their_answers_in_the_folder(recipe: SimpleNamespace) -> None:
+    """A hundred questions, none of which has its own answer, and each answer stands in the topic that is named."""
+    topics = recipe.reading
+    questions, texts = topics.load_questions(), topics.load_topics()
+    assert len(questions) == len({one.text for one in questions}) == 100
+    for one in questions:
+        assert topics.is_right(one.answer, texts[one.topic]), one
+        assert not topics.is_right(one.answer, one.text), one
+    assert topics.is_right("8", "every\n 8 columns") and not topics.is_right("8", "128 columns")
+    assert topics.is_right("(Pdb)", "It is (pdb).") and not topics.is_right("ss", "class")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from mmattn.encoders import LogMelEncoder
 
@@ -126,20 +124,6 @@ class Speech:
             ids[row, : 1 + len(one.words)] = torch.tensor([START, *one.words])
             labels[row, : 1 + len(one.words)] = torch.tensor([*one.words, END])
         return ids.to(self.device), labels.to(self.device)
-
-
-class DrawnRows(Dataset[tuple[Any, int]]):
-    """Rows drawn on access by `draw(random, share of the training)`, each with a seed; a name has the same rows."""
-
-    def __init__(self, draw: Callable[[Random, float], Any], count: int, name: str) -> None:
-        self.draw, self.count, self.name = draw, count, name
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> tuple[Any, int]:
-        random = Random(f"{self.name} {number}")
-        return self.draw(random, number / self.count), random.getrandbits(63)
 
 
 def log_energies(encoder: LogMelEncoder, sounds: list[Tensor]) -> Tensor:

@@ -1,10 +1,11 @@
-"""The listening recipe: noise has its loudness, the sensor none of it; controls."""
+"""The listening recipe: noise has its loudness, the sensor none of it, series match their descriptions; controls."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from mmattn.encoders import LogMelEncoder
 from mmattn.errors import ConfigError
 from tests.recipes.runs import SMALL, standing_in
 
+FILES = ("settings", "voices", "data", "recogniser", "series", "train_speech", "train_series", "train")
+
 
 @pytest.fixture(scope="module")
 def recipe(load_files: Callable[..., SimpleNamespace]) -> SimpleNamespace:
     """The files of the recipe."""
-    return load_files("listen", "settings", "voices", "data", "recogniser")
+    return load_files("listen", *FILES)
 
 
 @pytest.fixture
@@ -131,7 +134,7 @@ def test_the_saved_recogniser_loads_with_both_memories(recipe: SimpleNamespace, 
 
 def test_without_espeak_it_says_what_to_install(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match="apt-get install espeak-ng"):
+    with pytest.raises(ConfigError, match="apt-get install espeak-ng.*config_series.yaml"):
         recipe.voices.find_espeak()
 
 
@@ -151,3 +154,39 @@ def test_resampling_keeps_a_tone(recipe: SimpleNamespace) -> None:
     found = recipe.voices.resample(tone, 22050, 8000)
     assert len(found) == 8000 and np.abs(np.fft.rfft(found)).argmax() == 440
     assert float(np.abs(found).max()) == pytest.approx(1, abs=0.01)
+
+
+# Series --------------------------------------------------------------------------------------------------------------
+
+
+def test_series_are_as_described(recipe: SimpleNamespace) -> None:
+    series, settings = recipe.series, recipe.settings.SeriesSettings()
+    for seed in range(60):
+        told = series.Description.draw(Random(seed))
+        values = series.make_series(told, settings, seed)
+        assert values.shape == (16_000,) and values.dtype == np.float32
+        where = np.isnan(values)
+        assert where.any() == (told.anomaly == "gap")
+        filled = np.where(where, np.nanmean(values), values).astype(np.float64)
+        scale = filled.std()
+        rise = (np.median(filled[-1600:]) - np.median(filled[:1600])) / scale
+        assert ("falling", "steady", "rising")[int(np.sign(round(rise))) + 1] == told.trend, rise
+        line = np.linspace(filled[:1600].mean(), filled[-1600:].mean(), 16_000)
+        power = np.abs(np.fft.rfft((filled - line) * np.hanning(16_000)))[20:]
+        peak = 20 + int(power.argmax())
+        if told.period != "never":
+            assert 16_000 / peak == pytest.approx(int(told.period), rel=0.03)
+        smooth = np.convolve(filled - line, np.ones(41) / 41, "same")
+        if told.anomaly != "nothing" and told.period in ("never", "23"):
+            at = {"gap": where.argmax(), "spike": smooth.argmax(), "dip": smooth.argmin()}[told.anomaly]
+            assert series.TENTHS[at * 10 // 16_000] == told.tenth
+
+
+def test_sentences_are_read_as_they_are_written(recipe: SimpleNamespace) -> None:
+    series = recipe.series
+    for trend, period, anomaly, tenth in product(series.TRENDS, series.PERIODS, series.ANOMALIES, series.TENTHS):
+        told = series.Description(trend, period, anomaly, "-" if anomaly == "nothing" else tenth)
+        ids = series.batch([told], torch.device("cpu"))["input_ids"][0].tolist()
+        assert ids[0] == series.START and ids[-1] == series.END and series.parse(ids[1:]) == told
+        assert series.parse([*ids[1:], 0, 1]) == told and len(ids) - 2 < recipe.train_series.LONGEST
+    assert series.parse([series.IDS["samples"]]) == series.Description("?", "?", "?", "?")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -29,7 +29,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Clips:
-    """Log-mel energies (b, bands, frames) in noise; the word (b, t) at each time; the sensor."""
+    """Log-mel energies (b, bands, frames) in noise, or states of Whisper; the word (b, t) at each time; the sensor."""
 
     energies: Tensor
     spoken: Tensor
@@ -45,7 +45,7 @@ class Speech:
         chatter: Spoken,
         voices: VoiceSettings,
         noise: NoiseSettings,
-        ear: LogMelEncoder,
+        ear: Callable[[list[Tensor]], Tensor],
         sensor: LogMelEncoder,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -98,7 +98,7 @@ class Speech:
             self.mix(one, level, np.random.default_rng(seed))
             for one, level, seed in zip(utterances, snr, seeds, strict=True)
         ]
-        energies = log_energies(self.ear, [torch.from_numpy(mixed) for mixed, _, _ in clips])
+        energies = self.ear([torch.from_numpy(mixed) for mixed, _, _ in clips])
         sensed, spoken = self.sense(utterances, [(alone, places) for _, alone, places in clips])
         return Clips(energies.to(self.device), spoken, sensed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mmattn import training
 
@@ -63,6 +63,12 @@ class RecogniserSettings(OptimSettings):
     per_device_train_batch_size: int = Field(16, ge=1)
 
 
+class WhisperSettings(training.Settings):
+    name: str = "whisper-base"
+    window: int = Field(3, ge=1, le=30)  # seconds of its encoder, at least those of a clip
+    clips: int = Field(1600, ge=2)  # training clips, encoded once
+
+
 class SensorEncoderSettings(OptimSettings):
     width: int = Field(96, ge=8)
     convolutions: int = Field(4, ge=1)
@@ -116,7 +122,14 @@ class Config(training.RunSettings):
     voices: VoiceSettings = VoiceSettings()
     noise: NoiseSettings = NoiseSettings()
     recogniser: RecogniserSettings = RecogniserSettings()
+    whisper: WhisperSettings | None = None  # use Whisper as the recogniser instead of training one
     sensor: SensorSettings = SensorSettings()
     series: SeriesSettings = SeriesSettings()
     lm: LanguageModelSettings = LanguageModelSettings()
     describing: DescribingSettings = DescribingSettings()
+
+    @model_validator(mode="after")
+    def _fits_whisper(self) -> Config:
+        if self.whisper and (self.voices.sampling_rate != 16_000 or self.noise.seconds > self.whisper.window):
+            raise ValueError("whisper needs voices.sampling_rate=16000, and noise.seconds up to whisper.window")
+        return self

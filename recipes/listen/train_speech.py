@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -22,6 +23,7 @@ from .learning import Lesson, make_adapter
 from .recogniser import Recogniser, SensorEncoder, most_likely_words, sensor_logits, text_loss
 from .settings import Config
 from .voices import WORDS, speak
+from .whisper import WhisperRecogniser
 
 Row = tuple[Utterance, float]
 """An utterance and its signal-to-noise ratio in dB."""
@@ -40,9 +42,15 @@ class Listening(Lesson):
         options: dict[str, Any] = {"frames_per_token": 1, "sampling_rate": rate}
         sensor = LogMelEncoder(config.sensor.bands, window=step, hop=step, **options)
         torch.manual_seed(config.seed)
-        ear = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
-        frames = log_energies(ear, [torch.zeros(round(config.noise.seconds * rate))]).shape[2]
-        self.recogniser = Recogniser(settings, frames).to(device)
+        self.recogniser: Recogniser | WhisperRecogniser
+        if config.whisper is None:
+            bands = LogMelEncoder(settings.bands, window=settings.window, hop=settings.hop, **options)
+            ear: Callable[[list[Tensor]], Tensor] = partial(log_energies, bands)
+            frames = ear([torch.zeros(round(config.noise.seconds * rate))]).shape[2]
+            self.recogniser = Recogniser(settings, frames).to(device)
+        else:
+            self.recogniser = WhisperRecogniser(config).to(device)
+            ear = self.recogniser.listen
         self.encoder = SensorEncoder(config.sensor.encoder, config.sensor.bands).to(device)
         self.speech, held_out = (
             Speech(spoken[name], spoken["chatter"], config.voices, config.noise, ear, sensor, device)
@@ -51,18 +59,25 @@ class Listening(Lesson):
         # Two more than in any utterance, so that surplus words are counted.
         self.longest = config.voices.most + 2
         self.measure = Measure(held_out, config)
+        # Whisper's encoder takes most of the time: clips of the training are encoded once.
+        random, count = Random(f"{config.seed} clips"), config.whisper.clips if config.whisper else 0
+        self.pool = [(self.speech.draw(random), config.noise.snr) for _ in range(count)]
+        self.encoded: dict[Row, Clips] = {}
 
     def table(self) -> dict[str, Any]:
         """Train all models; return every row of the table."""
         config, recogniser, sensor = self.config, self.recogniser, self.config.sensor
-        first = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
-        recogniser.save(self.run.path / "recogniser")
-        recogniser.requires_grad_(False).eval()
+        first: dict[str, Any] = {"name": "audio only"}
+        if isinstance(recogniser, Recogniser):
+            seconds = self.train(recogniser, self.first_loss, self.louder, config.recogniser, "recogniser")
+            recogniser.save(self.run.path / "recogniser")
+            recogniser.requires_grad_(False).eval()
+            first |= {"parameters": size(recogniser), "seconds": seconds}
         self.train(self.encoder, self.encoder_loss, self.in_noise, sensor.encoder, "encoder of the sensor")
         self.encoder.requires_grad_(False).eval()
         save_file(self.encoder.state_dict(), self.run.path / "sensor.safetensors")
-        self.least = self.calibrate()
-        rows = [{**self.row("audio only"), "parameters": size(recogniser), "seconds": first}]
+        self.least = self.calibrate(recogniser) if isinstance(recogniser, Recogniser) else -1.0
+        rows = [{**first, **self.row("audio only")}]
         torch.manual_seed(config.seed)
         adapter = make_adapter(sensor.adapter, recogniser.dim)
         model = recogniser.model = mmattn.attach(recogniser.model, adapter, "sensor")
@@ -73,7 +88,10 @@ class Listening(Lesson):
         rows.append(self.row("audio and another utterance's sensor", sensor=True, shift=1))
         rows.append(self.row("audio, the adapter without a sensor"))
         rows.append(self.row("sensor alone, read off its encoder", alone=True))
-        model.delete_adapter("sensor")
+        if config.whisper:
+            recogniser.model = model.unload()
+        else:
+            model.delete_adapter("sensor")
         if config.controls:
             torch.manual_seed(config.seed)
             lora = training.matched_lora(model.host.get_decoder(), parameters)
@@ -93,11 +111,14 @@ class Listening(Lesson):
 
     def in_noise(self, random: Random, done: float) -> Row:
         """Draw a row for adapter and LoRA, with the noise of the measurement."""
+        if self.pool:
+            return random.choice(self.pool)
         return self.speech.draw(random), self.config.noise.snr
 
     def first_loss(self, rows: Sequence[Row], seeds: Sequence[int]) -> Tensor:
         """Return the loss of the whole recogniser."""
         clips, ids, labels = self.batch(rows, seeds)
+        assert isinstance(self.recogniser, Recogniser)
         loss: Tensor = self.recogniser(clips.energies, clips.spoken, ids, labels)
         return loss
 
@@ -131,9 +152,14 @@ class Listening(Lesson):
     def batch(self, rows: Sequence[Row], seeds: Sequence[int]) -> tuple[Clips, Tensor, Tensor]:
         """Return clips, ids and labels of rows."""
         utterances, levels = zip(*rows, strict=True)
-        return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
+        if not self.pool:
+            return self.speech.batch(utterances, levels, seeds), *self.speech.texts(utterances)
+        for (one, level), seed in zip(rows, seeds, strict=True):
+            if (one, level) not in self.encoded:
+                self.encoded[one, level] = self.speech.batch([one], [level], [seed])
+        return join([self.encoded[row] for row in rows]), *self.speech.texts(utterances)
 
-    def calibrate(self) -> float:
+    def calibrate(self, recogniser: Recogniser) -> float:
         """Return the agreement that few streams of another utterance reach, for speakers of the training."""
         sensor, random = self.config.sensor, Random(f"{self.config.seed} calibration")
         agreements = []
@@ -142,7 +168,7 @@ class Listening(Lesson):
             rows = [self.in_noise(random, 1.0) for _ in range(count)]
             clips, _, _ = self.batch(rows, [random.randrange(2**31) for _ in rows])
             other = sensor_logits(self.encoder, clips.sensed.roll(1, 0))
-            agreements.append(self.recogniser.agree(other, clips.energies)[1])
+            agreements.append(recogniser.agree(other, clips.energies)[1])
         return float(torch.cat(agreements).quantile(1 - sensor.passing))
 
     def row(self, name: str, sensor: bool = False, shift: int = 0, alone: bool = False) -> dict[str, Any]:
@@ -182,7 +208,7 @@ class Measure:
 
     def transcribe(
         self,
-        recogniser: Recogniser,
+        recogniser: Recogniser | WhisperRecogniser,
         snr: float,
         longest: int,
         sense: Callable[[Tensor, Tensor], mmattn.Memory] | None,

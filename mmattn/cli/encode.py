@@ -9,15 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmattn.errors import (
-    AdapterFileError,
-    ConfigError,
-    MissingExtraError,
-    TextError,
-    check_float,
-    check_int,
-    import_extra,
-)
+from mmattn.errors import AdapterFileError, ConfigError, MissingExtraError, TextError, import_extra
 
 
 def encode(
@@ -77,13 +69,7 @@ def encode(
     from mmattn.models import resolve
     from mmattn.models.loading import without_progress_bars
     from mmattn.pipelines.build import default_device
-    from mmattn.training import (
-        drop_errors,
-        encode_dataset,
-        encoding_of,
-        memory_kinds,
-        read_rows,
-    )
+    from mmattn.training import drop_errors, encode_dataset, encoding_of, memory_kinds, read_rows
 
     named = dict(map(_pair, columns)) if columns else None
     rows = read_rows(str(resolve(source)), split=split, columns=named, template=template)
@@ -122,7 +108,6 @@ def encode(
 
 
 def _pair(text: str) -> tuple[str, str]:
-
     key, sign, name = text.partition("=")
     if not (key and sign and name):
         raise ConfigError(f"--columns takes KEY=NAME, such as text=caption; got {text!r}")
@@ -361,7 +346,7 @@ def copy_index(
 def search_index(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder or address of an index.")],
     query: Annotated[str, typer.Argument(metavar="QUERY")],
-    top_k: Annotated[int, typer.Option(help="Maximum number of entries.")] = 5,
+    top_k: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 5,
     score_threshold: Annotated[
         float | None,
         typer.Option(help=f"Minimum score; by default {COSINE_THRESHOLD} for cosines."),
@@ -374,12 +359,9 @@ def search_index(
     from mmattn.models.loading import without_progress_bars
     from mmattn.retrieval.index import Index
 
-    check_int("top_k", top_k)
-    if score_threshold is not None:
-        check_float("score_threshold", score_threshold)
     with without_progress_bars():
         index = Index.open(folder, encoder=load_text_encoder(encoder))
-        hits = index.search([query], top_k if rerank is None else 10 * top_k)
+        hits: Any = index.search([query], top_k if rerank is None else 10 * top_k)
         scores = hits.scores[0][hits.mask[0]].tolist()
         if score_threshold is None and index.metric == "cosine":
             score_threshold = COSINE_THRESHOLD
@@ -392,10 +374,8 @@ def search_index(
             from mmattn.retrieval.hits import load_cross_encoder
 
             hits = hits.rerank(query, load_cross_encoder(rerank)).first(top_k)
-    texts = hits.texts[0] if hits.texts is not None else [None] * top_k
-    names = hits.ids[0] if hits.ids is not None else [None] * top_k
-    for score, name, text, real in zip(hits.scores[0].tolist(), names, texts, hits.mask[0].tolist(), strict=True):
-        if real:
+    for score, name, text in zip(hits.scores[0].tolist(), hits.ids[0], hits.texts[0], strict=True):
+        if name is not None:
             typer.echo(f"{score:.3f}  {name}  {text or ''}".rstrip())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,10 +106,7 @@ def explore(
     heads: Annotated[bool, typer.Option("--heads", help="Show every head, not only the mean.")] = False,
 ) -> None:
     """Write a page that shows what the texts of runs attended to, word by word; it opens offline."""
-    names = [run.resolve().name for run in runs]
-    write_runs(
-        {run: name if names.count(name) == 1 else str(run) for run, name in zip(runs, names, strict=True)}, out, heads
-    )
+    write_runs(_named(runs), out, heads)
 
 
 def write_runs(runs: Mapping[Path, str], out: Path, heads: bool = False) -> None:
@@ -136,13 +133,15 @@ def compare(
     A folder that `mmattn train --seeds` wrote is one run: means of its seeds, ± half the range. The curves are in
     loss.png of each run, and in the trackers that `optim.report_to` names.
     """
-    from mmattn.training.compare import METRICS, compare_runs, read_seeds
+    from mmattn.training.compare import METRICS, compare_runs
 
+    typer.echo(compare_runs({name: run for run, name in _named(runs).items()}, tuple(metrics or METRICS)))
+
+
+def _named(runs: Sequence[Path]) -> dict[Path, str]:
+    """Return folders with their names, or their whole paths where names are the same."""
     names = [run.resolve().name for run in runs]
-    labelled = {
-        name if names.count(name) == 1 else str(run): read_seeds(run) for run, name in zip(runs, names, strict=True)
-    }
-    typer.echo(compare_runs(labelled, tuple(metrics or METRICS)))
+    return {run: name if names.count(name) == 1 else str(run) for run, name in zip(runs, names, strict=True)}
 
 
 def env() -> None:

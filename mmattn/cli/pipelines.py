@@ -11,14 +11,14 @@ import typer
 from mmattn.cli.encode import COSINE_THRESHOLD, say_nothing_fits
 from mmattn.errors import ConfigError, import_extra
 
+Device = Annotated[str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")]
+
 
 def caption(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE…", help="Image files or folders.")],
     text: Annotated[str, typer.Option(help="A question about each picture, or the start of the caption.")] = "",
     adapter: Annotated[Path, typer.Option(help="Folder of the adapter, or ORG/NAME.")] = Path("assets/vision/adapter"),
-    device: Annotated[
-        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Describe pictures, or answer a question about them: drawn flowers, with the adapter that is installed."""
     from mmattn.encoders.images import picture_files
@@ -42,9 +42,7 @@ def draw(
     num_inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="adapter's")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("drawing.png"),
-    device: Annotated[
-        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Draw what a prompt says, in the style of an example: digits, with the adapter that is installed."""
     import torch
@@ -83,9 +81,7 @@ def ask(
         float | None,
         typer.Option(help=f"Minimum score; by default {COSINE_THRESHOLD} for cosines, without --adapter."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Answer a question from an index, and print the sources.
 
@@ -134,9 +130,7 @@ def serve(
     max_requests: Annotated[int, typer.Option(help="Most requests running or queued; further ones get 429.")] = 64,
     max_tokens: Annotated[int, typer.Option(help="Maximum new tokens per answer.")] = 256,
     timeout: Annotated[float, typer.Option(help="Seconds before an unfinished request is cancelled.")] = 120.0,
-    device: Annotated[
-        str | None, typer.Option(help="Device, such as cuda or cpu; by default the fastest available.")
-    ] = None,
+    device: Device = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Number of processes behind one address, with Ray Serve.")
     ] = None,

@@ -177,32 +177,22 @@ class MemoryCollator:
         return batch
 
 
-def augment_memory(memory: Memory, *, keep_fraction: float = 1.0, noise_std: float = 0.0, seed: int = 0) -> Memory:
-    """Return a memory with random slots of each row masked, and with noise on all.
+def augment_memory(memory: Memory, *, keep_fraction: float, seed: int = 0) -> Memory:
+    """Return a memory with random slots of each row masked.
 
     Args:
         memory: (b, m, e).
         keep_fraction: share of the slots that stay, at least one; different ones in each row.
-        noise_std: standard deviation of the noise, in units of the standard deviation of each of the e features.
-        seed: of the slots and the noise.
+        seed: of the slots.
 
     Raises:
-        ConfigError: a fraction outside (0, 1], or a negative standard deviation.
+        ConfigError: a fraction outside (0, 1].
     """
     if not 0 < check_float("keep_fraction", keep_fraction) <= 1:
         raise ConfigError(f"keep_fraction must be above 0 and at most 1, got {keep_fraction}")
-    check_float("noise_std", noise_std, at_least=0)
-    generator = torch.Generator(memory.device).manual_seed(seed)
-    if noise_std:
-        tokens = memory.tokens
-        # Padding, whatever lies in it, has no part in how large the noise is.
-        real = tokens.flatten(0, 1) if memory.mask is None else tokens[memory.mask]
-        spread = real.std(0) if len(real) > 1 else torch.zeros_like(tokens[0, 0])
-        noise = torch.randn(tokens.shape, generator=generator, device=tokens.device)
-        memory = memory.replace(tokens + noise_std * spread * noise)
     if keep_fraction == 1:
         return memory
-    real = memory.real_slots()
+    generator, real = torch.Generator(memory.device).manual_seed(seed), memory.real_slots()
     order = torch.rand(real.shape, generator=generator, device=memory.device).masked_fill(~real, 2).argsort(1)
     counts = (keep_fraction * real.sum(1, keepdim=True)).round().clamp(min=1)
     chosen = torch.arange(memory.length, device=memory.device) < counts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mmattn.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mmattn.encoders.audio import AudioEncoder, LogMelEncoder, load_audio, stream_audio
+    from mmattn.encoders.audio import AudioEncoder, LogMelEncoder, load_audio
     from mmattn.encoders.base import register_encoder
     from mmattn.encoders.images import ImageEncoder, ImageProcessor, load_image, load_image_encoder
     from mmattn.encoders.names import NameEncoder
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from mmattn.encoders.text import TextEncoder, load_text_encoder
     from mmattn.encoders.timm import TimmEncoder
     from mmattn.encoders.torchvision import TorchvisionEncoder
-    from mmattn.encoders.video import Frame, VideoEncoder, stream_frames
+    from mmattn.encoders.video import VideoEncoder
 
 __all__ = [
     "AudioEncoder",
     "OpenCLIPEncoder",
     "OpenCLIPTextEncoder",
-    "Frame",
     "ImageEncoder",
     "ImageProcessor",
     "LogMelEncoder",
@@ -40,8 +39,6 @@ __all__ = [
     "load_image_encoder",
     "load_text_encoder",
     "register_encoder",
-    "stream_audio",
-    "stream_frames",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SAMPLING_RATE = 16_000
 """Samples in a second that models of speech expect."""
 MAX_SECONDS = 7200.0
-"""The longest sound that is read at once by default: 460 MB at 16 kHz."""
+"""The longest sound that is read at once: 460 MB at 16 kHz."""
 
 #: Largest sample: full scale is 1.
 _SCALE = 2.0
@@ -42,6 +42,8 @@ _SCALE = 2.0
 _SLACK = 64
 #: Samples of a sound that are encoded at once, where a model does not say: one minute at 16 kHz.
 _BLOCK = 960_000
+#: Seconds of a file that are in memory at once.
+_PIECE = 10.0
 
 #: Tokens (m, e) of a part of a sound, and the times of each.
 Encoded = tuple[Tensor, list[Source]]
@@ -60,7 +62,6 @@ class SoundEncoder(FrozenEncoder):
         *,
         sampling_rate: int | None = None,
         progress: bool = False,
-        max_seconds: float = MAX_SECONDS,
     ) -> Memory:
         """Return the memory (b, m, e) of b sounds, padded, computed without gradients; `encode` is the same.
 
@@ -71,15 +72,15 @@ class SoundEncoder(FrozenEncoder):
             sounds: one sound or a list of them, of any kind that `load_audio` reads.
             sampling_rate: of arrays and tensors; by default that of the encoder. Files state theirs.
             progress: show the progress on stderr.
-            max_seconds: longer sounds are refused; `stream` reads them in pieces.
 
         Raises:
-            AudioError: a sound cannot be read, or is too short for one token; the message says which one.
+            AudioError: a sound cannot be read, is longer than `MAX_SECONDS`, which `stream` reads in pieces, or is too
+                short for one token; the message says which one.
         """
         items, rows, sources = sound_list(sounds), [], []
         for number in tracked(len(items), "encoding", progress):
             try:
-                wave = load_audio(items[number], self.sampling_rate, source_rate=sampling_rate, max_seconds=max_seconds)
+                wave = load_audio(items[number], self.sampling_rate, source_rate=sampling_rate)
                 parts = list(self._encode(wave.split(_BLOCK)))
             except AudioError as error:
                 raise AudioError(f"sound {number}: {error}") from error
@@ -95,7 +96,8 @@ class SoundEncoder(FrozenEncoder):
         """Yield the memory of one sound piece by piece, as it arrives; the tokens are those of the whole sound.
 
         Args:
-            pieces: waveforms (samples,) that follow each other, or one sound, as for `stream_audio`.
+            pieces: one sound, as for `load_audio`, or an iterable of waveforms (samples,) or (channels, samples) that
+                follow each other.
             sampling_rate: of the pieces; by default that of the encoder.
 
         Yields:
@@ -107,7 +109,7 @@ class SoundEncoder(FrozenEncoder):
         """
         if self.pooled:
             raise ConfigError("pooled states need the whole sound; build the encoder without pooled to stream")
-        for tokens, times in self._encode(stream_audio(pieces, self.sampling_rate, source_rate=sampling_rate)):
+        for tokens, times in self._encode(_resampled(pieces, self.sampling_rate, sampling_rate)):
             if len(tokens):
                 yield Memory(tokens[None], sources=[[{"audio": 0, **time} for time in times]])
 
@@ -366,7 +368,6 @@ def load_audio(
     sampling_rate: int = SAMPLING_RATE,
     *,
     source_rate: int | None = None,
-    max_seconds: float = MAX_SECONDS,
 ) -> Tensor:
     """Read one sound as a mono waveform (samples,), float32 with full scale 1, at a sampling rate.
 
@@ -376,7 +377,6 @@ def load_audio(
             decoder of torchcodec. Integers are scaled by their range.
         sampling_rate: samples in a second of the result.
         source_rate: samples in a second of an array; by default `sampling_rate`. Files state theirs.
-        max_seconds: longer sounds are refused; `stream_audio` reads them in pieces.
 
     Raises:
         AudioError: `source` is no sound, is damaged, cut short, empty, too long, or has NaN.
@@ -386,47 +386,20 @@ def load_audio(
     >>> load_audio(torch.zeros(2, 441), 16000, source_rate=44100).shape
     torch.Size([160])
     """
-    check_float("max_seconds", max_seconds, at_least=0)
-    pieces = list(_resampled(source, sampling_rate, source_rate, 10.0, max_seconds))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def stream_audio(
-    source: object,
-    sampling_rate: int = SAMPLING_RATE,
-    *,
-    source_rate: int | None = None,
-    block: float = 10.0,
-) -> Iterator[Tensor]:
-    """Read one sound as pieces (samples,) of its waveform, which follow each other without a gap.
-
-    Their concatenation is what `load_audio` gives. Only a piece of a file is in memory at once.
-
-    Args:
-        source: as for `load_audio`; or an iterable of arrays or tensors (samples,) or (channels, samples), the pieces
-            of one sound as they arrive.
-        sampling_rate: samples in a second of the result.
-        source_rate: samples in a second of arrays; by default `sampling_rate`.
-        block: seconds of a piece of a file.
-
-    Yields:
-        Pieces (samples,), float32.
-
-    Raises:
-        AudioError: as for `load_audio`, once the pieces before have been given.
-        ConfigError: a setting that is not allowed.
-        MissingExtraError: soundfile is not installed, or soxr, and they are needed.
-    """
-    check_float("block", block, at_least=1e-3)
-    return _resampled(source, sampling_rate, source_rate, block, math.inf)
+    return torch.cat(list(_resampled(source, sampling_rate, source_rate, MAX_SECONDS)))
 
 
 def _resampled(
-    source: object, sampling_rate: int, source_rate: int | None, block: float, max_seconds: float
+    source: object, sampling_rate: int, source_rate: int | None, max_seconds: float = math.inf
 ) -> Iterator[Tensor]:
+    """Yield one sound as pieces (samples,) of its waveform, which follow each other without a gap.
+
+    Only a piece of a file is in memory at once. Arguments as for `load_audio`; `source` may also be an iterable of
+    arrays or tensors, the pieces of one sound as they arrive.
+    """
     check_int("sampling_rate", sampling_rate)
     with ExitStack() as stack:
-        name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, block, stack)
+        name, rate, pieces = _opened(source, sampling_rate if source_rate is None else source_rate, stack)
         change = None
         if rate != sampling_rate:
             change = import_extra("soxr", "audio").ResampleStream(rate, sampling_rate, 1, dtype="float32", quality="HQ")
@@ -436,8 +409,7 @@ def _resampled(
             total += len(mono)
             if total > max_seconds * rate:
                 raise AudioError(
-                    f"{name} is longer than {max_seconds:g} seconds; cut it, raise max_seconds, or read it in pieces "
-                    "with stream_audio"
+                    f"{name} is longer than {max_seconds:g} seconds; cut it, or read it by `stream` of an encoder"
                 )
             yield mono if change is None else torch.from_numpy(change.resample_chunk(mono.numpy()))
         if not total:
@@ -458,7 +430,7 @@ def _has_rate(sound: object) -> TypeGuard[tuple[object, int]]:
     return isinstance(sound, tuple) and len(sound) == 2 and is_array(sound[0]) and isinstance(sound[1], int)
 
 
-def _opened(source: object, source_rate: int, block: float, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
+def _opened(source: object, source_rate: int, stack: ExitStack) -> tuple[str, int, Iterator[Tensor]]:
     """Return the name of a sound in messages, its rate, and pieces (samples, channels) as they are stored."""
     source = undecoded(source)
     if hasattr(source, "get_all_samples"):
@@ -484,7 +456,7 @@ def _opened(source: object, source_rate: int, block: float, stack: ExitStack) ->
         return "the stream", source_rate, (_of_array(piece)[1] for piece in source)
     file, name = stack.enter_context(open_binary(source, "sound", AudioError))
     sound = stack.enter_context(_sound_file(file, name))
-    return name, sound.samplerate, _file_pieces(sound, name, max(1, round(block * sound.samplerate)))
+    return name, sound.samplerate, _file_pieces(sound, name, max(1, round(_PIECE * sound.samplerate)))
 
 
 def _of_array(source: object) -> tuple[str, Tensor]:

@@ -6,9 +6,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,8 +70,8 @@ class VideoEncoder(FrozenEncoder):
         "time": 2.0, "patch": [row, column]}.
 
         Args:
-            videos: one video or a list of them: paths, bytes, open binary files, or lists of pairs of a time in seconds
-                and an image.
+            videos: one video or a list of them: paths, bytes, open binary files, values of a `Video` column of
+                `datasets`, or lists of pairs of a time in seconds and an image.
             batch_size: frames that pass the network at once, and are in memory at once.
             progress: show the progress on stderr.
             max_pixels: videos with larger frames are refused.
@@ -158,38 +157,18 @@ class VideoEncoder(FrozenEncoder):
         return self.model._weights()
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A picture of a video.
-
-    Args:
-        time: in seconds from the first frame.
-        image: of any kind that `load_image` reads.
-    """
+class Frame(NamedTuple):
+    """A picture of a video, of any kind that `load_image` reads, and its time in seconds from the first."""
 
     time: float
     image: object
 
 
 def stream_frames(source: object, *, fps: float | None = None, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
-    """Yield frames of one video in their order, upright, each as soon as it is decoded.
+    """Yield frames of one video in their order, upright, each as soon as it is decoded; arguments as for encoders.
 
     With `fps` these are the frames on display at the requested times, each once: a video with fewer frames gives all of
     them.
-
-    Args:
-        source: path, bytes or open binary file, a value of a `Video` column of `datasets` (a decoder of torchcodec or
-            a dict {"bytes": …, "path": …}), or an iterable of (time in seconds, image) as they arrive.
-        fps: frames of each second, by time; None for all.
-        max_pixels: videos with larger frames are refused.
-
-    Yields:
-        Frames with increasing times.
-
-    Raises:
-        VideoError: `source` is no video, has no frames, is damaged or cut short, or is larger than `max_pixels`.
-        ConfigError: a setting that is not allowed.
-        MissingExtraError: PyAV is not installed, and it is needed.
 
     >>> [frame.time for frame in stream_frames([(0.0, "a"), (0.4, "b"), (0.6, "c"), (1.1, "d")], fps=2)]
     [0.0, 0.4, 0.6, 1.1]

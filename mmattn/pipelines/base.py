@@ -21,9 +21,11 @@ from mmattn.models.catalogue import find_asset
 from mmattn.models.loading import without_progress_bars
 from mmattn.pipelines.build import check_encoder, default_device, load_host, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
-from mmattn.pipelines.generation import Prompt, prompt_with
+from mmattn.pipelines.generation import Prompt, generate_arguments, generate_texts, prompt_with, stream_generate
 
 if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
     from transformers import PreTrainedTokenizerBase
 
     from mmattn.retrieval.index import Index
@@ -74,6 +76,19 @@ class Pipeline:
     def make_prompt(self, text: str = "") -> Prompt:
         """Return the prompt with a text: in place of "{question}", where special tokens are tokens, or behind it."""
         return prompt_with(self.tokenizer, self.config.prompt, text)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], memory: Any, batch_size: int, options: Mapping[str, object]
+    ) -> list[str]:
+        """Return the text after each prompt; `options` of `generate` override those of the folder."""
+        how: Any = {"visible_from": self.config.visible_from, "options": {**self.config.generation, **options}}
+        return generate_texts(self.model, self.tokenizer, prompts, memory, batch_size=batch_size, **how)
+
+    def _stream(self, prompt: Prompt, memory: Any, options: Mapping[str, object]) -> Generator[str, None, None]:
+        """Yield the text after a prompt piece by piece; leaving the loop ends the generation."""
+        how: Any = {"visible_from": self.config.visible_from, "options": {**self.config.generation, **options}}
+        given = generate_arguments(self.model, self.tokenizer, [prompt], memory, **how)
+        return stream_generate(self.model, self.tokenizer, given)
 
     @property
     def device(self) -> torch.device:

@@ -98,14 +98,29 @@ def generate_texts(
         TextError: a prompt leaves no room for new tokens.
     """
     texts: list[str] = []
-    rows = prompt_rows(tokenizer, prompts)
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
         part_memory = memory[slice(start, start + len(part))] if isinstance(memory, Memory) else memory
-        ids, mask = left_padded(tokenizer, part, next(model.parameters()).device)
-        given = arguments(model, tokenizer, ids, mask, options) | memory_arguments(part_memory, mask, visible_from)
-        texts += tokenizer.batch_decode(model.generate(**given)[:, ids.shape[1] :], skip_special_tokens=True)
+        given = generate_arguments(model, tokenizer, part, part_memory, visible_from, options)
+        out = model.generate(**given)[:, given["input_ids"].shape[1] :]
+        texts += tokenizer.batch_decode(out, skip_special_tokens=True)
     return [text.strip() for text in texts]
+
+
+def generate_arguments(
+    model: AdaptedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    memory: Memory | IndexMemory | None,
+    visible_from: VisibleFrom,
+    options: Keywords,
+) -> Arguments:
+    """Return the arguments of `generate` for prompts, padded on the left, and their memory; checked."""
+    ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, prompts), next(model.parameters()).device)
+    defaults = {"do_sample": False, "eos_token_id": end_ids(model, tokenizer), "pad_token_id": _pad(tokenizer)}
+    merged: Arguments = {**defaults, **options}
+    check_prompt(ids, mask, model.config, int(merged.get("max_new_tokens", 0)))
+    return {"input_ids": ids, "attention_mask": mask, **merged, **memory_arguments(memory, mask, visible_from)}
 
 
 def memory_arguments(memory: Memory | IndexMemory | None, mask: Tensor, visible_from: VisibleFrom) -> Arguments:
@@ -117,21 +132,6 @@ def memory_arguments(memory: Memory | IndexMemory | None, mask: Tensor, visible_
     arrived = torch.zeros_like(mask)
     arrived[:, -1] = torch.iinfo(mask.dtype).max  # all slots
     return {"memory": memory, "arrived": arrived}
-
-
-def stream_text(
-    model: AdaptedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
-    memory: Memory | None,
-    *,
-    visible_from: VisibleFrom = "first_token",
-    options: Keywords,
-) -> Generator[str, None, None]:
-    """Yield the text generated after a prompt piece by piece; leaving the loop ends the generation."""
-    ids, mask = left_padded(tokenizer, prompt_rows(tokenizer, [prompt]), next(model.parameters()).device)
-    given = arguments(model, tokenizer, ids, mask, options) | memory_arguments(memory, mask, visible_from)
-    return stream_generate(model, tokenizer, given)
 
 
 def stream_generate(
@@ -169,16 +169,6 @@ def stream_generate(
         writer.join()
     if errors:
         raise errors[0]
-
-
-def arguments(
-    model: AdaptedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, options: Keywords
-) -> Arguments:
-    """Return the arguments of `generate` for prompts (b, l) with their mask, checked; `options` override defaults."""
-    ends = end_ids(model, tokenizer)
-    merged = {"do_sample": False, "eos_token_id": ends, "pad_token_id": _pad(tokenizer), **options}
-    check_prompt(ids, mask, model.config, int(merged.get("max_new_tokens", 0)))
-    return {"input_ids": ids, "attention_mask": mask, **merged}
 
 
 def _pad(tokenizer: PreTrainedTokenizerBase) -> int:

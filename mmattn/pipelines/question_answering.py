@@ -22,7 +22,7 @@ from mmattn.memory import Memory
 from mmattn.pipelines.base import Pipeline
 from mmattn.pipelines.build import check_encoder, resolve, saved_fingerprint
 from mmattn.pipelines.config import PipelineConfig
-from mmattn.pipelines.generation import Prompt, generate_texts, stream_text
+from mmattn.pipelines.generation import Prompt
 from mmattn.retrieval.entries import Id
 from mmattn.retrieval.index import Index
 from mmattn.storage.files import open_regular
@@ -131,14 +131,13 @@ class QuestionAnsweringPipeline(Pipeline):
         self, question: str, *, index: IndexSource | None = None, passages: int | None = None, **options: object
     ) -> Iterator[str]:
         """Yield the answer to a question piece by piece. Arguments and errors as for a call."""
-        prompt, memory = self.inputs(question, index, passages)
-        return stream_text(self.model, self.tokenizer, prompt, memory, options=self.config.generation | options)
+        return self._stream(*self.inputs(question, index, passages), options)
 
     def trace(self, question: str, *, index: IndexSource | None = None) -> Trace:
         """Return the entries that each word of the answer attended to, and its probability without them."""
         prompt, memory = self.inputs(question, index)
         assert isinstance(prompt, str)
-        (text,) = generate_texts(self.model, self.tokenizer, [prompt], memory, options=self.config.generation)
+        (text,) = self._generate([prompt], memory, 1, {})
         begin, end = bos_and_eos(self.tokenizer)
         (prompt_ids, text_ids), _ = tokenize(self.tokenizer, [prompt, f" {text}"])
         ids = [begin, *prompt_ids, *text_ids, end]
@@ -158,14 +157,7 @@ class QuestionAnsweringPipeline(Pipeline):
     ) -> list[Answer]:
         memory = self.make_memory(questions, index, passages)
         with record(self.model) as recorded:
-            texts = generate_texts(
-                self.model,
-                self.tokenizer,
-                [self.make_prompt(question) for question in questions],
-                memory,
-                batch_size=len(questions),
-                options={**self.config.generation, **options},
-            )
+            texts = self._generate(list(map(self.make_prompt, questions)), memory, len(questions), options)
         # The first call of `generate` reads the prompts; its last token predicts the first word, once for each beam.
         weights = recorded.mean()[0][:, -1]
         weights = weights[:: len(weights) // len(questions)]

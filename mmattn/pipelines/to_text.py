@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,7 @@ from mmattn.encoders.images import ImageProcessor, image_list, load_image, pictu
 from mmattn.errors import ImageError, ShapeError, TextError
 from mmattn.memory import Memory
 from mmattn.pipelines.base import ImagePipeline, Pipeline
-from mmattn.pipelines.generation import (
-    Prompt,
-    arguments,
-    end_ids,
-    generate_texts,
-    left_padded,
-    memory_arguments,
-    prompt_rows,
-    stream_text,
-)
+from mmattn.pipelines.generation import Prompt, end_ids, generate_arguments
 from mmattn.tokenization import check_text
 
 if TYPE_CHECKING:
@@ -69,25 +60,14 @@ class ImageToTextPipeline(ImagePipeline):
             raise TextError(f"{len(pictures)} images have {len(questions)} texts: give one for each, or one for all")
         prompts = [self.make_prompt(question) for question in questions]
         memory = self.make_memory(pictures, progress)
-        texts = generate_texts(
-            self.model,
-            self.tokenizer,
-            prompts,
-            memory,
-            batch_size=batch_size,
-            visible_from=self.config.visible_from,
-            options=self.config.generation | options,
-        )
+        texts = self._generate(prompts, memory, batch_size, options)
         for question, answer in zip(questions, texts, strict=True):
             self._check_caption(question, answer)
         return texts[0] if one else texts
 
     def stream(self, image: object, text: str = "", **options: object) -> Iterator[str]:
         """Yield the text for an image piece by piece. Arguments and errors as for a call."""
-        prompt, memory = self.inputs(image, text)
-        config = self.config
-        settings, visible_from = config.generation | options, config.visible_from
-        pieces = stream_text(self.model, self.tokenizer, prompt, memory, visible_from=visible_from, options=settings)
+        pieces = self._stream(*self.inputs(image, text), options)
 
         def checked() -> Iterator[str]:
             caption = ""
@@ -123,18 +103,17 @@ class ImageToTextPipeline(ImagePipeline):
         if image is None:
             raise ImageError("there is no picture to caption: give one")
         prompt, memory = self.inputs(image, text)
-        ids, mask = left_padded(self.tokenizer, prompt_rows(self.tokenizer, [prompt]), memory.device)
-        options = arguments(self.model, self.tokenizer, ids, mask, self.config.generation)
-        given = memory_arguments(memory, mask, self.config.visible_from)
-        out = self.model.generate(**options, **given)
+        how: Any = {"visible_from": self.config.visible_from, "options": self.config.generation}
+        given = generate_arguments(self.model, self.tokenizer, [prompt], memory, **how)
+        out = self.model.generate(**given)
         if int(out[0, -1]) in end_ids(self.model, self.tokenizer):
             out = out[:, :-1]
         with record(self.model) as weights:
-            self.model(input_ids=out, **given)
+            self.model(input_ids=out, **{name: given[name] for name in ("memory", "arrived") if name in given})
         rows, columns = self.encoder.grid or (1, self.encoder.length)
-        new = out[0, ids.shape[1] :].tolist()
         # The weights of a token are those at the position that predicted it: the one before.
-        first = ids.shape[1] - 1
+        first = given["input_ids"].shape[1] - 1
+        new = out[0, first + 1 :].tolist()
         return Trace(
             [self.tokenizer.decode([token]) for token in new],
             [f"row {row + 1}, column {column + 1}" for row in range(rows) for column in range(columns)],
@@ -183,23 +162,13 @@ class MemoryToTextPipeline(Pipeline):
             ShapeError: a memory of another width, or of another number of rows.
         """
         texts = check_text(text)
-        rows = generate_texts(
-            self.model,
-            self.tokenizer,
-            list(map(self.make_prompt, texts)),
-            self._rows(memory, len(texts)),
-            batch_size=batch_size,
-            visible_from=self.config.visible_from,
-            options=self.config.generation | options,
-        )
+        prompts = list(map(self.make_prompt, texts))
+        rows = self._generate(prompts, self._rows(memory, len(texts)), batch_size, options)
         return rows[0] if isinstance(text, str) else rows
 
     def stream(self, text: str, memory: Memory | Tensor | None = None, **options: object) -> Iterator[str]:
         """Yield the text after a text piece by piece. Arguments and errors as for a call."""
-        prompt, rows = self.make_prompt(text), self._rows(memory, 1)
-        config = self.config
-        settings, visible_from = config.generation | options, config.visible_from
-        return stream_text(self.model, self.tokenizer, prompt, rows, visible_from=visible_from, options=settings)
+        return self._stream(self.make_prompt(text), self._rows(memory, 1), options)
 
     def _rows(self, memory: Memory | Tensor | None, texts: int) -> Memory | None:
         if memory is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,16 +14,17 @@ from mmattn.adapters.base import AdapterLayers, register_memory_type
 from mmattn.adapters.projection import ProjectedView
 from mmattn.adapters.protocols import BoundMemory
 from mmattn.adapters.text_state import TextState
-from mmattn.core.projection import KeyValueProjection
+from mmattn.core.attention import AttentionOutput, Rule, attend_by_rule
+from mmattn.core.projection import AttendableMemory, KeyValueProjection
+from mmattn.core.split_attention import with_null_slot
 from mmattn.errors import ConditionError, ShapeError, check_int
 from mmattn.memory import Memory
 from mmattn.retrieval.entries import Entries
 from mmattn.retrieval.scoring import directions, score
 from mmattn.retrieval.stores.exact import InMemoryStore, Version
-from mmattn.retrieval.top_k_attention import SearchedSlots
 
 _ROWS = 1 << 16
-#: Numbers of candidates that are compared at once.
+#: Numbers of candidates that are compared, and of slots that are attended to, at once.
 _NUMBERS = 1 << 24
 
 
@@ -183,6 +186,87 @@ def _moves(old: Entries, new: Entries) -> Tensor:
     return rows
 
 
+@dataclass(frozen=True)
+class SearchedSlots(AttendableMemory):
+    """The entries of an index, of which each query attends to those that a search finds for it.
+
+    With a = q Wk the query of a head in the space of the entries M, its scores over all of them are a Mᵀ (Unlimiformer,
+    arXiv 2305.01625, section 2.2).
+    """
+
+    entries: IndexEntries
+    per_query: int
+    read: Callable[[Memory], Memory]  # as the adapter reads a memory
+    norm: nn.LayerNorm | None = None  # that the search structure has, but for its weight
+
+    def attend(self, projection: KeyValueProjection, q: Tensor, return_weights: bool) -> AttentionOutput:
+        """Return the attention of queries (b, h, l, k) over their top-k slots and the null slot."""
+        b, h, length, _ = q.shape
+        queries = projection.to_slots(q).flatten(1, 2)
+        with torch.no_grad():
+            rows = self._search(projection, queries.detach())
+        step = max(1, _NUMBERS // max(1, b * rows.shape[2] * queries.shape[2]))
+        parts = [
+            self._attend(projection, some, places, return_weights)
+            for some, places in zip(queries.split(step, 1), rows.split(step, 1), strict=True)
+        ]
+        output, total, *weights = (torch.cat(one, 1).unflatten(1, (h, length)) for one in zip(*parts, strict=True))
+        output, visible = projection.from_slots(output), total != float("-inf")
+        slots_total = self._beside_null_slot(projection, q, total)
+        output, total = with_null_slot(projection, q, output, slots_total)
+        result = AttentionOutput(output.masked_fill(~visible, 0), visible=visible)
+        if return_weights:
+            places = rows.unflatten(1, (h, length))
+            share = (slots_total - total).exp().masked_fill(~visible, 0).to(weights[0].dtype)
+            shown = (weights[0] * share).masked_fill(places < 0, 0)
+            dense = shown.new_zeros(b, h, length, len(self.entries))
+            result.weights = dense.scatter_add_(3, places.clamp(min=0), shown) if len(self.entries) else dense
+        return result
+
+    def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
+        """Return the rows (b, n, c) that queries (b, n, e) find; -1 is none."""
+        scaled, weight = queries.float() * projection.scale, None
+        if self.norm is not None:
+            scaled = scaled * self.norm.weight.float()
+        if projection.score_scale is not None:
+            weight = float(projection.score_scale) / projection.score_std
+        return self.entries.search(scaled, self.per_query, weight).to(queries.device)
+
+    def _beside_null_slot(self, projection: KeyValueProjection, q: Tensor, total: Tensor) -> Tensor:
+        """Return the log-sum-exp of the slots with the terms that only count beside a null slot."""
+        if projection.null_key is None:
+            return total
+        if projection.k_proj.bias is not None:  # the same for all slots, but not for the null slot
+            g, h = projection.num_kv_heads, projection.num_heads
+            bias = projection.k_proj.bias.view(g, 1, -1).repeat_interleave(h // g, 0)
+            total = total + (q * bias).sum(-1, keepdim=True).to(total.dtype) * projection.scale
+        if projection.length_norm is not None:
+            total = total + math.log(projection.length_norm) - math.log(max(len(self.entries), 1))
+        return total
+
+    def _attend(
+        self, projection: KeyValueProjection, queries: Tensor, rows: Tensor, return_weights: bool
+    ) -> tuple[Tensor, ...]:
+        """Return output (b, n, e), log-sum-exp and weights (b, n, c) of queries (b, n, e) over slots (b, n, c)."""
+        b, n, e = queries.shape
+        real = rows >= 0
+        # Tokens and heads find much the same: each slot is read once.
+        different, places = rows.clamp(min=0).unique(return_inverse=True)
+        memory = self.read(Memory(self.entries.slots(different)[None], check_finite=False))
+        slots = projection.cast(memory.tokens[0])[places].reshape(b * n, 1, rows.shape[2], e)
+        bias = None
+        if projection.score_scale is not None:
+            scores = self.entries.scores(different).to(rows.device)
+            scores = scores.repeat_interleave(b // len(scores), 0).gather(1, places.flatten(1)).view(places.shape)
+            bias = projection.score_bias(scores, real)
+            bias = None if bias is None else bias.reshape(b * n, 1, 1, rows.shape[2])
+        rule = Rule(real.reshape(b * n, 1, 1, rows.shape[2]), bias)
+        options = projection.options(return_weights, return_log_sum_exp=True)
+        result = attend_by_rule(queries.reshape(b * n, 1, 1, e), slots, slots, rule, options)
+        parts = (result.output, result.log_sum_exp, result.weights)
+        return tuple(one.reshape(b, n, one.shape[3]) for one in parts if one is not None)
+
+
 class BoundSearch(BoundMemory):
     """An index bound to the adapter that searches it; the whole call attends to the entries of one moment."""
 
@@ -197,28 +281,12 @@ class BoundSearch(BoundMemory):
         self.check_rows(text)
         if torch.compiler.is_compiling():
             raise ConditionError("an index is searched outside of a compiled graph: call the host as it is")
-        has_memory, count = None, len(self.entries)
-        if not count:
+        has_memory = None
+        if not len(self.entries):
             has_memory = torch.zeros(text.rows, 1, 1, dtype=torch.bool, device=self.adapter.weight.device)
-        scores = self._scores if self.adapter.score_bias else None
         layers = self.adapter.layers if text.layer is None else (text.layer,)
-        slots = SearchedSlots(self._search, self._read, scores, count)
+        slots = SearchedSlots(self.entries, self.per_query, self.adapter.read, self.adapter.slot_norm())
         return ProjectedView(dict.fromkeys(layers, slots), has_memory=has_memory)
-
-    def _search(self, projection: KeyValueProjection, queries: Tensor) -> Tensor:
-        norm, weight = self.adapter.slot_norm(), None
-        scaled = queries.float() * projection.scale
-        if norm is not None:
-            scaled = scaled * norm.weight.float()
-        if projection.score_scale is not None:
-            weight = float(projection.score_scale) / projection.score_std
-        return self.entries.search(scaled, self.per_query, weight).to(queries.device)
-
-    def _read(self, rows: Tensor) -> Tensor:
-        return self.adapter.read(Memory(self.entries.slots(rows)[None], check_finite=False)).tokens[0]
-
-    def _scores(self, rows: Tensor) -> Tensor:
-        return self.entries.scores(rows).to(rows.device)
 
     def as_memory(self, text: TextState) -> Memory:
         memory = self.entries.memory().expand(text.rows if self.rows is None else self.rows)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
         markdown_table,
         mean_and_spread,
         read_metrics,
-        read_run,
-        read_seeds,
         spread_table,
     )
     from mmattn.training.lora import add_lora, load_lora, matched_lora
@@ -71,8 +69,6 @@ __all__ = [
     "perplexity",
     "read_metrics",
     "read_rows",
-    "read_run",
-    "read_seeds",
     "shuffle_memories",
     "split_rows",
     "spread_table",

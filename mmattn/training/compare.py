@@ -8,7 +8,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mmattn.errors import AdapterFileError, ConfigError
@@ -22,34 +21,11 @@ METRICS = ("loss", "eval_loss", "eval_right_loss")
 _NONE = "–"
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """A run read back from its folder, finished or not.
-
-    Attributes:
-        settings: as they were used, without sections: "optim.max_steps".
-        rows: of `table.json`; none before the run is finished.
-        metrics: lines of `metrics.jsonl`.
-    """
-
-    settings: Figures
-    rows: Sequence[Figures]
-    metrics: Sequence[Figures]
-
-
-def read_run(folder: str | os.PathLike[str]) -> SavedRun:
-    """Read the folder of a run, finished or not.
-
-    Args:
-        folder: of the run.
-
-    Raises:
-        ConfigError: no such folder, or none of a run.
-        AdapterFileError: a damaged table.
-    """
+def _read_run(folder: Path) -> tuple[Figures, Sequence[Figures]]:
+    """Return the settings of a run, without sections, and the rows of its table; none before the run is finished."""
     import yaml
 
-    config, table = Path(folder) / "config.resolved.yaml", Path(folder) / "table.json"
+    config, table = folder / "config.resolved.yaml", folder / "table.json"
     if not config.is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no {config.name}; name the `out` of a run")
     try:
@@ -59,22 +35,7 @@ def read_run(folder: str | os.PathLike[str]) -> SavedRun:
     content = read_json(table, max_bytes=64 << 20) if table.is_file() else {}
     if not isinstance(content, dict):
         raise AdapterFileError(f"{table} must hold an object, got {type(content).__name__}: train the run again")
-    return SavedRun(settings, content.get("rows", []), read_metrics(Path(folder) / "metrics.jsonl"))
-
-
-def read_seeds(folder: str | os.PathLike[str]) -> list[SavedRun]:
-    """Read the run of a folder, or all runs of seeds that `mmattn train --seeds` wrote into it.
-
-    Args:
-        folder: of the run, or of folders `seed-N`.
-
-    Raises:
-        ConfigError: neither.
-        AdapterFileError: a damaged table.
-    """
-    seeds = sorted(Path(folder).glob("seed-*/config.resolved.yaml"))
-    whole = (Path(folder) / "config.resolved.yaml").is_file() or not seeds
-    return [read_run(folder)] if whole else [read_run(config.parent) for config in seeds]
+    return settings, content.get("rows", [])
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
@@ -92,26 +53,29 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Figures]:
     return lines
 
 
-def compare_runs(runs: Mapping[str, Sequence[SavedRun]], metrics: Sequence[str] = METRICS) -> str:
+def compare_runs(runs: Mapping[str, str | os.PathLike[str]], metrics: Sequence[str] = METRICS) -> str:
     """Compare runs of one or several recipes: settings that differ, figures of their tables, the last of each metric.
 
-    Of several seeds a figure is the mean ± half the range.
-
     Args:
-        runs: by name a run, or the runs of several seeds.
+        runs: the folder of each run by name, finished or not; of one that `mmattn train --seeds` wrote a figure is the
+            mean ± half the range.
         metrics: their names.
 
     Raises:
-        ConfigError: fewer than two runs.
+        ConfigError: fewer than two runs, or a folder without a run.
+        AdapterFileError: a damaged table.
     """
     if len(runs) < 2:
         raise ConfigError(f"there is nothing to compare with: name two runs or more, got {len(runs)}")
     settings, figures = dict[str, dict[str, list[object]]](), dict[str, dict[str, list[object]]]()
-    for name, run in ((name, run) for name, seeds in runs.items() for run in seeds):
-        for key, value in run.settings.items():
-            settings.setdefault(key, {}).setdefault(name, []).append(value)
-        for key, value in _figures(run, metrics).items():
-            figures.setdefault(key, {}).setdefault(name, []).append(value)
+    for name, run in ((name, Path(run)) for name, run in runs.items()):
+        seeds = [] if (run / "config.resolved.yaml").is_file() else sorted(run.glob("seed-*/config.resolved.yaml"))
+        for folder in [seed.parent for seed in seeds] or [run]:
+            chosen, rows = _read_run(folder)
+            for key, value in chosen.items():
+                settings.setdefault(key, {}).setdefault(name, []).append(value)
+            for key, value in _figures(rows, read_metrics(folder / "metrics.jsonl"), metrics).items():
+                figures.setdefault(key, {}).setdefault(name, []).append(value)
     lines = []
     for key, values in settings.items():
         cells = [", ".join(dict.fromkeys(map(str, values.get(name, [_NONE])))) for name in runs]
@@ -121,16 +85,16 @@ def compare_runs(runs: Mapping[str, Sequence[SavedRun]], metrics: Sequence[str] 
     return markdown_table(["", *runs], lines)
 
 
-def _figures(run: SavedRun, metrics: Sequence[str]) -> Figures:
+def _figures(rows: Sequence[Figures], logged: Sequence[Figures], metrics: Sequence[str]) -> Figures:
     """Return the figures of a run's table and the last value of each metric, by name."""
     figures, counts = Figures(), Counter[str]()
-    for row in run.rows:
+    for row in rows:
         name = str(row.get("name", ""))
         counts[name] += 1
         name += f" ({counts[name]})" if counts[name] > 1 else ""
         figures |= {f"{name}: {key}": value for key, value in row.items() if _numbers([value])}
     for metric in metrics:
-        for line in run.metrics:
+        for line in logged:
             if _numbers([line.get(metric)]):
                 figures[f"{line['model']}: last {metric}" if line.get("model") else f"last {metric}"] = line[metric]
     return figures

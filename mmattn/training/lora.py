@@ -65,9 +65,7 @@ def _linear_sizes(host: nn.Module, layers: Sequence[int] | None = None) -> dict[
     return {name: size for name, size in sizes.items() if number_of[name] in layers}
 
 
-def matched_lora(
-    host: nn.Module, parameters: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0
-) -> PeftModel:
+def matched_lora(host: nn.Module, parameters: int, *, layers: Sequence[int] | None = None) -> PeftModel:
     """Add a LoRA of a given number of parameters to a host: the control of equal size.
 
     Like every LoRA it starts as the identity. Only its parameters and those of adapters on the host are trained; peft
@@ -77,7 +75,6 @@ def matched_lora(
         host: a model with linear layers, and without layers of peft.
         parameters: number of trained parameters, within 5 %.
         layers: numbers of the host layers with LoRA, like peft's `layers_to_transform`; None for all.
-        dropout: dropout probability of the inputs of the LoRA.
 
     Returns:
         The peft model, to train and call like the host; its `unload()` returns the host.
@@ -95,7 +92,7 @@ def matched_lora(
             f"the nearest LoRA has {trained:,} parameters, more than 5 % off the {parameters:,} of the adapter: change "
             "the size of the adapter"
         )
-    return _with_ranks(host, ranks, dropout)
+    return _with_ranks(host, ranks)
 
 
 def add_lora(host: nn.Module, rank: int, *, layers: Sequence[int] | None = None, dropout: float = 0.0) -> PeftModel:
@@ -147,7 +144,7 @@ def load_lora(host: nn.Module, folder: str | os.PathLike[str]) -> PeftModel:
         raise AdapterFileError(f"{os.fspath(folder)!r} holds no LoRA for {type(host).__name__}: {error}") from error
 
 
-def _with_ranks(host: nn.Module, ranks: dict[str, int], dropout: float) -> PeftModel:
+def _with_ranks(host: nn.Module, ranks: dict[str, int], dropout: float = 0.0) -> PeftModel:
     peft = import_extra("peft", "train")
     highest = max(ranks.values())
     config = peft.LoraConfig(

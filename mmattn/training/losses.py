@@ -121,7 +121,13 @@ def has_chunks(model: nn.Module) -> bool:
     # Where several processes share the weights of a head, only a call of the whole host gathers them.
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     shared = together and (shards(model) or tensor_parallel_size(model) > 1)
-    return not shared and has_output_head(model)
+    if shared:
+        return False
+    try:
+        output_head(model)
+    except ConditionError:
+        return False
+    return True
 
 
 def chunked_nats(
@@ -215,15 +221,6 @@ class OutputHead:
 
 #: By host, its head with the calls around it as they were when it was checked, and the reason if it is refused.
 _HEADS: WeakKeyDictionary[nn.Module, tuple[OutputHead, object, str | None]] = WeakKeyDictionary()
-
-
-def has_output_head(model: nn.Module) -> bool:
-    """Return True if `output_head` finds one."""
-    try:
-        output_head(model)
-    except ConditionError:
-        return False
-    return True
 
 
 def output_head(model: nn.Module) -> OutputHead:

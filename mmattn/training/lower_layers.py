@@ -30,7 +30,7 @@ from mmattn.hosts.model import AdaptedModel, adapted
 from mmattn.hosts.peft import has_peft, inner_host
 from mmattn.hosts.probe import bare_forward, is_close
 from mmattn.hosts.stored import shards, tensor_parallel_size
-from mmattn.storage.json_files import parse_errors, validated
+from mmattn.storage.json_files import parse_errors
 from mmattn.storage.safetensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -281,7 +281,6 @@ def _logits_from(lower: LowerLayers, states: Tensor, ids: Tensor, mask: Tensor) 
 
 
 FORMAT = "mmattn-hidden-states"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Arguments on which the hidden states of a text do not depend, or that say where it begins.
 _ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "labels", "shift_labels"),
@@ -294,8 +293,8 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 class HiddenStateCache:
     """Hidden states of the lower `layers` on the disk; counts the texts that were `found` there and `computed`."""
 
-    def __init__(self, lower: LowerLayers, folder: Path, dtype: torch.dtype | None, batch_size: int) -> None:
-        self.lower, self.folder, self.dtype, self.batch_size = lower, folder, dtype, batch_size
+    def __init__(self, lower: LowerLayers, folder: Path, batch_size: int) -> None:
+        self.lower, self.folder, self.batch_size = lower, folder, batch_size
         self.layers, self.found, self.computed = lower.count, 0, 0
 
     def before(
@@ -346,14 +345,13 @@ class HiddenStateCache:
             together = order[start : start + self.batch_size]
             computed = self.lower.compute([missing[key] for key in together])
             for key, row in zip(together, computed, strict=True):
-                states[key] = row.to("cpu", self.dtype, copy=True), row.dtype
+                states[key] = row.to("cpu", copy=True)
                 files[key].parent.mkdir(parents=True, exist_ok=True)
-                _write(files[key], *states[key])
+                write_tensors(files[key], {"states": states[key]}, {"format": FORMAT, "of": _of(files[key])})
         device = device_of(self.lower.layers[self.lower.count - 1])
-        first, dtype = states[keys[0]]
-        flat = torch.zeros(ids.numel(), first.shape[1], device=device, dtype=dtype)
-        read = [states[key][0].to(device, non_blocking=True) for key in keys]
-        flat[texts.tokens.to(device)] = torch.cat(read).to(dtype)
+        read = torch.cat([states[key].to(device, non_blocking=True) for key in keys])
+        flat = read.new_zeros(ids.numel(), read.shape[1])
+        flat[texts.tokens.to(device)] = read
         return flat.view(*ids.shape, -1)
 
     def _folder(self) -> Path:
@@ -366,28 +364,21 @@ class HiddenStateCache:
             )
         key = {
             "layers": self.layers,
-            "dtype": str(self.dtype),
             "attention": getattr(self.lower.reader.config, "_attn_implementation", None),
             "host": self.lower.state().digest_here,
         }
         return self.folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _write(file: Path, states: Tensor, dtype: torch.dtype) -> None:
-    """Write hidden states (l, d) that the host computed in a dtype, with the text and the host that they are of."""
-    metadata = {"format": FORMAT, "of": _of(file), "dtype": str(dtype).removeprefix("torch.")}
-    write_tensors(file, {"states": states}, metadata)
-
-
-def _read(file: Path) -> tuple[Tensor, torch.dtype]:
-    """Return hidden states (l, d) and the dtype in which the host computed them."""
+def _read(file: Path) -> Tensor:
+    """Return hidden states (l, d), of the text and the host that the file is named after."""
     with parse_errors(file, "hidden states"):
         tensors, metadata = read_tensors(file, FORMAT)
         if metadata.get("of") != _of(file):
             raise AdapterFileError(
                 f"{str(file)!r} holds the hidden states of another text or host: remove it, and they are computed again"
             )
-        return tensors["states"], getattr(torch, validated("dtype", str, metadata["dtype"]))
+        return tensors["states"]
 
 
 def _of(file: Path) -> str:
@@ -442,7 +433,7 @@ def _refused(reason: str) -> ConditionError:
 
 @contextlib.contextmanager
 def cached_hidden_states(
-    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, batch_size: int = 1
+    model: nn.Module, folder: str | os.PathLike[str], *, batch_size: int = 1
 ) -> Iterator[HiddenStateCache]:
     """Cache hidden states: inside the block, the layers below all trained weights run once for each text.
 
@@ -459,14 +450,13 @@ def cached_hidden_states(
         model: a causal language model with all its adapters attached, or a peft model with a LoRA.
         folder: folder of the cache, for any number of runs. A token takes d numbers. You may remove folders of unused
             hosts at any time.
-        dtype: dtype of the cached states, float32, bfloat16 or float16; None for that of the host.
         batch_size: number of new texts that the lower layers read together. More are faster on a GPU, but the states
             then depend on the batch by rounding.
 
     Raises:
         ConditionError: no layer is below the lowest adapter, weights below it are trained, the host's weights are
             sharded over processes, or its answer from cached states differs (checked with a probe of a few tokens).
-        ConfigError: not a language model with adapters or a LoRA, or an unknown dtype.
+        ConfigError: not a language model with adapters or a LoRA.
         OSError: the folder cannot be written to.
         AdapterFileError: a file of the cache is damaged; remove it to compute it again.
 
@@ -482,9 +472,7 @@ def cached_hidden_states(
     >>> answers, cache.layers, cache.computed, cache.found
     ([True, True, True], 3, 1, 2)
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     lower = lower_layers(model)
-    cache = HiddenStateCache(lower, Path(folder), dtype, check_int("batch_size", batch_size))
+    cache = HiddenStateCache(lower, Path(folder), check_int("batch_size", batch_size))
     with lower.skipped_by(cache.before):
         yield cache

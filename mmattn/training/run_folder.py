@@ -26,7 +26,7 @@ from mmattn.storage.files import write_text
 from mmattn.training.compare import flattened, read_metrics
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
 IGNORED = 1e-3
 """Share of the loss by which shuffled memories must be worse than the right ones."""
@@ -301,29 +301,6 @@ def dry_run() -> Iterator[None]:
         _DRY_RUN.reset(token)
 
 
-def cost(
-    model: nn.Module, label: str, rows: int, steps: int, seconds: float, processes: int, device: torch.device
-) -> str:
-    """Return the cost of a training as text, from the seconds of a step of so many rows."""
-    parameters = list(model.parameters())
-    trained = [weight for weight in parameters if weight.requires_grad]
-    learned, total = (sum(weight.numel() for weight in part) for part in (trained, parameters))
-    weights = sum(weight.nbytes for weight in parameters) / 1e9
-    # AdamW has two moments for each weight.
-    state = 3 * sum(weight.nbytes for weight in trained) / 1e9
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return (
-        f"{label}: {learned:,} of {total:,} parameters are trained\n"
-        f"bytes on {device}: {weights:.2f} GB of weights, {state:.2f} GB of gradients and moments, "
-        f"{peak / 1e9:.2f} GB at most so far\n"
-        f"steps: {steps:,} of {rows} rows in {processes} process{'es' * (processes > 1)}, {seconds:.2f} s each\n"
-        f"time: {steps * seconds / 3600:.2f} hours, without evaluations"
-    )
-
-
 class CostForecast(TrainerCallback):
     """Ends a training after a few steps, without evaluations and saves, and raises `DryRunEnded` with the cost.
 
@@ -342,8 +319,29 @@ class CostForecast(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """End the measurement after the last measured step."""
         control.should_evaluate = control.should_save = False
-        steps, last = state.global_step, min(state.max_steps, 1 + MEASURED)
-        if steps == last:
+        steps = state.global_step
+        if steps == min(state.max_steps, 1 + MEASURED):
             seconds = (time.perf_counter() - self.began) / max(1, steps - 1)
-            rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-            raise DryRunEnded(cost(model, self.label, rows, state.max_steps, seconds, args.world_size, args.device))
+            raise DryRunEnded(self._cost(model, args, state.max_steps, seconds))
+
+    def _cost(self, model: nn.Module, args: TrainingArguments, steps: int, seconds: float) -> str:
+        """Return the cost of so many steps of so many seconds as text."""
+        parameters = list(model.parameters())
+        trained = [weight for weight in parameters if weight.requires_grad]
+        learned, total = (sum(weight.numel() for weight in part) for part in (trained, parameters))
+        weights = sum(weight.nbytes for weight in parameters) / 1e9
+        # AdamW has two moments for each weight.
+        moments = 3 * sum(weight.nbytes for weight in trained) / 1e9
+        if args.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(args.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return (
+            f"{self.label}: {learned:,} of {total:,} parameters are trained\n"
+            f"bytes on {args.device}: {weights:.2f} GB of weights, {moments:.2f} GB of gradients and moments, "
+            f"{peak / 1e9:.2f} GB at most so far\n"
+            f"steps: {steps:,} of {rows} rows in {args.world_size} process{'es' * (args.world_size > 1)}, "
+            f"{seconds:.2f} s each\n"
+            f"time: {steps * seconds / 3600:.2f} hours, without evaluations"
+        )

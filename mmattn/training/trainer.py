@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ from mmattn.training.metrics import StepClock, flops_per_token
 
 FORMAT = "mmattn-trained"
 WEIGHTS = "trained.safetensors"
-
-T = TypeVar("T")
 
 
 class AdapterTrainer(Trainer):
@@ -96,6 +94,7 @@ class AdapterTrainer(Trainer):
         config: Any = getattr(model, "config", None)
         cached = getattr(config, "use_cache", None)
         super().__init__(*args, **kwargs)
+        self.args.remove_unused_columns = False  # the collator reads them all
         if cached is not None:
             config.use_cache = cached  # the Trainer's is for the training alone
         if self.args.label_names is None:
@@ -351,13 +350,6 @@ class AdapterTrainer(Trainer):
     def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
         with self._clock.aside():
             super()._save_checkpoint(*args, **kwargs)
-
-    # Rows become arguments of the host in the collator: their own keys are none, and all of them are needed.
-    def _remove_unused_columns(self, dataset: T, description: str | None = None) -> T:
-        return dataset
-
-    def _get_collator_with_removed_columns(self, data_collator: T, description: str | None = None) -> T:
-        return data_collator
 
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         if not self.args.should_save:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 import mmattn
 from mmattn.data.rows import make_row
-from mmattn.encoders import load_audio, stream_frames
+from mmattn.encoders import load_audio
 from mmattn.encoders.audio import sound_list
 from mmattn.encoders.images import image_list
+from mmattn.encoders.video import stream_frames
 from mmattn.errors import AudioError, ConfigError, ShapeError
 from mmattn.training import MemoryCollator
 

@@ -1,4 +1,4 @@
-"""load_audio and stream_audio: every kind of file and array, other rates, and what is no sound, in words."""
+"""load_audio, and sounds in pieces: every kind of file and array, other rates, and what is no sound, in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import soundfile
 import torch
 
-from mmattn.encoders import LogMelEncoder, load_audio, stream_audio
+from mmattn.encoders import LogMelEncoder, audio, load_audio
 from mmattn.errors import AudioError, ConfigError, MissingExtraError
 from tests.tiny_audio import chirp
 
@@ -62,16 +62,18 @@ def test_other_rates(rate: int) -> None:
     assert torch.equal(found, load_audio(wave, source_rate=rate))
 
 
-def test_a_long_file_comes_in_pieces_that_are_the_whole() -> None:
+def test_a_long_file_comes_in_pieces_that_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 99."""
-    data = written(chirp(2.3, 22050), 22050, "FLAC")
-    pieces = list(stream_audio(data, block=0.25))
-    assert len(pieces) >= 10 and max(map(len, pieces)) < 6000
-    assert torch.equal(torch.cat(pieces), torch.cat(list(stream_audio(data, block=0.1))))
-    torch.testing.assert_close(torch.cat(pieces), load_audio(data), atol=1e-6, rtol=0)
+    data, ear = written(chirp(2.3, 22050), 22050, "FLAC"), LogMelEncoder(23, 4)
+    whole = ear(data).tokens
+    assert whole.isfinite().all() and whole.shape[1] > 50
+    monkeypatch.setattr(audio, "_PIECE", 0.25)
+    pieces = [memory.tokens for memory in ear.stream(data)]
+    assert len(pieces) >= 9 and max(piece.shape[1] for piece in pieces) < 8
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=0)
     wave = chirp(1.1, 8000)
-    parts = list(stream_audio(wave.split(811), source_rate=8000))
-    torch.testing.assert_close(torch.cat(parts), load_audio(wave, source_rate=8000), atol=1e-6, rtol=0)
+    parts = [memory.tokens for memory in ear.stream(wave.split(811), sampling_rate=8000)]
+    torch.testing.assert_close(torch.cat(parts, 1), ear(wave, sampling_rate=8000).tokens, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +134,14 @@ def test_what_is_no_sound_is_said(source: Any, words: str) -> None:
 
 
 def test_what_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
-        load_audio(LOUD * 0.5, max_seconds=0.2)
+    with monkeypatch.context() as limit, pytest.raises(AudioError, match="is longer than 0.2 seconds; cut it"):
+        limit.setattr(audio, "MAX_SECONDS", 0.2)
+        load_audio(LOUD * 0.5)
     for rates in ((0, None), (16000, 0)):
         with pytest.raises(ConfigError, match="rate must be at least 1, got 0"):
             load_audio(LOUD, rates[0], source_rate=rates[1])
     with pytest.raises(AudioError, match="a piece of a sound was expected, got str"):
-        list(stream_audio(["one", "two"]))
+        list(LogMelEncoder().stream(["one", "two"]))
     with pytest.raises(AudioError, match="one sound or several were expected, got int"):
         LogMelEncoder()(7)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)

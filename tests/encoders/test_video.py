@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import mmattn
-from mmattn.encoders import ImageEncoder, ImageProcessor, VideoEncoder, stream_frames
+from mmattn.encoders import ImageEncoder, ImageProcessor, VideoEncoder
+from mmattn.encoders.video import stream_frames
 from mmattn.errors import ConfigError, MissingExtraError, VideoError
 
 RATE = 10

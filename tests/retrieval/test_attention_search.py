@@ -14,7 +14,7 @@ from mmattn.adapters.gated import GatedLayout
 from mmattn.core.cross_attention import CrossAttention
 from mmattn.errors import ConditionError, ConfigError, IndexMismatchError, ShapeError
 from mmattn.retrieval import Index, IndexMemory
-from mmattn.retrieval.top_k_attention import SearchedSlots
+from mmattn.retrieval.attention_search import SearchedSlots
 from tests import tiny
 
 E, N, ROWS = tiny.MEMORY_DIM, 43, 3
@@ -66,12 +66,7 @@ def test_attention_over_what_is_found(store: str, bias: bool, null: bool) -> Non
     entries, asked, c = vectors(), torch.randn(2, E), 7
     index, x = Index.build(entries, metric="ip", store=store), torch.randn(2, 3, 17)
     memory = index.as_memory(c, queries=asked).entries(None, bias)
-
-    def search(_: object, queries: Tensor) -> Tensor:
-        weight = float(layer.kv_proj.score_scale) / 0.5 if bias else None
-        return memory.search(queries * layer.kv_proj.scale, c, weight)
-
-    found = SearchedSlots(search, memory.slots, memory.scores if bias else None, N)
+    found = SearchedSlots(memory, c, lambda memory: memory)
     out, weights = layer(x, found, return_weights=True)
 
     kv, wide = layer.kv_proj, entries.double()

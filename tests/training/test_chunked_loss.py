@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmattn import training
 from mmattn.errors import ConditionError
 from mmattn.training import TextBatch, losses
-from mmattn.training.losses import has_output_head, output_head
+from mmattn.training.losses import has_chunks, output_head
 from tests import tiny
 
 LENGTHS = (11, 7, 5)
@@ -170,10 +170,10 @@ class TestRefused:
 def test_chunks_where_the_host_permits_them() -> None:
     """By "auto" a large vocabulary never stands whole; where the head is trained, it does."""
     model = attach()
-    assert has_output_head(model)
+    assert has_chunks(model)
     assert_equal(step(model, "auto"), step(model, None), 2e-4)
     model.get_output_embeddings().requires_grad_(True)
-    assert not has_output_head(model)
+    assert not has_chunks(model)
     assert_equal(step(model, "auto"), step(model, None), 0)
     with pytest.raises(ConditionError, match="is trained"):
         step(model, 4)
@@ -281,5 +281,5 @@ def test_a_head_that_accelerate_places() -> None:
     host = dispatch_model(tiny.make("llama"), {"": "cpu"}, main_device="cpu", force_hooks=True)
     assert "forward" in vars(host.lm_head) or "forward" in vars(host)
     model = tiny.attach(host, layers=(1, 2)).train()
-    assert has_output_head(model)
+    assert has_chunks(model)
     assert_equal(step(model, 4), step(model, None), 2e-4)

@@ -42,13 +42,6 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return first, second
 
 
-def test_a_run_is_read_back(two: tuple[Path, Path]) -> None:
-    run = training.read_run(two[0])
-    assert run.settings["optim.lr"] == 0.1 and run.settings["word"] is None
-    assert [row["name"] for row in run.rows] == ["adapter", "LoRA"]
-    assert [line["loss"] for line in run.metrics] == [4.0, 3.0, 2.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("file", "content", "error", "named"),
     [
@@ -64,11 +57,11 @@ def test_what_is_no_run(two: tuple[Path, Path], file: str, content: str | None, 
     if content is not None:
         (two[0] / file).write_text(content)
     with pytest.raises(error, match=named):
-        training.read_run(two[0])
+        compared(*two)
 
 
 def compared(*runs: Path) -> dict[str, list[str]]:
-    return cells(training.compare_runs({run.name: training.read_seeds(run) for run in runs}))
+    return cells(training.compare_runs({run.name: run for run in runs}))
 
 
 def test_settings_that_differ_figures_and_metrics(two: tuple[Path, Path]) -> None:
@@ -109,6 +102,6 @@ def test_one_run_is_nothing_to_compare(two: tuple[Path, Path]) -> None:
 def test_the_command(two: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     code, out, err = call(capsys, "compare", *two, "--metrics", "loss")
     assert code == 0, err
-    assert out.strip() == training.compare_runs({run.name: training.read_seeds(run) for run in two}, ["loss"])
+    assert out.strip() == training.compare_runs({run.name: run for run in two}, ["loss"])
     code, _, err = call(capsys, "compare", two[0], tmp_path)
     assert code == 2 and "config.resolved.yaml" in err

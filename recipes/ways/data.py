@@ -8,14 +8,22 @@ equal length and an answer is right or wrong.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-PROPERTIES = ("home", "friend", "food", "colour", "trade", "tool", "tree", "song")
-ASK, STOP, PAD = "?", ".", "<pad>"
-NAMES = 256
+from mmattn.errors import ConfigError
+
+#: Of these the first that are tokens.
+PROPERTIES = (
+    "home", "friend", "food", "colour", "trade", "tool", "tree", "song",
+    "book", "city", "color", "hand", "music", "place", "road", "work",
+)  # fmt: skip
+ASK, STOP = "?", "."
+KINDS = 8  # of properties
+FEWEST_NAMES, MOST_NAMES = 64, 256
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,18 @@ class World:
     """Words of one token each, and texts of these words."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.ids: dict[str, int] = tokenizer.get_vocab()
-        self.names = sorted({*self.ids} - {ASK, STOP, PAD, *PROPERTIES})
+        every = [text.strip() for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
+        words = sorted({text for text in every if re.fullmatch("[a-z]{4,8}", text)} - {*PROPERTIES})
+        self.ids = _single_tokens(tokenizer, [ASK, *PROPERTIES, *words])
+        names = [word for word in words if word in self.ids]
+        self.properties = [word for word in PROPERTIES if word in self.ids][:KINDS]
+        if len(names) < FEWEST_NAMES or len(self.properties) < KINDS or not {ASK, STOP} <= {*self.ids}:
+            raise ConfigError(
+                f"words must be one token: this tokenizer has {len(names)} of {FEWEST_NAMES} names, "
+                f"{len(self.properties)} of {KINDS} properties, {'?' if ASK in self.ids else 'no ?'} and "
+                f"{'.' if STOP in self.ids else 'no .'}; take another language model"
+            )
+        self.names = sorted(Random(0).sample(names, min(MOST_NAMES, len(names))))
 
     def some_names(self, held_out: bool, share: float = 0.2) -> list[str]:
         """Return the held-out names, or the training names."""
@@ -56,7 +74,7 @@ class World:
         statements: int,
         ask: int,
         again: float = 0.2,
-        properties: int = len(PROPERTIES),
+        properties: int = KINDS,
     ) -> Reading:
         """Draw passages about some names, and questions about them."""
         total = passages * statements
@@ -68,7 +86,7 @@ class World:
             if anew:
                 key = random.choice(list(said))
             else:
-                key = random.choice(PROPERTIES[:properties]), random.choice(about)
+                key = random.choice(self.properties[:properties]), random.choice(about)
             if key in said and not anew and len(said) < len(about) * properties:
                 continue
             said[key] = Statement(*key, random.choice(self.names))
@@ -96,3 +114,12 @@ class World:
     def encode(self, words: Sequence[str]) -> list[int]:
         """Return the token of each word."""
         return [self.ids[word] for word in words]
+
+
+def _single_tokens(tokenizer: Any, words: Sequence[str]) -> dict[str, int]:
+    """Return the token of "." at the end of a word, and of each word that is one token after it."""
+    word = PROPERTIES[0]
+    texts = [word, word + STOP, STOP, *(f"{STOP} {one}" for one in words)]
+    begun, ended, stop, *after = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    candidates = [(STOP, begun, ended), *((one, stop, ids) for one, ids in zip(words, after, strict=True))]
+    return {one: ids[-1] for one, before, ids in candidates if ids[:-1] == before and ids[-1] != tokenizer.unk_token_id}

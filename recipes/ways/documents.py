@@ -63,6 +63,7 @@ class Documents:
         for name, loss in (("not trained", None), ("next token", self.next_token), ("self-study", self.self_study)):
             model = mmattn.attach(self.lm, self.adapter())
             self.begin(model)
+            self.with_prefix(model)(pairs[:1])(self.ids[:1, :2])  # a host that cannot compose them is refused untrained
             seconds = None if loss is None else self.learn(model, name, loss)
             rows.append(self.row(f"prefix, {name}", self.virtual_tokens, self.with_prefix(model), every))
             rows[-1]["seconds"] = seconds

@@ -20,10 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from mmattn import pipelines, training
 from mmattn.errors import AdapterFileError, ConfigError
 
-from .data import ASK, NAMES, PAD, PROPERTIES, STOP, World
+from .data import ASK, KINDS, MOST_NAMES, PROPERTIES, STOP, World
 from .settings import Config, ReaderSettings
 
 ROUND = 64  # tokens of a text of repeated words
+PAD = "<pad>"
 Text = tuple[list[int], list[int]]
 FOLDER = "lm"  # of a run
 
@@ -41,6 +42,9 @@ def load_lm(config: Config, device: torch.device) -> tuple[Any, World]:
 
 def train_reader(config: Config, run: training.RunFolder, device: torch.device) -> dict[str, Any]:
     """Train a language model to read, save it in the run's folder, and return its accuracy and cost."""
+    if config.reader.lm is not None:
+        model, tokenizer = pipelines.load_language_model(config.reader.lm, device)
+        return {"rows": _rows(model, config, World(tokenizer)), "parameters": model.num_parameters()}
     settings, tokenizer = config.reader, make_tokenizer()
     world = World(tokenizer)
     model = make_reader(settings, tokenizer, config.seed).to(device)
@@ -96,8 +100,8 @@ def train_batches(
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each word of the texts, and names of two syllables."""
     syllables = [first + second for first, second in product("bdfgklmnprst", "aeio")]
-    names = sorted(Random(0).sample([one + other for one, other in product(syllables, syllables)], NAMES))
-    words = [PAD, ASK, STOP, *PROPERTIES, *names]
+    names = sorted(Random(0).sample([one + other for one, other in product(syllables, syllables)], MOST_NAMES))
+    words = [PAD, ASK, STOP, *PROPERTIES[:KINDS], *names]
     tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, unk_token=PAD, eos_token=STOP)
@@ -146,15 +150,13 @@ def _batches(config: Config, world: World) -> Iterator[list[Text]]:
             yield [_round(random, world) for _ in range(max(2, settings.tokens // ROUND))]
             continue
         most = 1 if share < 0.3 else min(4, config.texts.passages) if share < 0.5 else config.texts.passages
-        count, properties = random.randint(1, most), len(PROPERTIES)
-        if share < 0.3:
-            properties = random.choice([1, 2, properties])
+        count, properties = random.randint(1, most), random.choice([1, 2, KINDS]) if share < 0.3 else KINDS
         yield _readings(random, world, count, config, properties)
 
 
 def _round(random: Random, world: World) -> Text:
     """Return random words over and over, with labels after the first round."""
-    words = [*PROPERTIES, *world.names]
+    words = [*world.properties, *world.names]
     once = [world.ids[random.choice(words)] for _ in range(random.randint(5, ROUND // 2))]
     ids = (once * (ROUND // len(once) + 1))[:ROUND]
     return ids, [-100] * (len(once) + 1) + ids[len(once) + 1 :]

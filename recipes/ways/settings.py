@@ -16,7 +16,7 @@ class TextSettings(training.Settings):
     ask: int = Field(24, ge=1)  # questions to a request
     requests: int = Field(60, ge=1)  # when measured
     recomputed_tokens: int = Field(16, ge=0)  # first tokens of each passage to read again in further rows; 0: no rows
-    lm: str = "runs/ways-reader/lm"  # the language model of config_reader.yaml
+    lm: str = "runs/ways-reader/lm"  # a folder or a name on the hub: the language model that reads
 
 
 class DocumentSettings(training.Settings):
@@ -26,6 +26,7 @@ class DocumentSettings(training.Settings):
 
 
 class ReaderSettings(training.Settings):
+    lm: str | None = None  # a pretrained language model to measure; None trains one
     width: int = Field(128, ge=8)
     depth: int = Field(3, ge=2)
     heads: int = Field(4, ge=2)

@@ -161,7 +161,8 @@ def table(contents: list[dict[str, Any]]) -> str:
         return f"{text}\n\nDocuments of {first['tokens']} tokens; every question about each is asked."
     if first["task"] == "reader":
         text = training.spread_table("", {"accuracy": COLUMNS["accuracy"]}, [one["rows"] for one in contents])
-        return f"{text}\n\n{first['parameters']:,} parameters, {first['seconds']:.0f} s."
+        seconds = f", {first['seconds']:.0f} s" if "seconds" in first else ""
+        return f"{text}\n\n{first['parameters']:,} parameters{seconds}."
     text = training.spread_table("", COLUMNS, [one["rows"] for one in contents])
     unit = "descriptions" if first["task"] == "pictures" else "answers"
     return (

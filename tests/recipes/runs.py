@@ -199,7 +199,6 @@ RUNS = {
     ),
     "ways reader": Run("ways", WAYS | {"task": "reader"}, ("5 statements", "10 statements", "15 statements")),
     "ways passages": Run("ways", WAYS | {"task": "passages"}, WAY_ROWS),
-    "ways facts": Run("ways", WAYS | {"task": "facts"}, WAY_ROWS),
     "ways documents": Run("ways", WAYS | {"task": "documents"}, DOCUMENT_ROWS),
     "finetune": Run(
         "finetune",

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mmattn
 from tests.recipes.runs import WAY_ROWS, settings_of
+from tests.tiny_texts import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +42,71 @@ def texts(recipe: SimpleNamespace, small: dict[str, Any]) -> Any:
     return recipe.texts.Texts(config, *recipe.reader.load_lm(config, torch.device("cpu")))
 
 
-def test_without_a_reader(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing is read, and the error says what to run."""
+def test_the_reader(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
+    """A run leaves the reader and how well it reads; without one nothing is read, and the error says what to run."""
+    content = json.loads((Path(small["texts"]["lm"]).parent / "table.json").read_text())
+    again = {**small, "task": "reader", "reader": {"lm": small["texts"]["lm"]}, "out": str(tmp_path / "measured")}
+    measured = json.loads((recipe.train.main(again) / "table.json").read_text())
+    assert (measured["rows"], measured["parameters"]) == (content["rows"], content["parameters"]), "of a trained one"
     with pytest.raises(mmattn.errors.ConfigError, match=r"config_reader\.yaml"):
         recipe.train.main({**small, "texts": {"lm": str(tmp_path / "none")}, "out": str(tmp_path / "run")})
+
+
+def _tokenizer(pieces: str) -> PreTrainedTokenizerFast:
+    """A BPE whose pieces are bytes, as GPT-2's, or characters with a mark for spaces, as Llama 2's."""
+    raw = Tokenizer(models.BPE(unk_token="<unk>"))
+    if pieces == "bytes":
+        raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:
+        raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    random = Random(0)
+    words = ["home", "friend", "food", "colour", "trade", "tool", "tree", "music", "unheardofword", "Up", "x1"]
+    words += ["".join(random.sample("abcdefghijklmno", 5)) for _ in range(90)]
+    texts = [
+        f"A {first} {second} ? {third}"
+        for first, second, third in zip(words, words[3:] + words[:3], words[7:] + words[:7], strict=True)
+    ]
+    special = ["<s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=["."], show_progress=False)
+    raw.train_from_iterator(texts * 5, trainer)
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("pieces", ["bytes", "characters"])
+def test_words_of_another_language_model(recipe: SimpleNamespace, pieces: str) -> None:
+    """Each word is the token that its tokenizer makes of it in a text; words of several tokens are not among them."""
+    tokenizer = _tokenizer(pieces)
+    world = recipe.data.World(tokenizer)
+    assert world.properties == ["home", "friend", "food", "colour", "trade", "tool", "tree", "music"]
+    assert len(world.names) >= 64 and not {*world.names} & {*world.properties, "unheardofword"}
+    reading = world.draw(Random(0), world.some_names(True), 2, 7, 3)
+    text = "".join(f" {one.property} {one.name} {one.value}." for one in reading.passages[1])
+    assert world.passages(reading)[1] == tokenizer(f".{text}", add_special_tokens=False)["input_ids"][-28:]
+    asked = "".join(f" ? {one.property} {one.name} {one.value}." for one in reading.asked)
+    assert world.questions(reading.asked)[0] == tokenizer(f".{asked}", add_special_tokens=False)["input_ids"][-15:]
+
+
+def test_a_language_model_without_the_words(recipe: SimpleNamespace) -> None:
+    with pytest.raises(mmattn.errors.ConfigError, match="0 of 8 properties.*take another language model"):
+        recipe.data.World(tiny_tokenizer())
+
+
+@pytest.mark.slow
+def test_another_language_model(recipe: SimpleNamespace, small: dict[str, Any], tmp_path: Path) -> None:
+    """A GPT-2 with its own tokenizer reads the texts; what its learned positions cannot do is refused beforehand."""
+    tokenizer = _tokenizer("bytes")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 307, "vocab_size": len(tokenizer)}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    small = small | {"texts": {**small["texts"], "lm": str(tmp_path / "lm"), "recomputed_tokens": 0}}
+    run = recipe.train.main({**small, "task": "facts", "out": str(tmp_path / "run")})
+    rows = {row["name"]: row for row in json.loads((run / "table.json").read_text())["rows"]}
+    assert list(rows) == [name for name in WAY_ROWS if "read again" not in name]
+    with pytest.raises(mmattn.errors.ConditionError, match="cannot be turned to stand one after the other"):
+        one_step = {**small, "optim": {"max_steps": 1, "per_device_train_batch_size": 3}}
+        recipe.train.main({**one_step, "task": "documents", "out": str(tmp_path / "documents")})
+    assert (tmp_path / "documents" / "metrics.jsonl").read_text() == "", "nothing was trained"
 
 
 def test_the_last_statement_holds(recipe: SimpleNamespace) -> None:

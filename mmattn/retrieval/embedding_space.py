@@ -38,19 +38,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EmbeddingSpace:
-    """Width, metric and encoder that the vectors of an index have in common.
-
-    Attributes:
-        dim: width e.
-        metric: "cosine", "ip" or "l2".
-        encoder: encodes texts, or None.
-        fingerprint: of the encoder of the entries, or None where it is unknown.
-    """
+    """Width, metric and encoder that the vectors of an index have in common."""
 
     dim: int
     metric: str
     encoder: Encoder | None = None
-    fingerprint: str | None = None
+    fingerprint: str | None = None  # of the encoder of the entries; None where it is unknown
 
     @classmethod
     def of_items(cls, items: object, encoder: Encoder | None, metric: str) -> tuple[EmbeddingSpace, object]:

@@ -320,7 +320,6 @@ class ProjectedMemory(VectorMemory):
         self._graph_version = TensorVersion(self._graph_sources())
 
     def check_graph(self) -> None:
-        """Refuse results of a compiled host for which the weights or the memory were edited too late."""
         version = self._graph_version
         if self._read_by_graph and version is not None and not version.holds(self._graph_sources()):
             raise ConditionError(
@@ -401,7 +400,6 @@ class RequestMemories(BoundMemory):
         self.rows = len(requests)
 
     def step(self, text: TextState) -> RequestsView:
-        """Return what each request attends to; one without a memory passes through."""
         self.check_rows(text)
         packed = text.packed
         assert packed is not None, "transformers says where the requests of a step begin"

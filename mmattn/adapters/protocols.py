@@ -129,7 +129,6 @@ class PackedView(View):
         self.view, self.text = view, text
 
     def apply(self, x: Tensor, block: nn.Module, layer: int, adapter_scale: Scale) -> Tensor:
-        """Apply an adapter to x (b, l, d) at a site."""
         return (
             x
             if not self.text.documents

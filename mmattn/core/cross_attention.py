@@ -116,48 +116,6 @@ class CrossAttention(nn.Module):
         self.out_proj = out_proj
         self.q_norm = nn.RMSNorm(k, eps=norm_eps, **like) if qk_norm else None
 
-    @staticmethod
-    def from_multihead(attention: nn.MultiheadAttention) -> CrossAttention:
-        """Return the attention of an `nn.MultiheadAttention`, with copies of its weights; the batch comes first here.
-
-        Convert its `key_padding_mask` with `mmattn.masks.from_key_padding`.
-
-        Args:
-            attention: the layer whose weights are copied.
-
-        Raises:
-            ConfigError: it adds keys (`add_bias_kv`, `add_zero_attn`), or its keys and values differ in width.
-
-        >>> CrossAttention.from_multihead(nn.MultiheadAttention(32, 4, kdim=24, vdim=24)).memory_dim
-        24
-        """
-        if attention.bias_k is not None or attention.add_zero_attn or attention.kdim != attention.vdim:
-            raise ConfigError(
-                "nn.MultiheadAttention with add_bias_kv, add_zero_attn or kdim != vdim cannot be converted; "
-                "null_slot=True is the nearest"
-            )
-        weights: list[Tensor] = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
-        if attention.in_proj_weight is not None:
-            weights = list(attention.in_proj_weight.chunk(3))
-        out, bias = attention.out_proj, attention.in_proj_bias
-        layer = CrossAttention(
-            attention.embed_dim,
-            attention.kdim,
-            attention.num_heads,
-            bias=bias is not None,
-            dropout=attention.dropout,
-            device=out.weight.device,
-            dtype=out.weight.dtype,
-        )
-        targets = [layer.q_proj, layer.kv_proj.k_proj, layer.kv_proj.v_proj, layer.out_proj]
-        biases = [] if bias is None else [*bias.chunk(3), out.bias]
-        with torch.no_grad():
-            for target, weight in zip(targets, [*weights, out.weight], strict=True):
-                target.weight.copy_(weight)
-            for target, one in zip(targets, biases, strict=False):
-                target.bias.copy_(one)
-        return layer
-
     def project(self, memory: Tensor, **settings: Any) -> KeyValue:
         """Compute keys and values of a memory once; pass them to `forward` in its place.
 

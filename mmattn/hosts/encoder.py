@@ -68,12 +68,10 @@ class AdaptedEncoder(AdaptedModel):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether this is a model of transformers that does not generate."""
         can_generate: Callable[[], bool] | None = getattr(model, "can_generate", None)
         return can_generate is not None and hasattr(model, "main_input_name") and not can_generate()
 
     def sites(self, position: str) -> list[Site]:
-        """Return every layer."""
         layers = self.host.get_submodule(self.path)
         assert isinstance(layers, nn.ModuleList)
         return [
@@ -86,7 +84,6 @@ class AdaptedEncoder(AdaptedModel):
         return True
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
         inputs = partial(host_inputs, self.host)
         probe_adapter(self.host, self.open_blocks, adapter, inputs, None, any_output=True)
@@ -94,7 +91,6 @@ class AdaptedEncoder(AdaptedModel):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """Return the sites that must be reached; the view of the memory is made at each of them."""
         sources = self.encoder_outputs.sources(call, disabled)
         if any(self.encoder_outputs.match(value, sources) for value in kwargs.values()):
             return ForwardStep(self, host, None, {})  # the layers have run, with these memories
@@ -111,14 +107,12 @@ class AdaptedEncoder(AdaptedModel):
             )
 
     def install_hooks(self) -> list[Handle]:
-        """Hook the adapters to host and layers, and note with which memories the layers were run."""
         part = self.host.get_submodule(self.path.rpartition(".")[0])
         return [*super().install_hooks(), part.register_forward_hook(self.encoder_outputs.note)]
 
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
-        """Return ids of a random text, or random pictures or sounds."""
         for inputs in host_inputs(self.host, rows):
             for name, value in inputs.items():
                 if name == "input_ids":

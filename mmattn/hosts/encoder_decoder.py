@@ -81,7 +81,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether this is a model of transformers with an encoder and a decoder."""
         host: PreTrainedModel = model
         if not getattr(getattr(host, "config", None), "is_encoder_decoder", False) or not hasattr(host, "get_decoder"):
             return False
@@ -90,7 +89,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers of the host."""
         return self.stacks[0].layers
 
     def sites(self, position: str) -> list[Site]:
@@ -98,11 +96,9 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         return [site for stack in self.stacks for site in stack.sites(position)]
 
     def is_apart(self, layer: int) -> bool:
-        """Return whether this is a layer of the encoder."""
         return layer >= self.stacks[1].first
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Check in one forward that changes at the adapter's layers reach the output."""
         check_reads_at_once(adapter, self.host)
         length = LENGTH if adapter.sites[0].part == DECODER else None
         host: PreTrainedModel = self.host
@@ -110,7 +106,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         probe_adapter(host, self.open_blocks, adapter, inputs, length, any_output)
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """Return the decoder's ids or embeddings of this forward, and the length of its cache."""
         names = ["decoder_input_ids", "decoder_inputs_embeds"]
         if getattr(kwargs.get("labels"), "ndim", 0) == 2 and not kwargs["labels"].is_floating_point():
             names.append("labels")  # else they are classes, and no text
@@ -133,7 +128,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """Return the actions of one forward; outputs of the encoder with another memory raise ConditionError."""
         if call.rows is None:  # inside generate they were checked before, or computed
             self._check_encoded(call, disabled, kwargs.get("encoder_outputs"))
         text = self.text_state(call, args, kwargs)
@@ -159,7 +153,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
         )
 
     def install_hooks(self) -> list[Handle]:
-        """Hook the adapters to host and layers, and note with which memories the encoder was run."""
         hooks = super().install_hooks()
         if any(self.is_apart(layer) for layer, _ in self.hooked):
             host: PreTrainedModel = self.host
@@ -189,7 +182,6 @@ class AdaptedEncoderDecoder(AdaptedCausalLM):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
-        """Return ids of random texts for encoder and decoder; the probe's inputs for an encoder of another kind."""
         inputs = next(host_inputs(self.host, rows))
         if "input_ids" in inputs:
             inputs = {"input_ids": random_ids(self.host, rows, 5, generator)}

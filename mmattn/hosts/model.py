@@ -774,7 +774,10 @@ class AdaptedModel(nn.Module):
 
     def install_hooks(self) -> list[Handle]:
         """Hook the adapters to the host and its layers, and return the handles."""
-        self.hooked = {site: self.host.get_submodule(module) for site, module in self.used_sites().items()}
+        sites = {
+            (site.layer, site.position, site.module) for name in self.adapters for site in self.adapter(name).sites
+        }
+        self.hooked = {(layer, position): self.host.get_submodule(module) for layer, position, module in sorted(sites)}
         hooks: list[Handle] = [
             self.host.register_forward_pre_hook(BeforeHost(self), with_kwargs=True),
             self.host.register_forward_hook(AfterHost(self), always_call=True),
@@ -784,13 +787,6 @@ class AdaptedModel(nn.Module):
     def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:
         """Hook the adapters to one site, and return the handles."""
         return [hook_layer(self, module, layer, position)]
-
-    def used_sites(self) -> dict[tuple[int, str], str]:
-        """Return the sites of all adapters with the names of the host's modules, in the order of the layers."""
-        sites = {
-            (site.layer, site.position): site.module for name in self.adapters for site in self.adapter(name).sites
-        }
-        return dict(sorted(sites.items()))
 
     # For `mmattn.inspect` -------------------------------------------------------------------------------------------
 

@@ -9,11 +9,25 @@ import torch
 import torch.nn.functional as F
 
 from mmattn import CrossAttention
-from tests.core.random_inputs import DTYPES, LAYOUTS, MASKS, RULE, B, D, E, L, M, data, force, make_layer as make
+from tests.core.random_inputs import (
+    BACKENDS,
+    DTYPES,
+    LAYOUTS,
+    MASKS,
+    RULE,
+    B,
+    D,
+    E,
+    L,
+    M,
+    data,
+    force,
+    make_layer as make,
+)
 from tests.reference import gradients
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_to_look_at(layout, backend, monkeypatch):
     """Invariant 10: a memory of length 0 adds exactly nothing, with biases, null slot and weights asked for too."""
@@ -32,10 +46,11 @@ def test_nothing_to_look_at(layout, backend, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("b,l", [(0, L), (B, 0), (0, 0)])
-def test_empty_batches(b, l, layout, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_batches(backend, b, l, layout, monkeypatch):
     """Invariant 11: no rows or no queries give an empty output of the right shape, and no gradient fails."""
     force(monkeypatch, layout)
-    layer = make()
+    layer = make(backend=backend)
     x, memory = torch.randn(b, l, D), torch.randn(b, M, E, requires_grad=True)
     for mask in (None, torch.ones(b, M, dtype=torch.bool), torch.zeros(b, M, dtype=torch.bool)):
         out, weights = layer(x, memory, mask=mask, return_weights=True)
@@ -50,12 +65,13 @@ def test_empty_batches(b, l, layout, monkeypatch):
 @pytest.mark.parametrize("real", list(MASKS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 6e4])
-def test_garbage_behind_the_mask(garbage, layout, real, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_garbage_behind_the_mask(backend, garbage, layout, real, monkeypatch):
     """Invariant 7: what lies in masked slots, in their scores too, changes nothing: forward and backward, bit for
     bit.
     """
     force(monkeypatch, layout)
-    layer = make(score_bias=True)
+    layer = make(score_bias=True, backend=backend)
     (x, memory), scores = data(), torch.randn(B, M)
     for rules in ({}, {"attention_mask": RULE}):
         results = []
@@ -73,10 +89,11 @@ def test_garbage_behind_the_mask(garbage, layout, real, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bitwise(layout, dtype, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bitwise(backend, layout, dtype, monkeypatch):
     """Invariant 12: a mask that is all True, the same call twice, and a deep copy are equal bit for bit."""
     force(monkeypatch, layout)
-    layer = make(dtype)
+    layer = make(dtype, backend=backend)
     x, memory = (tensor.to(dtype) for tensor in data())
     out = layer(x, memory)
     assert torch.isfinite(out).all()
@@ -86,13 +103,14 @@ def test_bitwise(layout, dtype, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_rearranged(dtype, layout, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rearranged(backend, dtype, layout, monkeypatch):
     """Invariants 7, 13, 14: slots permuted, doubled, joined by masked ones; rows and queries one at a time."""
     force(monkeypatch, layout)
     tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
     # The absorbed form passes through the memory's own width, so its sums are longer than those the rule measured.
     tolerance = tolerance * (4 if "absorbed" in layout else 1)
-    layer = CrossAttention(D, E, 6, num_kv_heads=2, head_dim=8, bias=True).to(dtype)
+    layer = CrossAttention(D, E, 6, num_kv_heads=2, head_dim=8, bias=True, backend=backend).to(dtype)
     x, memory = (tensor.to(dtype) for tensor in data())
     mask = torch.rand(B, M) < 0.6
     mask[:, 2], mask[:, 3] = True, False

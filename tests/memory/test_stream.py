@@ -120,19 +120,13 @@ def test_each_slot_is_projected_once_and_forgotten(monkeypatch: pytest.MonkeyPat
     tiny.assert_close(model(tiny.text(2, length=1), memory=stream).logits, whole, 1e-6)
 
 
-def test_weights_that_change_and_another_host() -> None:
-    model, slots = tiny.attach(tiny.make("llama")), frames(6)
-    stream = mmattn.MemoryStream(E, rows=2)
+def test_another_host() -> None:
+    stream, slots, ids = mmattn.MemoryStream(E, rows=2), frames(6), tiny.text(2)
     stream.append(slots)
-    ids = tiny.text(2)
     with torch.no_grad():
-        model(ids, memory=stream)
-        for parameter in model.adapters.parameters():
-            parameter.mul_(1.5)
-        tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots).logits, 1e-6)
-        other = tiny.attach(tiny.make("llama", seed=1))
-        tiny.assert_close(other(ids, memory=stream).logits, other(ids, memory=slots).logits, 1e-6)
-    tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots).logits, 1e-6)  # with gradients
+        for seed in (0, 1):
+            model = tiny.attach(tiny.make("llama", seed=seed))
+            tiny.assert_close(model(ids, memory=stream).logits, model(ids, memory=slots).logits, 1e-6)
 
 
 def test_nothing_has_arrived_yet() -> None:

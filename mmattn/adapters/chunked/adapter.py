@@ -187,7 +187,6 @@ class RetrievedNeighbours(Neighbours):
         self._known: dict[tuple[int, ...], Place] = {}
 
     def places(self, chunks: list[Chunk], text: TextState, adapter: ChunkedLayers) -> list[Place | None]:
-        """Return where the neighbours of each chunk are; those of new ids are retrieved."""
         if not chunks:
             return []
         real, text_ids = text.whole
@@ -222,7 +221,6 @@ class RetrievedNeighbours(Neighbours):
         return Memory(memory.tokens, memory.mask, scores=memory.scores, check_finite=memory.finite_checked)
 
     def as_memory(self, text: TextState, adapter: ChunkedLayers) -> Memory:
-        """Return the neighbours of all complete chunks; ConfigError if there is none."""
         size = adapter.config.chunk_size
         real, ids = text.whole
         assert ids is not None
@@ -359,7 +357,6 @@ class ChunkedLayers(BlockLayers):
     separable = False
 
     def read(self, memory: Memory) -> Memory:
-        """Return the memory as every block attends to it, a row for each chunk, normalised and resampled."""
         return super().read(memory if memory.segments is None else by_chunk(memory))
 
     def bind_memory(self, memory: object, host: nn.Module) -> ChunkMemory:

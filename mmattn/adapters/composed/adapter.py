@@ -132,7 +132,6 @@ class ComposedLayers(BlockLayers):
                 _begin_at_own_place(self.attention(layer))
 
     def attention_settings(self) -> AttentionSettings:
-        """Return rotary positions, and biases on queries, keys and values."""
         config = self.config
         return {
             "rotary": Rotary(config.head_dim) if config.rotary else None,

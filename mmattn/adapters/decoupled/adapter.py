@@ -187,7 +187,6 @@ class DecoupledLayers(AdapterLayers):
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
-        """Copy the host's own key and value projections, with start="host"."""
         if self.config.start != "host":
             return
         for layer in self.layers:
@@ -201,7 +200,6 @@ class DecoupledLayers(AdapterLayers):
             block.v_proj.weight.copy_(v)
 
     def read(self, memory: Memory) -> Memory:
-        """Return the memory as every block attends to it: resampled, projected to slots, normalised."""
         memory = memory.replace(self.cast(memory))
         memory = memory if self.resampler is None else self.resampler(memory)
         n = self.config.tokens

@@ -250,7 +250,6 @@ class FusedCacheLayers(AdapterLayers):
         return FusedMemory(memory, self)
 
     def attach_to(self, host: Any) -> None:
-        """Prove that changed keys and values reach the output, and learn how the host turns its keys."""
         host.check_adapter(self)
         self.rotations = host.probe_rotations()
         self._at_all_layers = len(self.layers) == len(host.sites("joined"))

@@ -1,8 +1,8 @@
 """A memory as tokens before the text."""
 
 from mmattn.adapters.base import register_adapter
-from mmattn.adapters.inserted.adapter import EmbeddingReader, InsertedAdapter, InsertedLayers
+from mmattn.adapters.inserted.adapter import InsertedAdapter, InsertedLayers
 
-__all__ = ["EmbeddingReader", "InsertedAdapter"]
+__all__ = ["InsertedAdapter"]
 
 register_adapter(InsertedAdapter, InsertedLayers)

@@ -18,10 +18,10 @@ the start: the text stands after the tokens, and a fresh adapter is not the host
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,29 +85,6 @@ class InsertedAdapter:
         return random_memory(generator, rows, self.memory_dim)
 
 
-class EmbeddingReader(Protocol):
-    """Runs a host on embeddings before a text, in a forward in which no other adapter takes part."""
-
-    turns_keys: bool
-
-    @property
-    def is_training(self) -> bool: ...
-
-    def embedding_size(self) -> float:
-        """Return the root of the mean square of the embeddings of the host's tokens."""
-
-    def tensors(self) -> Iterable[Tensor]:
-        """Return the weights of the host."""
-
-    def unchanged(self) -> Callable[[], bool]:
-        """Return a function that tells whether the host still computes as it does now."""
-
-    def read(
-        self, name: str, embeddings: Tensor, real: Tensor, positions: Tensor
-    ) -> tuple[Mapping[int, Tensor], Mapping[int, Tensor]]:
-        """Compute keys and values by layer for embeddings (b, m, d) of adapter `name`, padded on the right."""
-
-
 class InsertedLayers(BeforeTextLayers):
     """The trainable part of one adapter that inserts tokens, on one host."""
 
@@ -121,13 +98,8 @@ class InsertedLayers(BeforeTextLayers):
         layers = [nn.Linear(e, d)] if config.projection == "linear" else [nn.Linear(e, d), nn.GELU(), nn.Linear(d, d)]
         self.projector = nn.Sequential(*layers)
         self.blocks = nn.ModuleDict({str(layer): JoinSlots(Gate() if config.gate else None) for layer in self.layers})
-        self._reader: EmbeddingReader | None = None
-
-    @property
-    def reader(self) -> EmbeddingReader:
-        """The host's reader of embeddings, set by `attach_to`."""
-        assert self._reader is not None
-        return self._reader
+        #: Runs the host on embeddings before a text, a `HostEmbeddingReader`. Set by `attach_to`.
+        self.reader: Any = None
 
     @torch.no_grad()
     def initialise(self, host: Any) -> None:
@@ -172,8 +144,7 @@ class InsertedLayers(BeforeTextLayers):
         return slots
 
     def attach_to(self, host: Any) -> None:
-        """Prove that embeddings before a text reach the output, and take the host's reader of embeddings."""
-        self._reader = host.embedding_reader(self.sites)
+        self.reader = host.embedding_reader(self.sites)
 
     def insert(self, memory: Memory) -> JoinedSlots:
         """Compute keys and values of every layer by the host, of a memory as it was given; finite, if it must be."""
@@ -199,7 +170,8 @@ class InsertedLayers(BeforeTextLayers):
             return JoinedSlots({}, {}, mask, positions, offsets, lengths)
         embeddings = read.tokens.gather(1, order[..., None].expand(-1, -1, read.tokens.shape[2]))
         embeddings = embeddings.masked_fill(~mask[..., None], 0)
-        return JoinedSlots(*self.reader.read(self.name, embeddings, mask, positions), mask, positions, offsets, lengths)
+        keys, values = self.reader.read(self.name, embeddings, mask, positions)
+        return JoinedSlots(keys, values, mask, positions, offsets, lengths)
 
 
 class InsertedMemory(JoinedMemory):

@@ -118,7 +118,6 @@ class JoinedBlock(JoinSlots):
         return [self.k_proj.weight, self.v_proj.weight]
 
     def score_mask(self, attention_mask: Tensor | None, slots: int) -> Tensor | None:
-        """Return the mask (b, 1, l, m), with `length_norm` as a bias of the scores."""
         if self.length_norm is None:
             return attention_mask
         if attention_mask is None:

@@ -117,7 +117,6 @@ class JoinedView(View):
         return positions
 
     def pack(self, text: PackedText) -> JoinedView:
-        """Return the view of packed rows, whose documents are the rows of this: tokens attend to their own slots."""
         if self._is_packed:
             return self
         documents, _, m = self.visible.shape
@@ -173,7 +172,6 @@ class BeforeTextLayers(AdapterLayers):
         return self.block(layer)
 
     def attach_to(self, host: Any) -> None:
-        """Prove that slots before a text reach the output, and learn how their keys are moved."""
         self.rotations = host.probe_before_text(self.sites)
 
 
@@ -245,7 +243,6 @@ class JoinedRequests(BoundMemory):
         self.name, self.rows, self._slots = name, rows, slots
 
     def step(self, text: TextState) -> JoinedView:
-        """Return what this forward attends to: each request its own slots."""
         self.check_rows(text)
         assert text.packed is not None, "transformers says where the requests of a step begin"
         numbers = text.packed.numbers
@@ -280,7 +277,6 @@ class Capture(BoundMemory, View):
         return positions if self.view is None else self.view.shift_positions(positions)
 
     def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
-        """Record keys and values of a layer, and return its attention with the slots."""
         self.keys[layer], self.values[layer], self.windows[layer] = x.key, x.value, x.window
         return x if self.view is None else self.view.apply(x, block, layer, adapter_scale)
 

@@ -102,7 +102,6 @@ class PassageLayers(BeforeTextLayers):
         raise ShapeError(_NO_PASSAGES.format(name=self.name, memory="a Memory"))
 
     def bind_memory(self, memory: object, host: nn.Module) -> BoundMemory:
-        """Bind selected passages; ConditionError if another host or other weights computed them."""
         if isinstance(memory, Capture):
             return memory
         if not isinstance(memory, Passages):

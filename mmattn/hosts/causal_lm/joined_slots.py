@@ -131,9 +131,9 @@ def probe_before_text(model: AdaptedModel, sites: Sequence[Site]) -> Rotations:
 
 
 @torch.no_grad()
-def probe_rotations(model: AdaptedModel, sites: Sequence[Site]) -> Rotations:
+def probe_rotations(model: AdaptedModel) -> Rotations:
     """Return how each layer rotates keys with their positions, as `probe_before_text` does."""
-    modules = _attention_modules(model, sites)
+    modules = _attention_modules(model, model.sites("joined"))
     with bare_forward(model.host, model.open_blocks):
         return _rotations(model.host, modules, short_text(model.host))
 

@@ -20,13 +20,12 @@ from mmattn.adapters.host_models import (
     text_config,
     width_of,
 )
-from mmattn.adapters.inserted import EmbeddingReader
-from mmattn.adapters.joined.rotation import Rotations
 from mmattn.adapters.protocols import AdapterConfig, Site
 from mmattn.adapters.text_state import PACKING_NAMES, TextState, packed_text
 from mmattn.core.tracing import refuse_unless_finite, report_checks
 from mmattn.errors import ConditionError
 from mmattn.hosts.attach import register_host
+from mmattn.hosts.causal_lm import joined_slots
 from mmattn.hosts.causal_lm.boundary import refuse_rows
 from mmattn.hosts.causal_lm.continuous_batching import (
     PAGED_CACHE,
@@ -49,14 +48,6 @@ from mmattn.hosts.causal_lm.generation import (
     note_new,
     noted,
     prompt_name,
-)
-from mmattn.hosts.causal_lm.joined_slots import (
-    embedding_reader,
-    joined_sites,
-    probe_before_text,
-    probe_joined,
-    probe_rotations,
-    shift_text,
 )
 from mmattn.hosts.causal_lm.packing import keep_apart, packed_state
 from mmattn.hosts.context import NOTED, Call, ForwardStep, Handle, Keywords, Positional, refuse_reentrant
@@ -127,7 +118,7 @@ class AdaptedCausalLM(AdaptedModel):
         layers, width = self.layers, width_of(self.host)
         if position == "joined":
             with self.open_blocks.conditioned(None):
-                return joined_sites(self.host, layers, self.path, width)
+                return joined_slots.joined_sites(self.host, layers, self.path, width)
         # The part of the host whose weights produce the hidden states at the site.
         sources = [embeddings_of(self.host), *layers] if position == "before" else list(layers)
         return [
@@ -136,26 +127,16 @@ class AdaptedCausalLM(AdaptedModel):
         ]
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Prove with one forward of two tokens that what the adapter writes at its layers reaches the answer."""
         if adapter.position == "joined":
-            probe_joined(self, adapter.sites)
+            joined_slots.probe_joined(self, adapter.sites)
         else:
             self.stream_axis = probe_adapter(self.host, self.open_blocks, adapter, partial(text_inputs, self.host))
 
-    def probe_before_text(self, sites: Sequence[Site]) -> Rotations:
-        """Prove that keys and values before a text reach the output, and return what turns keys to other positions."""
-        return probe_before_text(self, sites)
-
-    def probe_rotations(self) -> Rotations:
-        """Return what turns the keys of each layer to other positions."""
-        return probe_rotations(self, self.sites("joined"))
-
-    def embedding_reader(self, sites: Sequence[Site]) -> EmbeddingReader:
-        """Prove that embeddings before a text reach the output, and return how the host reads them."""
-        return embedding_reader(self, sites)
+    # What adapters that join keys and values learn of the host.
+    probe_before_text, probe_rotations = joined_slots.probe_before_text, joined_slots.probe_rotations
+    embedding_reader = joined_slots.embedding_reader
 
     def text_state(self, call: Call, args: Positional, kwargs: Keywords) -> TextState:
-        """Return the ids or embeddings of this forward, the length of its cache, and the arguments of `generate`."""
         inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is None:
             inputs = kwargs.get("inputs_embeds")
@@ -200,7 +181,6 @@ class AdaptedCausalLM(AdaptedModel):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """Return the actions of the adapters in one forward, and the inputs of the host."""
         text, inputs = self.text_state(call, args, kwargs), None
         if call.prompt is not None and text.past == 0 and not disabled and call.sources:
             rest = fill_cache(self, call, text, kwargs)
@@ -212,7 +192,7 @@ class AdaptedCausalLM(AdaptedModel):
             check_with_memory(self.host, call, text)
         for actions in step.actions.values():
             if actions[0][0].stands_in_text or len(actions) > 1:
-                step.inputs = shift_text(step, text, dict(kwargs))
+                step.inputs = joined_slots.shift_text(step, text, dict(kwargs))
                 break
         # Keys and values that are joined with the host's own are inside of what checkpointing runs again.
         if self.host.training and torch.is_grad_enabled() and self._trains_joined(step):
@@ -262,7 +242,6 @@ class AdaptedCausalLM(AdaptedModel):
         refuse_unless_finite([largest], explain)
 
     def note_output(self, output: object) -> None:
-        """Note the cache that a forward without actions has read with a memory."""
         if self.open_blocks.in_force().call is not None:
             note_cache(output)
 
@@ -362,7 +341,6 @@ class AdaptedCausalLM(AdaptedModel):
         arrived: Tensor | None = None,
         window: int | None = None,
     ) -> None:
-        """Set the images and the slots that had arrived at each token."""
         if window is not None and arrived is None:
             raise ConditionError("window= counts back from the slots arrived at each token: give arrived=, too")
         if call is not None:
@@ -409,7 +387,6 @@ class AdaptedCausalLM(AdaptedModel):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: AdapterConfig, rows: int) -> dict[str, Tensor]:
-        """Ids of a random text, long enough for two chunks where there are chunks, and where images are in it."""
         text = text_config(self.host)
         longest = max(7, 2 * getattr(config, "chunk_size", 0) + 2)
         length = min(longest, getattr(text, "max_position_embeddings", None) or longest)

@@ -119,7 +119,6 @@ class AdaptedDenoiser(AdaptedModel):
 
     @classmethod
     def load_host(cls, name: str | PathLike[str]) -> nn.Module:
-        """Load the model in a folder, or this part of a pipeline in a folder or on the hub."""
         diffusers: Any = import_extra("diffusers", "diffusion")
         subfolder = {} if os.path.isfile(os.path.join(name, "config.json")) else {"subfolder": cls.part}
         kind = diffusers.UNet2DConditionModel if cls.part == "unet" else diffusers.AutoModel
@@ -133,7 +132,6 @@ class AdaptedDenoiser(AdaptedModel):
         return model.eval()
 
     def read_single_file(self, path: str | PathLike[str]) -> tuple[Settings, dict[str, Tensor]]:
-        """Return the settings and weights in the single file of a published IP-Adapter."""
         tensors = read_weights(path, pickles=True)
         follows_time = any(name.endswith("norm_ip.linear.weight") for name in tensors)
         return self.published_layout(follows_time).read(tensors, path)
@@ -156,7 +154,6 @@ class AdaptedDenoiser(AdaptedModel):
         return 0
 
     def layer(self, index: int) -> Attention:
-        """Return the host's attention layer of this number."""
         return self.host.get_submodule(self.layer_names[index])
 
     # The host's own text ----------------------------------------------------------------------------------------------
@@ -204,7 +201,6 @@ class AdaptedDenoiser(AdaptedModel):
         return super().attentions() | text
 
     def unload(self) -> nn.Module:
-        """Return the very same host without any trace of the adapters."""
         self.use_core(False)
         return super().unload()
 
@@ -245,7 +241,6 @@ class AdaptedDenoiser(AdaptedModel):
         guided: bool = False,
         negative_prompt_embeds: Tensor | None = None,
     ) -> DenoisingCall | None:
-        """Return the call with this memory, or None without one."""
         self.check_attached()
         text_mask = self._check_text_mask(text_mask)
         if memory is None:
@@ -279,7 +274,6 @@ class AdaptedDenoiser(AdaptedModel):
         return super().call_of_forward(args, kwargs)
 
     def hook_site(self, module: nn.Module, layer: int, position: str) -> list[Handle]:
-        """Hook the adapters to an attention layer, and to its block where an adapter adds to that."""
         hooks: list[Handle] = [
             module.register_forward_hook(partial(inside_attention, self, layer), with_kwargs=True),
             *(part.register_forward_hook(partial(note_queries, self, layer)) for part in query_projections(module)),
@@ -299,7 +293,6 @@ class AdaptedDenoiser(AdaptedModel):
         )
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Refuse an adapter that adds to blocks where the host has none."""
         if adapter.traits.adds_to_block:
             self.block_of(adapter.layers[0])
 
@@ -310,7 +303,6 @@ class AdaptedDenoiser(AdaptedModel):
     def forward_step(
         self, call: Call, disabled: frozenset[str], host: nn.Module, args: Positional, kwargs: Keywords
     ) -> ForwardStep:
-        """Return the actions of one forward, for the size of its picture and its timestep."""
         assert isinstance(call, DenoisingCall)
         if torch.is_grad_enabled() and not is_compiled():
             keep_context(host)
@@ -390,14 +382,12 @@ class AdaptedDenoiser(AdaptedModel):
         return source.step(TextState(rows or 0, length, layer=only, timestep=times))
 
     def lost_layers(self, step: ForwardStep) -> list[int]:
-        """Return the layers that ran, or were replaced, and that memory did not reach."""
         # Layers that a pipeline (`skip_layers`) or a cache of diffusers leaves out on purpose do not run.
         ran, lost = step.details.get("queries", ()), super().lost_layers(step)
         parts = set(self.host.modules()) if lost else set()
         return [layer for layer in lost if layer in ran or self.hooked[layer, "inside"] not in parts]
 
     def check_reached(self, layers: Sequence[int]) -> None:
-        """Raise ConditionError for layers that memory did not reach."""
         raise ConditionError(
             f"memory did not reach {[self.layer_names[index] for index in layers]}, which ran without being called or "
             "were replaced: name others with blocks=, or unload() before the host is changed"

@@ -121,13 +121,11 @@ class FluxLayout(PublishedLayout):
     numbering = (0, 1)
 
     def settings(self, state: Mapping[str, Tensor]) -> Settings:
-        """Return the settings of an adapter by its tensors."""
         (slot_dim,), (rows, memory_dim) = state["memory_norm.weight"].shape, state["projection.weight"].shape
         layout = DecoupledLayout(slot_dim=slot_dim, bias=True, added_to="block")
         return DecoupledAdapter(memory_dim, tokens=rows // slot_dim, layout=layout)
 
     def written(self, adapter: AdapterLayers, state: Tensors) -> Tensors | None:
-        """Return what is written of an adapter's state."""
         return super().written(adapter, state) if adapter.traits.adds_to_block else None
 
 
@@ -162,7 +160,6 @@ class SD3Layout(PublishedLayout):
     numbering = (0, 1)
 
     def settings(self, state: Mapping[str, Tensor]) -> Settings:
-        """Return the settings of an adapter by its tensors."""
         num_latents, width = state["perceiver.latents"].shape[-2:]
         resampler = TimedResampler(
             num_latents=num_latents,
@@ -178,12 +175,10 @@ class SD3Layout(PublishedLayout):
         return JointDecoupledAdapter(state["perceiver.proj_in.weight"].shape[1], resampler=resampler)
 
     def complete(self, state: Tensors) -> Tensors:
-        """Return the state with gates of 1."""
         gates = {f"blocks.{layer}.gate": torch.ones(1) for layer in self.numbers}
         return state | gates | {"perceiver.latents": state["perceiver.latents"].flatten(0, -2)}
 
     def written(self, adapter: AdapterLayers, state: Tensors) -> Tensors | None:
-        """Return an adapter's state without its gates, which must be 1."""
         gates = [name for name in state if name.endswith(".gate")]
         assert isinstance(adapter.config, JointDecoupledAdapter)
         if any(float(state[name]) != 1 for name in gates) or adapter.config.resampler.head_dim != HEAD_DIM:

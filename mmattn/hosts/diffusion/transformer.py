@@ -58,7 +58,6 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether this is a model of diffusers that is called with `hidden_states` and a `timestep`."""
         return is_of_diffusers(model) and takes_hidden_states(model)
 
     def attention(self, index: int) -> PictureAttention:
@@ -66,7 +65,6 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return self.structure.layers[index]
 
     def sites(self, position: str) -> list[Site]:
-        """Return the attention layer of every block whose queries are those of the picture."""
         apart = any(layer.kind != SELF and not layer.stream for layer in self.structure.layers)
         sites = []
         for index, layer in enumerate(self.structure.layers):
@@ -75,18 +73,15 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return sites
 
     def picture_part(self, index: int) -> int:
-        """Return the index of the picture among the outputs of an attention layer."""
         return self.attention(index).part
 
     def changed_output(self, adapter: AdapterLayers, index: int) -> tuple[nn.Module, int]:
-        """Return the module whose output an adapter changes, and the index of the picture in it."""
         if not adapter.traits.adds_to_block:
             return self.layer(index), self.attention(index).part
         block, part = self.block_of(index)
         return self.host.get_submodule(block), part
 
     def check_adapter(self, adapter: AdapterLayers) -> None:
-        """Check that changes at an adapter's layers reach the prediction, and that layers have what it reads."""
         changed = []
         for site in adapter.sites:
             layer = self.attention(site.layer)
@@ -97,7 +92,6 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
             check_reaches(self.host, self.structure, changed)
 
     def block_of(self, index: int) -> tuple[str, int]:
-        """Return the block around an attention layer, and the index of the picture in its outputs."""
         layer, size = self.attention(index), head_size(self.layer(index))
         if layer.block_width != size.num_heads * size.head_dim:
             raise AttachError(
@@ -119,17 +113,14 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
         return weight_of(k, self.host), weight_of(v, self.host)
 
     def published_layout(self, follows_time: bool) -> PublishedLayout:
-        """Return the layout of published IP-Adapters for Flux or, if they follow the time step, for SD 3.5."""
         if follows_time:
             return SD3Layout(self, range(len(self.layer_names)))
         return FluxLayout(self, [index for index, layer in enumerate(self.structure.layers) if layer.kind == JOINT])
 
     def grid_of(self, kwargs: Keywords) -> Grid | None:
-        """Return frames, height and width in tokens of the picture of a call; None if the call does not say."""
         return self.structure.layout.grid_of(kwargs, kwargs[self.picture_name])
 
     def text_attention(self, index: int) -> type[CoreProcessor]:
-        """Return the processor that computes the attention of a layer over its text by the core."""
         kind = self.attention(index).kind
         if kind == SELF:
             raise ConditionError(
@@ -141,5 +132,4 @@ class AdaptedDiffusionTransformer(AdaptedDenoiser):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: object, rows: int) -> Arguments:
-        """Return a noisy picture, a timestep, a text, and further arguments of the host."""
         return self.structure.inputs(self.host, rows, generator)

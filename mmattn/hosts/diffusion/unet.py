@@ -52,24 +52,19 @@ class AdaptedUNet(AdaptedDenoiser):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether this is a model of diffusers that is called with `sample`."""
         return is_of_diffusers(model) and not takes_hidden_states(model)
 
     def grid_of(self, kwargs: Keywords) -> Grid | None:
-        """Return one frame of the height and width of the sample."""
         height, width = kwargs["sample"].shape[-2:]
         return 1, height, width
 
     def text_attention(self, index: int) -> type[CoreProcessor]:
-        """Return the processor that computes the text attention of a layer by the core."""
         return TextAttention
 
     def published_layout(self, follows_time: bool) -> PublishedLayout:
-        """Return the layout of published IP-Adapters for UNets."""
         return PublishedLayout(self, range(len(self.layer_names)))
 
     def sites(self, position: str) -> list[Site]:
-        """Return every cross-attention layer."""
         width = _text_width(self.host)
         layers = [(index, name, self.layer(index)) for index, name in enumerate(self.layer_names)]
         return [Site(index, position, name, width, device_of(attn), head_size(attn)) for index, name, attn in layers]
@@ -83,7 +78,6 @@ class AdaptedUNet(AdaptedDenoiser):
     # For the doctor and the shared tests -----------------------------------------------------------------------------
 
     def example_batch(self, generator: torch.Generator, config: object, rows: int) -> Arguments:
-        """Return a noisy picture, a timestep and a text, with the further arguments of SDXL."""
         host = getattr(self.host, "config")  # noqa: B009
         size = host.sample_size or 32
         height, width = size if isinstance(size, (list, tuple)) else (size, size)

@@ -108,7 +108,7 @@ class TestQueries:
         index = built(texts, kind, encoder=Letters())
         hits = index.search(["the moon", "cat"], 2)
         assert hits.texts is not None and [row[0] for row in hits.texts] == ["the moon", "a grey cat"]
-        assert index.search("the moon", 1, encoder=Letters()).ids == [[2]]
+        assert index.search("the moon", 1).ids == [[2]]
         assert index[1].text == "a grey cat" and len(index) == 3 and 2 in index and "2" not in index
 
     @pytest.mark.parametrize("store", [*STORES, "qdrant"])

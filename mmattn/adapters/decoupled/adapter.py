@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site
 from mmattn.adapters.resampler import Resampler, settle_resampler
-from mmattn.adapters.settings import default_norm, random_memory, settle
+from mmattn.adapters.settings import AdapterConfig, default_norm, settle
 from mmattn.core.projection import Attended, KeyValueProjection
 from mmattn.errors import AttachError, ConfigError, check_bool, check_choice, check_int
 from mmattn.memory import Memory
@@ -55,7 +55,7 @@ class DecoupledLayout:
 
 
 @dataclass(frozen=True)
-class DecoupledAdapter:
+class DecoupledAdapter(AdapterConfig):
     """Settings of decoupled cross-attention for a diffusion model: a UNet or a transformer.
 
     Args:
@@ -104,10 +104,6 @@ class DecoupledAdapter:
     def sites(self, host: Host) -> list[Site]:
         """Return the attention layers that `blocks` names."""
         return sites_of_blocks(host, self.blocks)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 def settle_blocks(config: Any) -> None:

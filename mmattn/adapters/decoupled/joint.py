@@ -32,7 +32,7 @@ from mmattn.adapters.base import AdapterLayers
 from mmattn.adapters.decoupled.adapter import settle_blocks, sites_of_blocks
 from mmattn.adapters.projection import ProjectedView, VectorMemory, check_read
 from mmattn.adapters.protocols import HeadSizes, Host, Scale, Site, Traits
-from mmattn.adapters.settings import random_memory
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.adapters.text_state import TextState
 from mmattn.core.attention import attend
 from mmattn.errors import ConditionError, ConfigError, check_int
@@ -73,7 +73,7 @@ class TimedResampler:
 
 
 @dataclass(frozen=True)
-class JointDecoupledAdapter:
+class JointDecoupledAdapter(AdapterConfig):
     """Settings of decoupled attention over picture and memory for a diffusion transformer.
 
     Args:
@@ -102,10 +102,6 @@ class JointDecoupledAdapter:
     def sites(self, host: Host) -> list[Site]:
         """Return the attention layers that `blocks` names."""
         return sites_of_blocks(host, self.blocks)
-
-    def example_memory(self, generator: torch.Generator, rows: int = 3) -> Memory:
-        """Return a random memory (rows, 5, e), some slots masked."""
-        return random_memory(generator, rows, self.memory_dim)
 
 
 class TimedPerceiver(nn.Module):

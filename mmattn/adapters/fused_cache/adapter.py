@@ -30,10 +30,10 @@ from mmattn.adapters.composed.augmenting_model import AugmentedPrompt, Augmentin
 from mmattn.adapters.fused_cache.fusers import CacheFuser, CacheMap, batches, fit_maps, read_tokens
 from mmattn.adapters.joined.host_attention import HostAttention
 from mmattn.adapters.joined.rotation import Rotations
-from mmattn.adapters.protocols import BoundMemory, Host, Scale, Site, Traits, View
+from mmattn.adapters.protocols import BoundMemory, Scale, Site, Traits, View
 from mmattn.adapters.settings import (
+    AdapterConfig,
     augmenting_layers_of,
-    chosen_sites,
     settle_augmenting_layers,
     settle_layers,
 )
@@ -47,7 +47,7 @@ FUSERS = ("network", "ridge")
 
 
 @dataclass(frozen=True)
-class FusedCacheAdapter:
+class FusedCacheAdapter(AdapterConfig):
     """Settings of fused caches: the cache of another language model changes the host's cache.
 
     The memory of a call is `mmattn.AugmentingModel(lm).prefill(input_ids, attention_mask)` of the prompts at the start
@@ -79,6 +79,7 @@ class FusedCacheAdapter:
 
     kind: ClassVar[str] = "fused_cache"
     positions: ClassVar[tuple[str, ...]] = ("joined",)
+    default_every: ClassVar[int] = 1
     example_call: ClassVar[str] = "model.generate(input_ids, memory=mmattn.AugmentingModel(lm).prefill(input_ids))"
 
     def __post_init__(self) -> None:
@@ -89,10 +90,6 @@ class FusedCacheAdapter:
         check_int("hidden_dim", self.hidden_dim, at_most=1 << 20)
         if self.fuser == "ridge" and self.gate != "scalar":
             raise ConfigError("gate belongs to fuser='network': leave it out with fuser='ridge'")
-
-    def sites(self, host: Host) -> list[Site]:
-        """Return the chosen attention layers, all by default."""
-        return chosen_sites(self, host.sites("joined"), default_every=1)
 
     def example_memory(self, generator: torch.Generator, rows: int = 3) -> NoReturn:
         """Raise ConfigError: the memory is the cache of another model."""

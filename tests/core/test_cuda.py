@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mmattn
 from mmattn import attend
 from mmattn.adapters import ChunkedAdapter, GatedAdapter, InsertedAdapter, PassageAdapter, PrefixAdapter
-from mmattn.adapters.protocols import AdapterConfig
+from mmattn.adapters.settings import AdapterConfig
 from mmattn.hosts import PassageCache
 from mmattn.testing import stir
 from tests import tiny

@@ -129,10 +129,6 @@ class FusedCacheLayers(AdapterLayers):
         #: Inside `fit`, cosines of attention outputs by layer.
         self.cosines: dict[int, list[Tensor]] | None = None
 
-    def fuser(self, layer: int) -> CacheFuser | CacheMap:
-        """Return the block at a host layer."""
-        return cast("CacheFuser | CacheMap", self.block(layer))
-
     @property
     def maps(self) -> dict[int, CacheMap]:
         """The blocks by host layer, of an adapter that is fitted."""
@@ -374,7 +370,7 @@ class FusedView(View):
         self.positions = rows.expand(len(self.real), -1)
         return positions
 
-    def apply(self, x: HostAttention, block: nn.Module, layer: int, adapter_scale: Scale) -> HostAttention:
+    def apply(self, x: HostAttention, block: Any, layer: int, adapter_scale: Scale) -> HostAttention:
         # A window that is cut to its length holds the last tokens only.
         first = max(0, self.real.shape[1] - x.key.shape[2])
         if first >= self.numbers.shape[1]:
@@ -391,7 +387,7 @@ class FusedView(View):
                 self.changes[layer] = change
         elif first:
             change = change[0][:, :, first:], change[1][:, :, first:]
-        key_share, value_share = (adapter_scale * share[:, None, None] for share in self.adapter.fuser(layer).gate())
+        key_share, value_share = (adapter_scale * share[:, None, None] for share in block.gate())
         fused = x.with_text(_added(x.key, change[0], key_share), _added(x.value, change[1], value_share))
         if self.adapter.cosines is None:
             return fused
